@@ -26,7 +26,8 @@ ROUNDS = 7
 
 def make(root: Path, number: int) -> None:
     """Make one run: its folders, settings and journal."""
-    from hpc_ddp.core.job.spec import JobSpec
+    from hpc_ddp.core.job.job_ref import JobRef
+    from hpc_ddp.core.job.options import JobSpec
     from hpc_ddp.core.run_folder import RunFolder
     from hpc_ddp.core.run_index import link_job
 
@@ -36,7 +37,7 @@ def make(root: Path, number: int) -> None:
     name = f"study-{number % 12}"
     run = RunFolder(root / name / f"{stamp}-{number:04x}").make()
     run.job_json.write_text(JobSpec("train.py", job_name=name, nodes=2).to_json())
-    link_job(str(number), run)
+    link_job(JobRef(str(number)), run)
     lines = draw.choices((60, 1500, 5000), (80, 15, 5))[0]
     attempts = draw.choices((1, 2), (2, 1))[0]
     at, step = began, 0

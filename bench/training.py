@@ -148,7 +148,7 @@ def part_durable(device: str, folder: Path) -> dict[str, list[float]]:
 
 
 def part_load(device: str, folder: Path) -> dict[str, list[float]]:
-    from hpc_ddp.training.checkpoint import loading
+    from hpc_ddp.training.checkpoint import put_back
 
     subject = Subject(device)
     subject.save()
@@ -158,7 +158,7 @@ def part_load(device: str, folder: Path) -> dict[str, list[float]]:
     def load() -> None:
         restored = subject.checkpoints.restore()
         assert restored
-        loading.put_back(subject.keeper._objects, restored.shared["tree"], restored.reader, 1)
+        put_back.put_back(subject.keeper._objects, restored.shared["tree"], restored.reader, 1)
 
     def raw() -> None:
         zlib.crc32(path.read_bytes())

@@ -19,14 +19,15 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import read_text
+from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.job.option_declaration import default_of, key_of
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import Queue, describe_work, read_queue
+from hpc_ddp.report.cancel import cancel
 from hpc_ddp.report.logs.files import log_files
-from hpc_ddp.report.status.run_status import Status, cancel, status_of
-from hpc_ddp.report.status.state import Queue, describe_work, jobs_in_queue
+from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.submission import backends
-from hpc_ddp.submission import sweep as launch_sweep
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_root
@@ -67,22 +68,23 @@ class Handle:
     def job_id(self) -> str | None:
         """The newest Slurm job of the run; None where there was none. Raises OSError where its
         journal can't be read."""
-        return next(reversed(self._run.job_ids(self._run.events())), None)
+        jobs = self._run.jobs(self._run.events())
+        return jobs[-1].id if jobs else None
 
     @property
     def state(self) -> str:
         """The run's state in one word, as `hpc-ddp status` has it: ``waiting``, ``running``,
-        ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time; raises as
-        `status`."""
+        ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time. Raises
+        OSError where the journal can't be read."""
         return str(self.status().state)
 
     def status(self) -> Status:
         """Return all that a line of `hpc-ddp status` has: step, loss, goodput, results …
 
-        Without an answer from Slurm its jobs count as gone. Raises OSError where the journal can't
-        be read.
+        Slurm is asked for a run that has a job. Without an answer the state is that of the journal,
+        or ``unknown`` where it has no end. Raises OSError where the journal can't be read.
         """
-        return status_of(self._run, jobs_in_queue() if self.job_id else {})
+        return status_of(self._run, read_queue() if self.job_id else Queue(None))
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until nothing works on the run any more and nothing will, and return its state.
@@ -99,7 +101,9 @@ class Handle:
         TimeoutError
             it was not over by then
         HpcDdpError
-            it is a job, and there is no Slurm to ask
+            it is a job, and there is no Slurm to ask, or Slurm refuses
+        OSError
+            its journal can't be read
 
         Examples
         --------
@@ -119,36 +123,42 @@ class Handle:
 
     def _at_work(self) -> bool:
         """Return whether a process or a job works on the run, or will; True also while Slurm gives
-        no answer. Raise HpcDdpError without a Slurm for a run that has a job."""
+        no answer. Raise HpcDdpError without a Slurm for a run that has a job, and OSError where the
+        journal can't be read."""
         if self._process:
             return self._process.poll() is None
         try:
             queue = Queue(slurm.queue() if self.job_id else {})
         except slurm.NoAnswerError:  # it will come back
             return True
-        return bool(describe_work(self._run, queue))
+        return describe_work(self._run, queue) is not None
 
     def cancel(self) -> None:
         """End the run for good: nothing requeues it after this.
+
+        It is marked as cancelled first, and stays so also where Slurm then refuses.
 
         Raises
         ------
         UsageError
             it is finished, or another user could have written the ids of its jobs
         HpcDdpError
-            Slurm does not cancel its job
+            Slurm gives no answer or does not cancel its job, or one may be live that can't be asked
+            for
+        OSError
+            the run's folder can't be read
         """
         cancel(self._run)
 
     def logs(self, rank: int | None = None) -> str:
         """Return what the job has printed so far, or one `rank`, over all attempts.
 
-        The text of a rank is empty before the first attempt.
+        The text of a rank is empty before the first attempt. Of each log the first 64 MiB count.
 
         Raises
         ------
         UsageError
-            there is no such rank, or nothing was printed yet
+            there is no such rank, or, without a `rank`, nothing was printed yet
         OSError
             a log can't be read
 
@@ -182,7 +192,9 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     UsageError
         a setting is unknown or refused, or the script does not exist; nothing is left behind
     HpcDdpError
-        it could not be started
+        it could not be started; its folder stays only where Slurm gave no answer
+    OSError
+        the script or the output can't be written, or the process not be started
 
     Examples
     --------
@@ -222,6 +234,8 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     ------
     UsageError
         there is no such run, or a setting for that folder is refused
+    OSError
+        a run's folder or journal can't be read, or the name is too long for a path
     """
     return Handle(run_of(os.fspath(run), runs_dir).path)
 
@@ -245,8 +259,9 @@ def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of a sweep over these values by parameter; {} for None. Raise UsageError
-    for anything but a mapping to several values, and for too many points."""
+    """Return the settings of a sweep over these values by parameter; {} for None and without a
+    parameter. Raise UsageError for anything but a mapping to iterables of values, and for too many
+    trials."""
     if not sweep:
         return {}
     if not isinstance(sweep, Mapping) or any(

@@ -1,6 +1,7 @@
 """The only place that runs Slurm's commands; `slurm_text` parses what they print.
 
-Arguments are lists, never shell strings.
+Arguments are lists, never shell strings. Errors are HpcDdpError: the command is not there, can't be
+started, or refuses; and its subclass NoAnswerError: the controller gives no answer.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import re
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from hpc_ddp import slurm_text
+from hpc_ddp.core.attempt_env import asking_env, submit_env
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.slurm_text import Job, QueuedJob, Record
 
 TIMEOUT_S = 60.0
@@ -22,75 +26,9 @@ PATIENCE_S = 120.0  # how long a controller that is being restarted is waited fo
 LONGEST_PAUSE_S = 30.0
 LOOKS = 4  # a submit whose answer was lost came up in the queue seconds after the first look
 
-# What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
-# and proves who asks, is the user's, and so are sbatch's own variables (see `submit_env`).
-_INHERITED = re.compile(
-    r"(SLURM|SLURMD|SRUN|SALLOC|TORCHELASTIC|HPC_DDP)_"
-    r"|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))$"
-)
-_KEPT = (
-    *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"),
-    # The user's own, of a shell or a script.
-    *("HPC_DDP_RUNS", "HPC_DDP_SITE_FILE", "HPC_DDP_SAVE_EVERY", "HPC_DDP_HANG_AFTER"),
-    *("HPC_DDP_PROFILE", "HPC_DDP_BACKEND", "HPC_DDP_DRY_RUN_DEVICES"),
-)
-# A supervisor sets these for its own node.
-_OF_A_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-# sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).
-_OPTIONS = {"timelimit": "time", "array-inx": "array", "req-switch": "switches"}
-# Options of which a job has one at most, or one that would undo another.
-_FAMILIES = (
-    {"gpus", "gpus-per-node", "gpus-per-task", "gres"},
-    {"mem", "mem-per-node", "mem-per-cpu", "mem-per-gpu"},
-    {"requeue", "no-requeue"},
-    {"output", "error"},
-)
-# With these sbatch would submit something else, or not return before the job's end.
-_NEVER = {"array", "wait", "jobid", "no-kill"}
-
 
 class NoAnswerError(HpcDdpError):
     """A command of Slurm got no answer; it may have been carried out all the same."""
-
-
-def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without variables of an outer Slurm job, torchrun or hpc-ddp run.
-
-    srun's settings of the user's profile (``SLURM_*``) are left out, too; and, inside a node of a
-    run, the network interface that its supervisor chose. The variables in `_KEPT` stay.
-    """
-    of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in _KEPT or not (_INHERITED.match(name) or name in of_a_node)
-    }
-
-
-def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an sbatch that is to keep to some `options` of a script, by name.
-
-    sbatch takes SBATCH_PARTITION, say, over the script's ``#SBATCH --partition``. Here a site's or
-    a user's profile has its say where the job has none; a value that is passed over is reported on
-    stderr.
-    """
-    env = clean_env(environ)
-    for name in [name for name in env if name.startswith("SBATCH_")]:
-        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
-        option = _OPTIONS.get(option, option)
-        family = next((family for family in _FAMILIES if option in family), {option})
-        options_of_job = sorted(family & options.keys())
-        if options_of_job or option in _NEVER:
-            value = env.pop(name)
-            if value != options.get(option):
-                reason = (
-                    f"the job has --{options_of_job[0]}"
-                    if options_of_job
-                    else "a job of hpc-ddp has its own way"
-                )
-                say(f"{name}={value} is not used: {reason}")
-    return env
 
 
 def _options_of(script: Path, more: Sequence[str]) -> dict[str, str]:
@@ -109,7 +47,8 @@ def _run(
     timeout_s: float = TIMEOUT_S,
     umask: int = -1,
 ) -> str:
-    """Run one of Slurm's commands once and return what it printed; `umask` -1 keeps this process's.
+    """Run one of Slurm's commands once and return what it printed; `umask` -1 keeps this process's,
+    `env` None is `asking_env`.
 
     Raise NoAnswerError where the controller gave no answer: what was asked for may have been done
     all the same; and HpcDdpError where the command is not there, can't be started, or refused.
@@ -117,7 +56,7 @@ def _run(
     try:
         done = subprocess.run(
             argv,
-            env=env or {**os.environ, "SLURM_TIME_FORMAT": "standard"},  # as `parse_job` reads it
+            env=env or asking_env(os.environ),
             capture_output=True,
             text=True,
             errors="replace",
@@ -145,11 +84,33 @@ def _run(
     return done.stdout
 
 
+def own_cluster() -> str:
+    """Return the cluster that Slurm's commands ask here as `JobRef` has it, '' where it does not
+    say."""
+    try:
+        return slurm_text.parse_cluster(show_config())
+    except HpcDdpError:
+        return ""
+
+
+def _at(job: str | JobRef) -> list[str]:
+    """Return the option that leads a command to a job's cluster; none for an id alone, which is
+    this cluster's. Raise HpcDdpError where that can't be asked for its name."""
+    name = job.cluster_name if isinstance(job, JobRef) else ""
+    if not name or name == show_config().get("ClusterName"):
+        return []
+    return [f"--clusters={name}"]
+
+
+def _id(job: str | JobRef) -> str:
+    return job.id if isinstance(job, JobRef) else job
+
+
 def _patiently(argv: Sequence[str], give_up: float | None = None) -> str:
     """Run a command that may be run twice, and repeat it while the controller does not answer.
 
-    `give_up` is the end of that by ``time.monotonic()``; None: PATIENCE_S from now. Raises as
-    `_run`.
+    `give_up` is the end of that by ``time.monotonic()``; None: PATIENCE_S from now. Each repetition
+    is reported on stderr. Raise NoAnswerError after that, and HpcDdpError for any other failure.
     """
     give_up, pause_s = _patience(give_up), 1.0
     while True:
@@ -172,74 +133,97 @@ def sbatch(
     script: Path,
     env: Mapping[str, str],
     *options: str,
-    earlier: Collection[str] = (),
+    earlier: Collection[JobRef] = (),
     give_up: float | None = None,
-) -> str:
-    """Submit a script file with `options` such as ``--array=0-3``, and return the job id; `give_up`
-    as `show_job` has it. `env` is passed on without what `submit_env` leaves out.
+    cluster: str = "",
+) -> JobRef:
+    """Submit a script file with `options` such as ``--array=0-3``, and return the job, with its
+    cluster where sbatch has been sent to one. `env` is passed on without what `submit_env` leaves
+    out. A script that names clusters goes to `cluster`, if given.
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
     Then the queue is searched for a job of this very script, and only if there is none it is
-    submitted again. `earlier` are ids of jobs of the script from before. Raises as `_run`.
+    submitted again, until `give_up` by ``time.monotonic()`` (None: PATIENCE_S from now). `earlier`
+    are jobs of the script from before. Raise NoAnswerError after that, or where sbatch prints no id
+    and no job is in the queue; and HpcDdpError where sbatch refuses.
 
     Slurm gives the job sbatch's umask: on a node the user's, which `node.entry` has replaced.
     """
     umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)
+    settled = _options_of(script, options)
+    if cluster and "clusters" in settled:
+        options = (*options, f"--clusters={cluster}")
     argv = ["sbatch", "--parsable", *options, str(script)]
-    env = submit_env(env, _options_of(script, options))
+    env = submit_env(env, settled)
+    clusters = settled.get("clusters") or env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS")
+    search = partial(_find_submitted, script, earlier, options, (clusters or "").split(","))
     give_up = _patience(give_up)
     while True:
         try:
             printed = _run(argv, env=env, umask=umask)
         except NoAnswerError as error:
             say(f"{error.message}; trying again")
-            submitted = _find_submitted(script, earlier, options, give_up)
+            submitted = search(give_up)
             if submitted:
                 return submitted
             if time.monotonic() > give_up:
                 raise
         else:
             job_id = slurm_text.parse_job_id(printed)
-            job_id = job_id or _find_submitted(script, earlier, options, give_up)
-            if job_id is None:
+            job = JobRef.parse(job_id) if job_id else None
+            job = job or search(give_up)
+            if job is None:
                 raise NoAnswerError(
                     f"sbatch has accepted the job, and printed no job id: {printed.strip()!r}",
                     hint="squeue --me shows it",
                 )
-            return job_id
+            return job
 
 
 def _find_submitted(
-    script: Path, earlier: Collection[str], options: Sequence[str], give_up: float
-) -> str | None:
-    """Return the id of a job of a script that is not among the `earlier` ones; None without one.
+    script: Path,
+    earlier: Collection[JobRef],
+    options: Sequence[str],
+    clusters: Sequence[str],
+    give_up: float,
+) -> JobRef | None:
+    """Return a job of a script, on one of some clusters ('': this one), that is not among the
+    `earlier` ones; None without one.
 
-    Tasks of an array share the script, and each may queue a job of its own just now. Raises as
-    `_run`.
+    Tasks of an array share the script, and each may queue a job of its own just now. It looks
+    several times, for seconds. Raise NoAnswerError without an answer until `give_up`, and
+    HpcDdpError where squeue refuses.
     """
     task = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
-    for _ in range(LOOKS):
+    columns = f"--format={slurm_text.SEPARATOR.join(('%F', '%K', '%o'))}"
+    for cluster in [*clusters] * LOOKS:
         time.sleep(2)
-        argv = ["squeue", "--me", "--noheader", "--format=%F|%K|%o", "--states=all"]
-        printed = _patiently(argv, give_up)
-        of_script = [
-            id
-            for id, of, command in slurm_text.parse_table(printed, 3)
-            if command == str(script) and task in (None, of)
-        ]
-        new = [id for id in of_script if id not in earlier]
+        argv = ["squeue", "--me", "--noheader", columns, "--states=all"]
+        argv += [f"--clusters={cluster}"] if cluster else []
+        rows = slurm_text.parse_table(_patiently(argv, give_up), 3, slurm_text.SEPARATOR)
+        ids = [id for id, of, command in rows if command == str(script) and task in (None, of)]
+        new = [id for id in ids if not JobRef(id, cluster).is_among(earlier)]
         if new:
-            return max(new, key=int)
+            return JobRef(max(new, key=int), cluster)
     return None
 
 
-def cancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs in one call, but for ids that Slurm no longer knows; raises as `_run`."""
-    try:
-        _patiently(["scancel", *job_ids])
-    except HpcDdpError as error:
-        if "Invalid job id" not in error.message:
-            raise
+def cancel(jobs: Sequence[str | JobRef]) -> None:
+    """Cancel jobs, with one call for each cluster, but for those that Slurm no longer knows.
+
+    Raise HpcDdpError where Slurm refuses, or gives no answer for PATIENCE_S; jobs of further
+    clusters then stay.
+    """
+    jobs_of: dict[str, list[str | JobRef]] = {}
+    for job in jobs:
+        name = job.cluster_name if isinstance(job, JobRef) else ""
+        jobs_of.setdefault(name, []).append(job)
+    for group in jobs_of.values():  # each asks once whether its cluster is this one
+        try:
+            _patiently(["scancel", *_at(group[0]), *map(_id, group)])
+        except HpcDdpError as error:
+            if "Invalid job id" not in error.message:
+                raise
 
 
 def requeue(job_id: str) -> None:
@@ -251,19 +235,21 @@ def requeue(job_id: str) -> None:
     _run(["scontrol", "requeue", job_id])
 
 
-def forbid_requeue(job_id: str) -> None:
-    """Have Slurm end a job when its batch script does, with any exit code; raises as `_run`."""
-    _patiently(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
+def forbid_requeue(job: str | JobRef) -> None:
+    """Have Slurm end a job when its batch script does, with any exit code. Raise HpcDdpError where
+    Slurm refuses, or gives no answer for PATIENCE_S."""
+    _patiently(["scontrol", *_at(job), "update", f"JobId={_id(job)}", "Requeue=0"])
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
-    """Keep a waiting job off some nodes; replaces what it was kept off before. Raises as `_run`."""
+    """Keep a waiting job off some nodes; replaces what it was kept off before. Raise HpcDdpError
+    where Slurm refuses, or gives no answer for PATIENCE_S."""
     _patiently(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
 def why_refused(script: Path, *options: str) -> str:
     """Return why a script would never start with these options, or why Slurm gave no answer; '' if
-    it would."""
+    it would. Nothing is submitted."""
     try:
         env = submit_env(os.environ, _options_of(script, options))
         _run(["sbatch", "--test-only", *options, str(script)], env=env)
@@ -289,8 +275,8 @@ def unusable(nodes: Sequence[str]) -> list[str]:
 def expand_hosts(node_list: str) -> list[str]:
     """Return the names in a host list such as ``node[1-2]``, in order.
 
-    Raise HpcDdpError where it is empty or can't be expanded: going on would make N worlds of one
-    node.
+    Raise HpcDdpError where it is empty or can't be expanded, also for '': going on would make N
+    worlds of one node.
     """
     names = _run(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
     if not names:
@@ -298,49 +284,49 @@ def expand_hosts(node_list: str) -> list[str]:
     return names
 
 
-def show_job(job_id: str, give_up: float | None = None) -> Job:
-    """Ask the controller for a job. Raise HpcDdpError where there is no such job, or no answer.
+def show_job(job: str | JobRef, give_up: float | None = None) -> Job:
+    """Return a job as the controller has it. Raise HpcDdpError where there is no such job, or no
+    answer.
 
-    An answer is waited for until `give_up`, a time of ``time.monotonic()``; None: PATIENCE_S.
+    An answer is waited for until `give_up`, a time of ``time.monotonic()``; None: PATIENCE_S. The
+    name of this cluster, which a job with a cluster needs, is asked for once, without waiting.
     """
-    return slurm_text.parse_job(_patiently(["scontrol", "show", "job", job_id], give_up))
+    argv = ["scontrol", *_at(job), "show", "job", _id(job)]
+    return slurm_text.parse_job(_patiently(argv, give_up))
 
 
-def job_text(job_id: str) -> str:
-    """Return what ``scontrol show job`` prints, without waiting for an answer; errors as
-    `show_job`."""
-    return _run(["scontrol", "show", "job", job_id])
+def job_text(job: str | JobRef) -> str:
+    """Return what ``scontrol show job`` prints, without waiting for an answer. Raise HpcDdpError
+    where there is no such job, or no answer."""
+    return _run(["scontrol", *_at(job), "show", "job", _id(job)])
 
 
-def is_pending_or_running(job_id: str) -> bool:
-    """Return whether a job waits, runs or is suspended; False where Slurm gives no answer."""
+def queue(cluster: str = "") -> dict[str, QueuedJob]:
+    """Return the user's jobs that Slurm still knows, by job id, with one call of squeue; of another
+    cluster than this one if one is named.
+
+    The id of an array maps to a task of it that is live, while there is one. Raise HpcDdpError
+    where Slurm refuses or gives no answer; it is not waited for.
+    """
+    option = [f"--clusters={cluster}"] if cluster else []
+    columns = f"--format={slurm_text.QUEUE_COLUMNS}"
+    argv = ["squeue", *option, "--me", "--noheader", columns, "--states=all"]
+    return slurm_text.parse_queue(_run(argv))
+
+
+def record(job: str | JobRef) -> Record:
+    """Return what the controller has of a job; after any error of the controller, what the
+    accounting has.
+
+    Raise HpcDdpError, the controller's, where neither knows it, or none answers.
+    """
     try:
-        return slurm_text.parse_job(job_text(job_id)).state in ("PENDING", "RUNNING", "SUSPENDED")
-    except HpcDdpError:
-        return False
-
-
-def queue() -> dict[str, QueuedJob]:
-    """Return the user's jobs that Slurm still knows, by job id, with one call of squeue.
-
-    The id of an array maps to a task of it that is live, while there is one. Raises as `_run`.
-    """
-    columns = "--format=%F|%A|%T|%r|%N|%L|%Z|%o"
-    return slurm_text.parse_queue(_run(["squeue", "--me", "--noheader", columns, "--states=all"]))
-
-
-def record(job_id: str) -> Record:
-    """Ask the controller for a job, and the accounting where the controller has forgotten it.
-
-    Raise HpcDdpError where neither knows it, or none answers.
-    """
-    try:
-        return slurm_text.parse_record(job_text(job_id))
+        return slurm_text.parse_record(job_text(job))
     except HpcDdpError as error:
         forgotten = error
-    query = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={job_id}"]
+    query = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={_id(job)}"]
     try:
-        printed = _run(["sacct", "--allocations", "--noheader", "--parsable2", *query])
+        printed = _run(["sacct", *_at(job), "--allocations", "--noheader", "--parsable2", *query])
     except HpcDdpError:  # a site without accounting, say
         raise forgotten from None
     record = slurm_text.parse_accounting(printed)
@@ -355,13 +341,25 @@ ACCOUNTING_S = 15.0  # the accounting's answer is not essential
 
 
 def show_config() -> dict[str, str]:
-    """Return slurm.conf's values by name (``scontrol show config``); raises as `_run`."""
+    """Return slurm.conf's values by name (``scontrol show config``). Raise HpcDdpError where Slurm
+    refuses or gives no answer."""
     return slurm_text.parse_config(_run(["scontrol", "show", "config"]))
+
+
+def restarting_codes() -> set[int]:
+    """Return the exit codes of batch scripts that this cluster requeues or holds; none where it
+    does not say."""
+    try:
+        config = show_config()
+    except HpcDdpError:
+        return set()
+    lists = (config.get("RequeueExit", ""), config.get("RequeueExitHold", ""))
+    return {code for text in lists for code in slurm_text.parse_codes(text)}
 
 
 def show_all(kind: str) -> list[dict[str, str]]:
     """Return all partitions (`kind` is ``partition``) or nodes (``node``), each with its values by
-    name. Raises as `_run`."""
+    name. Raise HpcDdpError where Slurm refuses or gives no answer."""
     return slurm_text.parse_records(_run(["scontrol", "--oneliner", "show", kind]))
 
 
@@ -373,14 +371,14 @@ def show_qos() -> list[dict[str, str]]:
 
 def show_accounts(user: str) -> list[dict[str, str]]:
     """Return a user's accounts, on all clusters of the accounting, each with its values by name; []
-    as `show_qos`."""
+    where there is no accounting, or it does not answer."""
     columns = ("Cluster", "DefaultAccount", "Account", "Partition")
     return _accounting(("show", "user", user, "withassoc"), columns)
 
 
 def takes_option(command: str, option: str) -> bool:
     """Return whether the help of a command of Slurm's has an option: plugins of a site add some.
-    False where the command is not there."""
+    False where the command is not there, or fails."""
     try:
         return f"--{option}" in _run([command, "--help"])
     except HpcDdpError:
@@ -389,7 +387,7 @@ def takes_option(command: str, option: str) -> bool:
 
 def _accounting(words: Sequence[str], wanted: Sequence[str]) -> list[dict[str, str]]:
     """Return the rows of a query of sacctmgr, with the values of the `wanted` columns by name; []
-    without an answer."""
+    without sacctmgr, or an answer within `ACCOUNTING_S`."""
     argv = ["sacctmgr", "--noheader", "--parsable2", *words, f"format={','.join(wanted)}"]
     try:
         printed = _run(argv, timeout_s=ACCOUNTING_S)

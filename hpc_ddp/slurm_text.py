@@ -9,9 +9,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+from hpc_ddp.core.job.slurm_values import array_indexes
 
 # Printed by a command to which the controller has not answered; another try may do better.
 NO_ANSWER = re.compile(
@@ -34,6 +36,9 @@ _HINTS = {
     "partition not available": "sinfo -o '%P %a' shows which partitions are up",
     "eservation": "scontrol show reservation shows them",
 }
+# Names and paths of jobs hold what their users like.
+SEPARATOR = "\x1f"
+QUEUE_COLUMNS = SEPARATOR.join(("%F", "%A", "%K", "%T", "%r", "%N", "%L", "%j", "%Z", "%o"))
 _JOB_ID = re.compile(r"\d+(;\S+)?")
 
 
@@ -45,6 +50,10 @@ OVER = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),
     *("OUT_OF_MEMORY", "REVOKED"),
 )
+
+
+# States of a job whose batch script has not begun, or ends.
+HAS_NO_NODES = (*OVER, "PREEMPTED", "PENDING", "REQUEUED", "REQUEUE_FED", "COMPLETING")
 
 
 # Slurm shows a flag in the place of the state that it belongs to. A job that is being signalled,
@@ -70,7 +79,8 @@ class Job:
     ended the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its
     batch script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
 
-    `excluded` are the nodes that Slurm keeps it off, as ``n[1-2]``, '' without any.
+    `excluded` are the nodes that Slurm keeps it off, as ``n[1-2]``, '' without any. `script` and
+    `output` are its batch script and the file of that one's output, '' where Slurm does not say.
     """
 
     state: str
@@ -81,6 +91,17 @@ class Job:
     left_s: float | None = None
     expedited: bool = False
     excluded: str = ""
+    script: str = ""
+    output: str = ""
+
+    @property
+    def is_cancelled(self) -> bool:
+        """It was cancelled, by a person or by Slurm for good.
+
+        While its batch script still runs Slurm shows COMPLETING, and after a scancel no reason.
+        """
+        is_ending = self.state == "COMPLETING" and self.reason == "None" and not self.preempted
+        return is_ending or self.state in ("CANCELLED", "DEADLINE", "REVOKED")
 
     @property
     def preempted(self) -> bool:
@@ -104,6 +125,11 @@ class QueuedJob:
         Slurm's word for why it waits
     script
         a real path; ``(null)`` for one that came through a pipe
+    name
+        the job's
+    array, tasks
+        an array's job id, and the index of this task, or those of all that wait, as ``0-5%2``; ''
+        for a job without an array
     """
 
     state: str
@@ -111,6 +137,14 @@ class QueuedJob:
     nodes: str
     time_left: str
     script: str = ""
+    name: str = ""
+    array: str = ""
+    tasks: str = ""
+
+    def has_task(self, array: str, index: int) -> bool:
+        """Return whether it is a task of an array, or all that wait with that task among them.
+        Raise UsageError where `tasks` is no list of indexes."""
+        return self.array == array and bool(self.tasks) and index in array_indexes(self.tasks)
 
 
 @dataclass(frozen=True)
@@ -128,11 +162,10 @@ class Record:
 
 
 def parse_job_id(printed: str) -> str | None:
-    """Return the job id of what ``sbatch --parsable`` printed, None without one: some sites' print
-    a banner, too."""
+    """Return ``id`` or ``id;cluster`` of what ``sbatch --parsable`` printed, None without one: some
+    sites' print a banner, too."""
     lines = [line.strip() for line in printed.splitlines()]
-    ids = [line.partition(";")[0] for line in lines if _JOB_ID.fullmatch(line)]
-    return ids[-1] if ids else None
+    return next((line for line in reversed(lines) if _JOB_ID.fullmatch(line)), None)
 
 
 def parse_job(text: str) -> Job:
@@ -151,6 +184,8 @@ def parse_job(text: str) -> Job:
         left_s=_left_s(value(r"^\s+RunTime=(\S+)"), value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")),
         excluded=value(r"^\s+ReqNodeList=\S+ ExcNodeList=(\S+)").replace("(null)", ""),
         expedited=value(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
+        script=value(r"^\s+Command=(.+)"),
+        output=value(r"^\s+StdOut=(.+)"),
     )
 
 
@@ -181,9 +216,9 @@ def parse_accounting(text: str) -> Record | None:
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
-    """Read ``squeue --format=%F|%A|%T|%r|%N|%L|%Z|%o``; return the jobs by their ids.
+    """Read the `QUEUE_COLUMNS` of squeue; return the jobs by their ids.
 
-    Malformed lines are left out.
+    Malformed lines are left out. A script's path is looked up on this machine, for a real path.
 
     %A is a task's own id, %F its array's. Pending tasks, and the one that starts last, have the
     array's id. When that one has ended, the array would look finished while others still run; so
@@ -191,10 +226,13 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
     """
     jobs: dict[str, QueuedJob] = {}
     live_tasks: dict[str, QueuedJob] = {}
-    for array_id, job_id, state, reason, nodes, time_left, folder, script in parse_table(text, 8):
+    for array_id, job_id, tasks, *row, name, folder, script in parse_table(text, 10, SEPARATOR):
+        state, reason, nodes, time_left = row
         if script != "(null)":
             script = os.path.realpath(os.path.join(folder, script))
-        jobs[job_id] = job = QueuedJob(_state(state), reason, nodes, time_left, script)
+        array = ("", "") if tasks == "N/A" else (array_id, tasks)
+        job = QueuedJob(_state(state), reason, nodes, time_left, script, name, *array)
+        jobs[job_id] = job
         if job.state in LIVE:
             live_tasks[array_id] = job
     for array_id, job in live_tasks.items():
@@ -203,18 +241,20 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
     return jobs
 
 
-def parse_table(text: str, columns: int) -> list[list[str]]:
-    """Read lines of `columns` fields with ``|`` between them; lines with fewer fields are left out.
+def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]]:
+    """Read lines of `columns` fields with a separator between them; lines with fewer fields are
+    left out.
 
-    The last field may hold a ``|`` itself, as a path may.
+    The last field may hold a separator itself, as a path may a ``|``.
     """
-    rows = [line.split("|", columns - 1) for line in text.splitlines()]
+    rows = [line.split(separator, columns - 1) for line in text.split("\n")]
     return [row for row in rows if len(row) == columns]
 
 
 def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
     """Return the options of a batch script's text and of a command line (`more`), by name, with ''
-    for a flag; the later one counts."""
+    for a flag; the later one counts. Short options of the script are passed over, and so is a
+    value after a blank."""
     header = re.findall(r"^#SBATCH +(--\S+)", script, flags=re.M)
     words = (word.removeprefix("--").partition("=") for word in (*header, *more))
     return {name: value for name, _, value in words}
@@ -242,12 +282,28 @@ def parse_config(text: str) -> dict[str, str]:
     return values
 
 
+def parse_codes(text: str) -> list[int]:
+    """Return the exit codes of a list such as ``1,75-80``; [] for ``(null)`` and ''."""
+    spans = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return [code for first, last in spans for code in range(int(first), int(last or first) + 1)]
+
+
+def parse_cluster(config: Mapping[str, str]) -> str:
+    """Return the cluster of a `parse_config`, as `JobRef` has it, by its first controller.
+
+    '' without a name.
+    """
+    name, host = config.get("ClusterName", ""), config.get("SlurmctldHost[0]", "").partition("(")[0]
+    place = f"@{host}:{config.get('SlurmctldPort', '')}" if host else ""
+    return f"{name}{place}" if name else ""
+
+
 def parse_records(text: str) -> list[dict[str, str]]:
     """Read ``scontrol --oneliner``, a record for each line: by name, never by place, since versions
     differ in both.
 
     A value with blanks, such as a reason's, is cut after its first word; a word within it that
-    looks like a name does not replace one that stands before.
+    looks like a name does not replace one that stands before. A line without a value is left out.
     """
     rows = []
     for line in text.splitlines():
@@ -270,7 +326,8 @@ def _field(text: str, pattern: str) -> str:
 
 
 def _seconds(text: str) -> int | None:
-    """Return the seconds of ``1-12:00:00`` or ``12:00:00``; None for UNLIMITED, NONE."""
+    """Return the seconds of ``1-12:00:00`` or ``12:00:00``; None for any other text, as
+    UNLIMITED."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if not match:
         return None
@@ -279,8 +336,8 @@ def _seconds(text: str) -> int | None:
 
 
 def _left_s(run_time: str, limit: str) -> float | None:
-    """Return the seconds between a job's run time and its limit; inf without a limit, None where
-    one is unknown."""
+    """Return the seconds between a job's run time and its limit, negative beyond it; inf without a
+    limit, None where one is unknown."""
     elapsed_s, limit_s = _seconds(run_time), _seconds(limit)
     if limit == "UNLIMITED":
         return math.inf
@@ -288,7 +345,8 @@ def _left_s(run_time: str, limit: str) -> float | None:
 
 
 def _unix(text: str) -> float | None:
-    """Return the unix seconds of a local time as Slurm prints it; None for Unknown, None and ''."""
+    """Return the unix seconds of a local time as Slurm prints it; None for any other text, as
+    ``Unknown``, ``None`` and ''."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:  # Unknown, None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +20,17 @@ def skip_or_fail(reason: str) -> None:
 
 
 def needs_stand_in() -> None:
-    """Skip or fail where the stand-in accelerator of tests/device can't be compiled."""
+    """Skip or fail where the stand-in accelerator of tests/device can't be compiled.
+
+    It is compiled here, once: that may take minutes, which a limit within the test does not have.
+    """
     if shutil.which("g++") is None or shutil.which("ninja") is None:
         skip_or_fail("the stand-in device is compiled by g++ and ninja (apt: g++ ninja-build)")
+    _compile_stand_in()
+
+
+@functools.cache
+def _compile_stand_in() -> None:
+    device = Path(__file__).parent / "device"
+    env = os.environ | {"PYTHONPATH": str(device)}
+    subprocess.run([sys.executable, "-c", "import sim; sim.build()"], env=env, check=True)

@@ -23,7 +23,7 @@ from hpc_ddp.submission.settings import config
 
 Command = Callable[..., Any]
 OTHERS = "Others"
-_GROUP_OF = {"run-text": COMMON, "fresh": CONTINUATION}
+_GROUP_OF = {"run-text": COMMON, "fresh": CONTINUATION, "force": CONTINUATION}
 
 # The options that describe the nodes of a job.
 _OF_NODES = (
@@ -121,7 +121,7 @@ def node_options(command: Command) -> Command:
 
 
 def _script(command: Command) -> Command:
-    """Add the arguments SCRIPT, which may be left out, and ARGS to a command."""
+    """Add the arguments SCRIPT, which may be left out, and ARGS to a command, and return it."""
     command = click.argument("args", nargs=-1, type=click.UNPROCESSED)(command)
     return click.argument("script", required=False)(command)
 
@@ -129,8 +129,9 @@ def _script(command: Command) -> Command:
 def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return the settings on the command line, under the keys of a project file.
 
-    `options` are click's parameters by name. An option that was not given is left out; ARGS count
-    only behind a SCRIPT; ``--env NAME=VALUE`` becomes ``env``, and ``--env NAME`` ``env-names``.
+    `options` are click's parameters by name, and with ``script`` there is ``args``. An option that
+    was not given is left out; ARGS count only behind a SCRIPT; ``--env NAME=VALUE`` becomes
+    ``env``, ``--env NAME`` ``env-names``, and ``--no-snapshot`` ``snapshot``: False.
     """
     settings: dict[str, Any] = {}
     for name, value in options.items():

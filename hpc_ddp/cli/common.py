@@ -11,7 +11,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def say(text: str) -> None:
-    """Print a line to stderr: stdout is data."""
+    """Print a text and an end of line to stderr: stdout is data."""
     click.echo(text, err=True)
 
 

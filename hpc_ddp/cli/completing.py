@@ -31,7 +31,7 @@ def script(shell: str) -> str:
 
 
 def teach(command: click.Command) -> click.Command:
-    """Let the parameters of a command complete what their names stand for; return the command."""
+    """Change a command so that its parameters complete what their names stand for; return it."""
     for param in command.params:
         if param.name in _OFFERED:
             vars(param)["shell_complete"] = _OFFERED[param.name]

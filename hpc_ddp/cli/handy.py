@@ -14,14 +14,15 @@ from pathlib import Path
 
 import click
 
-from hpc_ddp import slurm
 from hpc_ddp.cli import completing
 from hpc_ddp.cli.common import folder_option, json_option, say
+from hpc_ddp.core.attempt_env import clean_env
 from hpc_ddp.core.console.units import byte_count
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
+from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission import attach_command
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 
@@ -65,7 +66,7 @@ def clean(
     """
     # Without one of the settings it might be another folder, whose runs would be deleted.
     root = runs_folder(runs_dir, is_strict=True)
-    named = list(dict.fromkeys(find_run(root, text) for text in runs))
+    named = list(dict.fromkeys(find_run(root, text, own_cluster) for text in runs))
     older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
     deletions = report_clean.find_deletions(root, named, older_than_s, states, checkpoints_only)
     if not as_json and deletions:
@@ -124,7 +125,7 @@ def attach(
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
     argv = attach_command.command(run_of(run, runs_dir), node, rank, words, terminal)
     # This process becomes the shell or srun: its exit code is the command's.
-    os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
+    os.execvpe(argv[0], argv, clean_env(os.environ))
 
 
 @click.command()

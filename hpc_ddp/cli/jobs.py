@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,11 +28,12 @@ from hpc_ddp.cli.click_options import (
 )
 from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
+from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables
+from hpc_ddp.slurm import NoAnswerError, own_cluster
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import preflight as launch_preflight
-from hpc_ddp.submission import sweep as launch_sweep
 from hpc_ddp.submission.drill.runs import drill as run_drill
 from hpc_ddp.submission.plan import Plan, PreparedRun, find_mistakes, plan_new
 from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun, set_aside
@@ -44,28 +46,62 @@ PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the
 _fresh = click.option(
     "--fresh", is_flag=True, help="With --run: begin at step 0; the old checkpoints are kept."
 )
+_force = click.option(
+    "--force",
+    is_flag=True,
+    help="With --run: a job of it that can't be asked for, or does not end, is over for good.",
+)
 
 
-def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> PreparedRun:
-    """Write the folder of the run that the command line's `options` describe; `forced` settings, by
-    key, come before them. Raise UsageError for ``--fresh`` without ``--run``, and as `_plan`."""
+def _prepare(
+    options: dict[str, Any], fresh: bool = False, force: bool = False, **forced: Any
+) -> PreparedRun:
+    """Write the folder of the run that the command line's `options` describe, and return the run;
+    `forced` settings, by key, come before them. With `force` a job of the run that can't be asked
+    for counts as over.
+
+    Takes ``run_text`` out of `options`; prints files, site and warnings to stderr. An existing run
+    is claimed: no other process can start it before `_begin` has, or this one ends.
+
+    Raises
+    ------
+    UsageError
+        ``--fresh`` without ``--run``, a refused setting, ``--run`` means no run or one that can't
+        go on or is at work, or the folder can't be written
+    OSError
+        the folder of ``--run`` can't be read
+    """
     if fresh and options["run_text"] is None:
         raise UsageError(
             "--fresh needs --run RUN: a new run begins at step 0 in any case",
             hint="hpc-ddp submit --run RUN --fresh",
         )
     plan, _ = _plan(options, **forced)
-    return plan.write()
+    return replace(plan, is_forced=force).write()
 
 
 def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
     """Start a run, from step 0 where it is to be `fresh`, and return the job or process.
 
-    Raise HpcDdpError where it can't be started; an existing run is then as it was.
+    After a failed start the checkpoints are moved back, unless the job may be queued.
+
+    Raises
+    ------
+    HpcDdpError
+        it could not be started; or, a UsageError, the disk refuses to set checkpoints aside: those
+        that were moved by then stay there
+    OSError
+        the script can't be written, the process not be started, or a checkpoint not be moved back
     """
-    folders = set_aside(prepared) if fresh else []  # before, since a job may start at once
+    try:  # before, since a job may start at once
+        folders = set_aside(prepared) if fresh else []
+    except UsageError:
+        prepared.discard()
+        raise
     try:
         started = backends.start(prepared)
+    except NoAnswerError:  # it may be queued, and is to begin at step 0
+        raise
     except (HpcDdpError, OSError):
         bring_back(folders)
         raise
@@ -75,7 +111,8 @@ def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
-    """Warn on stderr of an option of ours behind SCRIPT: it goes to the script."""
+    """Warn on stderr of options of the running command among the `args` behind a `script`: they go
+    to the script."""
     names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
     for word in args:
         name = word.partition("=")[0]
@@ -88,7 +125,8 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings
     written.
 
     Takes ``run_text`` out of `options`; prints files, site and warnings to stderr. Raise UsageError
-    for a refused setting, and where ``--run`` means no run, or one that can't go on.
+    for a refused setting, and where ``--run`` means no run, or one that can't go on; and OSError
+    where the folder of ``--run`` can't be read.
     """
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
@@ -103,7 +141,7 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings
     if run_text is None:
         plan = plan_new(settings, cwd, runs_root(settings))
     else:
-        run = find_run(runs_root(settings), run_text)
+        run = find_run(runs_root(settings), run_text, own_cluster)
         plan = plan_continuation(run, layer, settings, cwd)
     for text in (*plan.rendering.left_out(), *find_mistakes(plan.spec)):
         say(f"warning: {text}")
@@ -112,25 +150,25 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
 @_fresh
+@_force
 @job_options
-def submit(as_json: bool, fresh: bool, **options: Any) -> None:
+def submit(as_json: bool, fresh: bool, force: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
-    _start(_prepare(options, fresh), as_json, fresh)
+    _start(_prepare(options, fresh, force), as_json, fresh)
 
 
 def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     """Start a run and print its job id, or with `as_json` an object with ``job_id`` and ``run``.
 
-    A run of this machine is waited for. Its exit code ends the command, and stands in the object
-    in place of the ``job_id``.
+    A process in the foreground is waited for. Its exit code ends the command, and stands in the
+    object in place of the ``job_id``. Raise HpcDdpError and OSError where the run can't be started.
     """
     path = str(prepared.run.path)
     started = _begin(prepared, fresh)
     say(f"run: {path}")
     if started.process is None:
-        click.echo(
-            json.dumps({"job_id": started.job_id, "run": path}) if as_json else started.job_id
-        )
+        job_id = started.job.id if started.job else None
+        click.echo(json.dumps({"job_id": job_id, "run": path}) if as_json else job_id)
         return
     code = _foreground(started)
     if code == CAN_GO_ON and prepared.spec.backend == "local":
@@ -187,13 +225,14 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)
 @_fresh
+@_force
 @job_options
-def dry_run(as_json: bool, fresh: bool, **options: Any) -> None:
+def dry_run(as_json: bool, fresh: bool, force: bool, **options: Any) -> None:
     """Play the same job on this machine: gloo on CPU, nodes as processes, in the foreground.
 
     Exit code 75 means that it was stopped and can go on with --run.
     """
-    _start(_prepare(options, fresh, backend="local"), as_json, fresh)
+    _start(_prepare(options, fresh, force, backend="local"), as_json, fresh)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -248,7 +287,11 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
 
 def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
     """Train with each feature once, print the table, and end the command: exit code 1 where a
-    feature does not work."""
+    feature does not work. From then on runs of this process may use accelerators.
+
+    Raise UsageError for a refused setting, HpcDdpError where the training can't be started or tried
+    no feature, and OSError where a file can't be written or read.
+    """
     os.environ[backends.SHOW_DEVICES] = "1"  # unlike a dry run, this one is about them
     prepared = launch_preflight.first_contact(settings, Path.cwd(), runs_root(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
@@ -283,14 +326,14 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
     layer, cwd = settings_of(options), Path.cwd()
     settings = config.load(layer, cwd, Path.home())
     root = runs_root(settings)
-    old = find_run(root, run)
+    old = find_run(root, run, own_cluster)
     plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)
     _start(plan.write(), as_json)
 
 
 def _foreground(started: backends.StartedRun) -> int:
-    """Wait for a run's process in the foreground, and return its exit code; Ctrl-C and SIGTERM are
-    passed on to it as a notice."""
+    """Wait for the process of a run, which must have one, and return its exit code. From now on
+    Ctrl-C and SIGTERM are passed on to it as a notice, and no longer end this process."""
     process = started.process
     assert process is not None
     for number in (signal.SIGINT, signal.SIGTERM):

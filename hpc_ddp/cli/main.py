@@ -34,8 +34,8 @@ class Group(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import and return a command. An unknown name ends as a usage error, with the nearest
-        name."""
+        """Import and return a command. Raise click's UsageError for an unknown name, with the
+        nearest one. While a shell asks for completions, the command's parameters learn theirs."""
         if name not in COMMANDS:
             ctx.fail(f"no command {name!r}{closest(name, COMMANDS)}; `hpc-ddp --help` lists them")
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")
@@ -47,8 +47,12 @@ class Group(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an error of ours or of the disk is printed to stderr, and ends the process
-        with its exit code. A broken pipe is left to click."""
+        """Run a command and return its result. An error of ours (HpcDdpError) or of the disk is
+        printed to stderr, and ends the process with its exit code, 1 for the disk's.
+
+        A broken pipe and a usage error are left to click; for an unknown option before SCRIPT the
+        message adds where a script's options go.
+        """
         try:
             return super().invoke(ctx)
         except HpcDdpError as error:

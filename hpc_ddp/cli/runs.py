@@ -20,6 +20,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.core.file_owners import is_executable
 from hpc_ddp.report import tables
+from hpc_ddp.report.cancel import cancel as cancel_run
 from hpc_ddp.report.status import run_status, run_table
 from hpc_ddp.submission.resources import folder as resource_folder
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
@@ -113,10 +114,22 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @folder_option
 def cancel(runs: Sequence[str], runs_dir: str | None) -> None:
-    """Cancel runs for good: nothing requeues them after this."""
+    """Cancel runs for good: nothing requeues them after this.
+
+    Exit code 1 where a job is live that was not cancelled; it is named.
+    """
+    code = 0
     for run in [run_of(text, runs_dir) for text in runs]:
-        run_status.cancel(run)
-        say(f"cancelled: {run.path}")
+        try:
+            cancel_run(run)
+        except (HpcDdpError, OSError) as error:
+            if len(runs) == 1:
+                raise
+            say(f"error: {error}")  # and the others are cancelled
+            code = max(code, getattr(error, "exit_code", 1))
+        else:
+            say(f"cancelled: {run.path}")
+    sys.exit(code)
 
 
 @click.command()

@@ -62,10 +62,11 @@ VENDORS = {
 
 
 def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of devices in each of a vendor's variables that lists devices.
+    """Return the number of devices in each of a vendor's variables that lists devices, by the
+    variable's name; {} without one.
 
-    A variable of `environ` that is not set, or hides nothing, is left out; one that hides all has
-    0.
+    A variable of `environ` that is not set, hides nothing, or selects devices in another way than
+    by their numbers, is left out; one that hides all has 0.
     """
     counts = {}
     for name in vendor.variables:
@@ -110,8 +111,8 @@ def _pci_vendor(device: Path) -> str:
 
 
 def carries(torch: Any, backend: str, device_type: str) -> bool:
-    """Return whether a backend, as ``nccl``, sends tensors of a type of device, as ``cuda``. One
-    that torch knows nothing of counts as able to."""
+    """Return whether a backend, as ``nccl``, sends tensors of a type of device, as ``cuda``. A
+    backend that torch does not know counts as able to. `torch` is the module."""
     return device_type in torch.distributed.Backend.backend_capability.get(backend, [device_type])
 
 
@@ -128,7 +129,7 @@ def usable(torch: Any) -> Any:
 
 
 def hiding_env() -> dict[str, str]:
-    """Return the variables that hide all accelerators from torch.
+    """Return the variables that hide all accelerators from torch, with their values by name.
 
     The last one keeps torch from loading other packages' device types, such as torch_npu's.
     """

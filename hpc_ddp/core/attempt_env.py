@@ -1,18 +1,52 @@
-"""`AttemptEnv`: the ``HPC_DDP_*`` variables of an attempt, from the batch script to the workers."""
+"""Environments: `AttemptEnv`, the ``HPC_DDP_*`` variables of an attempt, from the batch script to
+the workers; and those for Slurm's commands, without what an outer job has left."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 
 # The variables whose names differ from their field's: torchrun's options and templates use them.
 NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
 # In the batch script's environment, beside those of the attempt.
 INTERACTIVE = "HPC_DDP_INTERACTIVE"  # the script runs in an allocation, without Slurm's requeue
+
+
+# What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
+# and proves who asks, is the user's, and so are sbatch's own variables (see `slurm.submit_env`).
+_INHERITED = re.compile(
+    r"(SLURM|SLURMD|SRUN|SALLOC|TORCHELASTIC|HPC_DDP)_"
+    r"|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))$"
+)
+_KEPT = (
+    *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"),
+    # The user's own, of a shell or a script.
+    *("HPC_DDP_RUNS", "HPC_DDP_SITE_FILE", "HPC_DDP_SAVE_EVERY", "HPC_DDP_HANG_AFTER"),
+    *("HPC_DDP_PROFILE", "HPC_DDP_BACKEND", "HPC_DDP_DRY_RUN_DEVICES"),
+)
+# A supervisor sets these for its own node.
+_OF_A_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+# sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).
+_OPTIONS = {"timelimit": "time", "array-inx": "array", "req-switch": "switches"}
+# Options of which a job has one at most, or one that would undo another.
+_FAMILIES = (
+    {"gpus", "gpus-per-node", "gpus-per-task", "gres"},
+    {"mem", "mem-per-node", "mem-per-cpu", "mem-per-gpu"},
+    {"requeue", "no-requeue"},
+    {"output", "error"},
+)
+# Options of Slurm's other commands (INPUT ENVIRONMENT VARIABLES of their man pages).
+_OPTION_OF_ASKING = re.compile("(SQUEUE|SCANCEL|SCONTROL|SACCT|SINFO)_")
+# With these sbatch would submit something else, or not return before the job's end.
+_NEVER = {"array", "wait", "jobid", "no-kill"}
 
 
 @dataclass(frozen=True)
@@ -73,19 +107,23 @@ class AttemptEnv:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes, in the order of the ranks, from the attempt's file; raises as
-        `AttemptFolder.node_names` does."""
+        """Names of the nodes, in the order of the ranks, from the attempt's file.
+
+        A disk that does not answer is waited for, for a minute. Raises OSError after that, and
+        ValueError or KeyError where the file is damaged.
+        """
         return self.attempt_folder.node_names
 
     def to_env(self) -> dict[str, str]:
-        """Return the variables by name. Those that the batch script itself sets are left out."""
+        """Return the variables by name, '' for None. Those that the batch script itself sets are
+        left out."""
         names = (item.name for item in fields(self) if item.name not in _OF_THE_SCRIPT)
         return {variable(name): _text(getattr(self, name)) for name in names}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> AttemptEnv:
         """Return the values of the variables; one that is missing or empty leaves the field's
-        default. Raise ValueError for a number that is none."""
+        default. Raise ValueError where a number's variable holds something else."""
         texts = {item.name: environ.get(variable(item.name)) for item in fields(cls)}
         return cls(**{name: _value(name, text) for name, text in texts.items() if text})
 
@@ -103,8 +141,8 @@ def _text(value: Any) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return the value of the field `name` from a variable's text; raise ValueError for no
-    number."""
+    """Return the value of the field `name` from a variable's text; raise ValueError where the field
+    is a number and the text is none."""
     if name in ("end_time", "warn_s"):
         return float(text)
     return int(text) if name in _INTEGERS else text
@@ -112,3 +150,59 @@ def _value(name: str, text: str) -> Any:
 
 _OF_THE_SCRIPT = ("host_suffix", "interface", "step_launcher", "node_index")
 _INTEGERS = ("attempt", "nnodes", "min_nodes", "port", "restarts", "cpus", "node_index")
+
+
+def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without variables of an outer Slurm job, torchrun or hpc-ddp run.
+
+    srun's settings of the user's profile (``SLURM_*``) are left out, too; and, inside a node of a
+    run, the network interface that its supervisor chose. The variables in `_KEPT` stay.
+    """
+    of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _KEPT or not (_INHERITED.match(name) or name in of_a_node)
+    }
+
+
+def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for the sbatch of a script that has some `options`, values by name.
+
+    sbatch takes SBATCH_PARTITION, say, over the script's ``#SBATCH --partition``. So a variable is
+    left out where the job has its option or one that excludes it, as ``mem-per-cpu`` does ``mem``,
+    and where no job of hpc-ddp has it (`_NEVER`); that is reported on stderr, unless the values are
+    equal. A site's or user's profile counts for all other options. What `clean_env` leaves out is
+    left out here, too.
+    """
+    env = clean_env(environ)
+    for name in [name for name in env if name.startswith("SBATCH_")]:
+        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
+        option = _OPTIONS.get(option, option)
+        family = next((family for family in _FAMILIES if option in family), {option})
+        options_of_job = sorted(family & options.keys())
+        if options_of_job or option in _NEVER:
+            value = env.pop(name)
+            if value != options.get(option):
+                reason = (
+                    f"the job has --{options_of_job[0]}"
+                    if options_of_job
+                    else "a job of hpc-ddp has its own way"
+                )
+                say(f"{name}={value} is not used: {reason}")
+    return env
+
+
+def asking_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a command of Slurm's that is no submit, from `environ`.
+
+    Times are as `slurm_text.parse_job` reads them. Variables that set options of such commands are
+    left out: a profile's SQUEUE_PARTITION or SCANCEL_STATE would hide jobs that are live, or keep
+    them from their end. Inside a job, and where SLURM_CLUSTERS names several, this machine's
+    cluster is asked: without SLURM_CLUSTERS.
+    """
+    env = {name: value for name, value in environ.items() if not _OPTION_OF_ASKING.match(name)}
+    env |= {"SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}  # of all tasks that wait
+    if "SLURM_JOB_ID" in env or "," in env.get("SLURM_CLUSTERS", ""):  # scontrol takes one alone
+        env.pop("SLURM_CLUSTERS", None)
+    return env

@@ -90,23 +90,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _entry(table: Mapping[str, Any], key: str, type_name: str) -> Any:
-    """Return an entry of a manifest that has the type of a journal's field; raise ValueError for
-    another one, and for none."""
+    """Return the entry `key` of a manifest's table; raise ValueError where it is missing, or not of
+    the type of a journal's field, as ``int``."""
     try:
         return checked(table.get(key), type_name)
     except ValueError:
         raise ValueError(f"its {key!r} is damaged") from None
 
 
-def _unheard(size: int) -> None: ...
+def _unheard(size: int) -> None:
+    """Do nothing with the number of bytes of a chunk."""
 
 
 def verify(
     folder: Path, rank: int = 0, world_size: int = 1, read: Callable[[int], None] = _unheard
 ) -> str | None:
-    """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
+    """Return why a checkpoint can't be trusted, None where every byte is as it was written.
 
-    Parameters and result are those of `find_damage`, but an I/O error counts as a reason.
+    An I/O error is such a reason, too. A rank of several looks at the manifest and at its share of
+    the files alone (see `find_damage`). `read` is called with the number of bytes of each chunk.
     """
     try:
         return find_damage(folder, rank, world_size, read)
@@ -117,10 +119,12 @@ def verify(
 def find_damage(
     folder: Path, rank: int = 0, world_size: int = 1, read: Callable[[int], None] = _unheard
 ) -> str | None:
-    """Return what is missing or damaged in a checkpoint, None when every byte is as written.
+    """Return the first missing or damaged file of a checkpoint in words, None where every byte is
+    as it was written.
 
     Ranks can share the work: each looks at the manifest, and at every `world_size`-th of its files
-    from number `rank` on. `read` is called with the number of bytes after each chunk.
+    from number `rank` on; None then holds for these. `read` is called with the number of bytes
+    after each chunk.
 
     Raises
     ------
@@ -160,7 +164,8 @@ def _missing(path: Path, error: OSError) -> str:
 
 def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
     """Read a file through, and return its size and CRC32. `read` is called with the number of bytes
-    of each chunk. Raise OSError."""
+    of each chunk. Raise OSError where it can't be read, is no regular file, or lies behind a link
+    of another user."""
     size = crc32 = 0
     chunk = memoryview(bytearray(CHUNK))
     with open_data(path) as file:
@@ -172,7 +177,8 @@ def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return what may be a checkpoint, newest first; at the same step `.old-` comes second.
+    """Return what may be a checkpoint by its name, newest first; at the same step `.old-` comes
+    second. Nothing is verified.
 
     [] for a folder that does not exist; raise OSError where it can't be listed.
     """
@@ -190,8 +196,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def published(folder: Path) -> list[Path]:
-    """Return the checkpoints that have their final name, newest first; raise OSError as
-    `candidates` does."""
+    """Return the checkpoints that have their final name, ``step-<n>``, newest first; none is
+    verified. [] for a folder that does not exist; raise OSError where it can't be listed."""
     return [path for path in candidates(folder) if "." not in path.name]
 
 
@@ -205,9 +211,10 @@ def all_of(folder: Path) -> list[Path]:
 def set_aside(run: RunFolder) -> Path | None:
     """Move all checkpoints of an idle run aside, so that its next attempt begins at step 0.
 
-    Returns the folder where they are, None if there were none. The journal notes it, since without
-    a note an attempt refuses to begin a run that has had checkpoints (see `lost`). Raise OSError
-    where the disk refuses; some may have been moved by then.
+    Returns the folder where they are, None if there were none. The journal notes it in both cases,
+    since without a note an attempt refuses to begin a run that has had checkpoints (see `lost`). A
+    disk that refuses the note is reported on stderr. Raise OSError where it refuses a move; some
+    may have been moved by then, and nothing is noted.
     """
     folders, number = all_of(run.checkpoints), 0
     while (aside := run.checkpoints / f"aside-{number}").exists():
@@ -222,7 +229,11 @@ def set_aside(run: RunFolder) -> Path | None:
 
 def bring_back(run: RunFolder, aside: Path) -> None:
     """Undo `set_aside`, which has returned the folder `aside`, of a run whose next attempt could
-    not be started. Raise OSError where the disk refuses."""
+    not be started: move the checkpoints back, remove `aside`, and revoke the note in the journal.
+
+    Raise OSError where the disk refuses a move, or `aside` holds something else; some may have been
+    moved by then, and the note still stands. A disk that refuses the journal is reported on stderr.
+    """
     for folder in all_of(aside):
         folder.rename(run.checkpoints / folder.name)
     aside.rmdir()
@@ -232,8 +243,9 @@ def bring_back(run: RunFolder, aside: Path) -> None:
 def lost(run: RunFolder) -> list[str]:
     """Return what is known of the checkpoints of a run that has no candidate: ``name: problem``.
 
-    Empty for a run that has never had one, or none since `set_aside`. Raise OSError where its
-    journal can't be read.
+    The damaged ones that lie there, else the last one that the journal calls saved. [] for a run
+    that has never had one, or none since `set_aside`. Raise OSError where its checkpoints can't be
+    listed, or its journal can't be read.
     """
     bad = [path.name for path in all_of(run.checkpoints) if ".bad-" in path.name]
     if bad:
@@ -246,7 +258,10 @@ def lost(run: RunFolder) -> list[str]:
 
 
 def fresh_command(run: RunFolder) -> str:
-    """Return the shell command that lets a run begin at step 0 again and keeps its checkpoints."""
+    """Return the shell command that lets a run begin at step 0 again and keeps its checkpoints.
+
+    For a run that was started without hpc-ddp it moves the run's folder away.
+    """
     path = shlex.quote(str(run.path))
     array = RunFolder(run.whole)
     if not array.lib.exists():  # not started by hpc-ddp
@@ -275,10 +290,11 @@ class Health:
 
 
 def health(folder: Path) -> list[Health]:
-    """Verify all checkpoints in a run's folder of checkpoints, oldest first.
+    """Verify the checkpoints in a run's folder of checkpoints; return a row of each, oldest first.
 
-    [] for a folder that does not exist; raise OSError where it can't be listed. A bar on stderr
-    shows the progress.
+    Half-written ones have none; damaged ones, and those that can't be read, have a `problem`. []
+    for a folder that does not exist; raise OSError where it can't be listed. A bar on stderr shows
+    the progress.
     """
     paths = [folder / name for name in _names(folder) if _SHOWN.fullmatch(name)]
     paths.sort(key=lambda path: (step_of(path), path.name))
@@ -289,15 +305,16 @@ def health(folder: Path) -> list[Health]:
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of the files in a checkpoint; 0 where it was deleted meanwhile."""
+    """Return the bytes of the files in a checkpoint; 0 where it can't be read, or was deleted
+    meanwhile."""
     with suppress(OSError):  # deleted meanwhile
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
 
 
 def _health(path: Path, read: Callable[[int], None]) -> Health:
-    """Verify one checkpoint; `read` is called with the number of bytes of each chunk. One that
-    can't be read has a problem."""
+    """Verify one checkpoint and return its row; `read` is called with the number of bytes of each
+    chunk. One that can't be read has a problem. `best`: it was the best one when it was saved."""
     problem = verify(path, read=read)
     try:
         manifest = read_manifest(path)

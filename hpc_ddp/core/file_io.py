@@ -78,7 +78,8 @@ def check_links(path: Path, most_links: int = MOST_LINKS) -> None:
 
 
 def open_data(path: Path) -> BufferedReader:
-    """Open a file of a run that may be another user's, to read it as data.
+    """Open a file of a run that may be another user's, and return it to be read as bytes. The
+    caller closes it.
 
     Raises
     ------
@@ -99,7 +100,7 @@ def open_data(path: Path) -> BufferedReader:
 
 def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
     """Return the first `most_bytes` of a file as text; bytes that are no UTF-8 are replaced. Raise
-    OSError where `open_data` refuses the file."""
+    OSError where it can't be read, is no regular file, or lies behind a link of another user."""
     with open_data(path) as file:
         return file.read(most_bytes).decode(errors="replace")
 
@@ -113,11 +114,13 @@ class LineReader:
     def read(self, path: Path) -> Iterator[bytes]:
         """Yield the lines of a file without their ends; those of `LONGEST_LINE` are left out.
 
+        The budget is for all files that this reader has read, and less for another user's file.
+
         Raises
         ------
         OSError
-            `open_data` refuses the file; the budget is spent; or another user's file has such a
-            line, as a sparse file does
+            the file can't be read, is no regular file, or lies behind a link of another user; the
+            budget is spent; or another user's file has such a line, as a sparse file does
         """
         with open_data(path) as file:
             is_foreign = os.fstat(file.fileno()).st_uid != os.geteuid()
@@ -155,7 +158,8 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    A file that is absent, torn, behind another user's link, or no object reads as {}.
+    A file that is absent, can't be read, is torn, lies behind another user's link, or holds no
+    object reads as {}.
     """
     try:
         return parse_object(read_text(path))
@@ -165,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON file so that a reader sees all of it or none, and that its owner alone can
-    write; raise OSError."""
+    write. Raise OSError where the disk refuses it: the old file then stays."""
     write_whole(path, json.dumps(value, indent=1) + "\n", mode=0o644)
 
 
@@ -173,7 +177,7 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
 
     The draft has a random name and is new: others may write to the folder. The umask takes from the
-    `mode`. Raise OSError where the folder can't be written; the old file then stays.
+    `mode`. Raise OSError where the disk refuses it; the old file then stays.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -217,7 +221,7 @@ def read_tail(path: Path, size_bytes: int) -> str:
 
 @contextlib.contextmanager
 def written_by_owner() -> Iterator[None]:
-    """Set a umask inside the block, so that only the owner can write the files made in it.
+    """Set the process's umask inside the block: only the owner can write the files made in it.
 
     Also with the umask 002 of a project's group: an owner may open a run to be read, and its files
     are executed and believed.
@@ -275,7 +279,8 @@ def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iter
 def close_to_others(top: Path) -> None:
     """Take the others' right to write from a folder and all below it.
 
-    A copy has its original's mode, whatever the umask. Raise OSError where a mode can't be changed.
+    A copy has its original's mode, whatever the umask. Links stay as they are. Raise OSError where
+    `top` is missing, or a mode can't be changed.
     """
     for path in (top, *top.rglob("*")):
         mode = path.lstat().st_mode

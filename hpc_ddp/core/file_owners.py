@@ -50,7 +50,8 @@ def is_writable_by_others(status: os.stat_result) -> bool:
 
 
 def _is_private(gid: int, uid: int) -> bool:
-    """Return whether a group holds the user `uid` alone; False for an unknown user or group."""
+    """Return whether a group is the user's primary one, has the user's name, and holds the user
+    `uid` alone; False for an unknown user or group."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:
@@ -106,8 +107,9 @@ def check_folder(run: RunFolder) -> None:
     Raises
     ------
     UsageError
-        one of them belongs to another user, others can rename what is in it, it is no folder, or
-        it can't be read
+        one of them belongs to another user (the folder of the runs may be root's), others can
+        rename what is in it, it is no folder, it is a link of another user or to nowhere, or it
+        can't be read
     """
     uid, folder_hint = os.geteuid(), "--runs-dir, or export HPC_DDP_RUNS=/a/folder/of/yours"
     for folder, owners in ((run.whole.parent, (uid,)), (run.root, (uid, ROOT))):
@@ -140,8 +142,8 @@ def check_folder(run: RunFolder) -> None:
 
 
 def check_executable(run: RunFolder) -> None:
-    """Refuse a run of which nothing may be started, nor any process or job be signalled by its
-    files; everything may be read.
+    """Refuse a run from which the user may only read: neither start anything, nor signal the
+    processes and jobs that its files name.
 
     Raises
     ------
@@ -163,8 +165,8 @@ def check_executable(run: RunFolder) -> None:
 
 
 def is_executable(run: RunFolder) -> bool:
-    """Return whether `check_executable` lets the user start from a run; raise OSError as it
-    does."""
+    """Return whether `check_executable` lets the user start from a run; raise OSError where the
+    run, or a file in it, is gone or can't be read."""
     try:
         check_executable(run)
     except UsageError:
@@ -173,7 +175,8 @@ def is_executable(run: RunFolder) -> bool:
 
 
 def _hint(run: RunFolder, path: Path, uid: int) -> str:
-    """Return the hint for a run whose file or folder `path` is at fault for the user `uid`."""
+    """Return the hint for a run whose file or folder `path` is at fault for the user `uid`. Raise
+    OSError where `path` is gone."""
     if path.lstat().st_uid == uid:  # one part that others can write is seldom the only one
         return f"chmod -R go-w {shlex.quote(str(run.whole))}, if its content is still yours"
     return "submit the script yourself, as a run of your own: hpc-ddp submit SCRIPT"
@@ -182,7 +185,7 @@ def _hint(run: RunFolder, path: Path, uid: int) -> str:
 def _executed(run: RunFolder) -> Iterator[Path]:
     """Yield what has to be the user's own: the run's folder, and what is executed of it, or names
     jobs and processes to signal. Of the checkpoints, which are data, only their folder."""
-    for folder in dict.fromkeys((run.whole, run.path)):
+    for folder in dict.fromkeys((run.whole, run.path, *(task.path for task in run.tasks()))):
         part = RunFolder(folder)
         tops = [part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints]
         tops += [
@@ -194,6 +197,8 @@ def _executed(run: RunFolder) -> Iterator[Path]:
         for tree in (part.lib, part.code):
             if os.path.lexists(tree):
                 yield tree
+            if tree.is_symlink():  # a task's, to the array's
+                continue
             for parent, folders, files in os.walk(tree):
                 yield from (Path(parent, name) for name in (*folders, *files))
         yield from part.journal_folder.glob("*.jsonl")

@@ -53,7 +53,7 @@ def signal_recorded(paths: Iterable[Path], number: int) -> int:
     """Send signal `number` to the processes of pid files that still run; return how many there
     were.
 
-    Raise PermissionError for a process of another user.
+    Raise PermissionError for a process of another user; those after it then get no signal.
     """
     count = 0
     for pid in filter(None, map(live_pid, paths)):
@@ -76,6 +76,7 @@ def _began(pid: int) -> str | None:
     """Return when a process started, in a form that only compares; None when there is none.
 
     Process numbers are used again, so the number alone proves nothing. A zombie counts as none.
+    Where there is no /proc, all that this user may signal began at ``running``.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -87,7 +88,7 @@ def _began(pid: int) -> str | None:
 
 def _exists(pid: int) -> str | None:
     """Return ``running`` for a process of this number where there is no /proc; None where there is
-    one, or without such a process."""
+    one, without such a process, and for a process of another user."""
     if Path("/proc/self").exists():
         return None
     try:

@@ -32,6 +32,7 @@ from typing import Any
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import make_private, patiently, read_json
+from hpc_ddp.core.job.job_ref import JobRef, distinct
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
@@ -70,11 +71,11 @@ class NodeFolder:
 
     def pids(self) -> list[Path]:
         """Return the files with the process ids of the workers that have started; of one `rank`,
-        its own. Raise OSError if the folder can't be listed."""
+        its own. [] before; where the folder can't be listed OSError or [], by Python's version."""
         return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
 
     def records(self) -> list[Path]:
-        """Return the files in which the node's tasks have recorded their ends so far."""
+        """Return the files in which the node's tasks have recorded their ends so far, by name."""
         return sorted(self.path.glob("record*.json"))
 
     @property
@@ -109,6 +110,12 @@ class AttemptFolder:
         """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``);
         and the names of its nodes, ``nodes``. {} where the file is missing or damaged."""
         return read_json(self.path / "attempt.json")
+
+    @property
+    def link(self) -> JobRef | None:
+        """The next job of the chain, as the attempt's job has queued it; None without one."""
+        text = read_json(self.path / "next.json").get("job_id")
+        return JobRef.parse(str(text)) if text else None
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -155,7 +162,7 @@ class AttemptFolder:
         return self.path / "port-taken"
 
     def node(self, name: str, rank: int | None = None) -> NodeFolder:
-        """The folder of a node, or of one worker there that is a Slurm task of `rank`."""
+        """Return the folder of a node, or of its Slurm task for `rank`; nothing is made."""
         return NodeFolder(self.path / name, rank)
 
     def nodes(self) -> list[NodeFolder]:
@@ -165,7 +172,7 @@ class AttemptFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """Return what the nodes, or their tasks, have recorded of their ends so far. A record that
-        can't be read is left out; raise OSError where the nodes can't be listed."""
+        is damaged or can't be read is left out; raise OSError where the nodes can't be listed."""
         records = [read_json(path) for node in self.nodes() for path in node.records()]
         return [record for record in records if "code" in record]
 
@@ -192,7 +199,7 @@ class RunFolder:
         return int(self.path.name.removeprefix("task-"))
 
     def task(self, index: int) -> RunFolder:
-        """The folder of one task of an array."""
+        """Return the folder of one task of an array; nothing is made."""
         return RunFolder(self.path / f"task-{index}")
 
     @property
@@ -232,7 +239,7 @@ class RunFolder:
 
     @property
     def most_requeues(self) -> float:
-        """How often the operators let this run be requeued, inf without such a limit."""
+        """How often the operators let the run be requeued; inf without a limit that can be read."""
         most = read_json(RunFolder(self.whole).limits_json).get("max-requeues")
         return math.inf if most is None else most
 
@@ -287,23 +294,26 @@ class RunFolder:
         make_private(self.path, ("journal", "logs", "checkpoints"), is_new)
         return self
 
-    def journal(self, writer: str, attempt: int = 0) -> Journal:
+    def journal(self, writer: str, attempt: int = 0) -> Journal:  # nothing is written yet
         return Journal(self.journal_folder, writer, attempt)
 
     def events(self) -> list[JournalEvent]:
-        """Return the journal's events, by attempt and time; raise OSError where it can't be
-        read."""
+        """Return the journal's events, by attempt and time; [] without any. Raise OSError where it
+        can't be read."""
         return read_events(self.journal_folder)
 
-    def job_ids(self, events: Sequence[JournalEvent]) -> list[str]:
-        """Return all job ids of the run, oldest first, a chain's waiting link included.
+    def links(self) -> list[JobRef]:
+        """Return the jobs that jobs of the run, a chain, have queued to follow them; else []."""
+        early = map(str, read_json(self.early_links).values())
+        links = [attempt.link for attempt in self.attempts()] + [*map(JobRef.parse, early)]
+        return [link for link in links if link]
 
-        `events` is the run's journal.
-        """
-        ids = [event.job_id for event in events if isinstance(event, (Queued, Started))]
-        ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
-        ids += read_json(self.early_links).values()
-        return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
+    def jobs(self, events: Sequence[JournalEvent]) -> list[JobRef]:
+        """Return all jobs of the run, whose journal is `events`, oldest first; a chain's waiting
+        link comes last."""
+        starts = [event for event in events if isinstance(event, (Queued, Started))]
+        jobs = [JobRef.of(event.job_id, event.cluster) for event in starts]
+        return distinct([*filter(None, jobs), *self.links()])
 
     def finished(self) -> bool:
         """Return whether the run has reached its end, so that there is nothing to go on with; raise
@@ -323,23 +333,22 @@ class RunFolder:
         return AttemptFolder(self.logs / f"attempt-{number}")
 
     def attempts(self) -> list[AttemptFolder]:
-        """Return the attempts so far, oldest first; [] before the first."""
-        attempts = [
-            AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)
-        ]
-        return sorted(attempts, key=lambda attempt: attempt.number)
+        """Return the folders of the attempts so far, oldest first; [] before. May raise OSError."""
+        paths = self.logs.glob("attempt-*")
+        numbers = (path.name.removeprefix("attempt-") for path in paths)
+        return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
 
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
-        """Take the next attempt's number for the caller; safe against others at the same time.
+        """Make and return the next attempt's folder, the caller's; safe against others meanwhile.
 
         Parameters
         ----------
         info
             the caller's identity; kept in ``attempt.json``
         is_live
-            whether the attempt with such an `info` still runs
+            whether the attempt with such an `info` still runs; its errors pass through
 
         Raises
         ------
@@ -361,8 +370,8 @@ class RunFolder:
                 return attempt
 
     def _create(self, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
-        """Put the attempt's folder in place in one step; False when another process was faster.
-        Raise OSError where the disk refuses."""
+        """Put the attempt's folder in place in one step and return True; False when another process
+        was faster. Raise OSError where the disk refuses."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         try:
@@ -385,13 +394,7 @@ class RunFolder:
         return all(later.number <= attempt for later in self.attempts())
 
 
-def _is_attempt(path: Path) -> bool:
-    """Return whether a folder is called ``attempt-<k>``."""
-    return path.name.removeprefix("attempt-").isdecimal()
-
-
 def _describe(attempt: AttemptFolder) -> str:
-    """Return an attempt's job or process, and its host, in words."""
     info = attempt.info
     process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
     return f"attempt {attempt.number}, {process} on {info.get('host')}"

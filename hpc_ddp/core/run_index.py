@@ -2,57 +2,102 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import check_links
+from hpc_ddp.core.file_io import check_links, written_by_owner
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 
+UNKNOWN = "_"  # in the index, for a cluster that is not known
 
-def link_job(job_id: str, run: RunFolder) -> None:
-    """Note below ``<runs>/.jobs`` which run a job id belongs to, so that a look-up is one step.
 
-    The job does as well without the note: a disk that takes none is reported on stderr, not raised.
+def link_job(job: JobRef, run: RunFolder) -> None:
+    """Note below ``<runs>/.jobs-<uid>/<cluster>`` which run a job belongs to, so that a look-up is
+    one step. An earlier note of a job of this id is replaced.
+
+    The job does as well without the note: a disk that takes none, or a folder that another user has
+    put there, is reported on stderr, not raised.
     """
-    index = run.root / ".jobs"
+    index = _index_of(run.root)
+    link = _link(run.root, job)
     try:
-        index.mkdir(parents=True, exist_ok=True)
-        check_links(index)
-        link = index / job_id
+        if os.path.lexists(index):  # before a folder is made behind a link of another user
+            check_links(index)
+        with written_by_owner():
+            link.parent.mkdir(parents=True, exist_ok=True)
+        check_links(link.parent)
+        if index.stat().st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "a folder of another user", str(index))
         if link.is_symlink():
             link.unlink()
-        link.symlink_to(os.path.relpath(run.path, index))
+        link.symlink_to(os.path.relpath(run.path, link.parent))
     except OSError as error:
-        say(f"job {job_id} can't be found by its id: {error}")
+        say(f"job {job.id} can't be found by its id: {error}")
 
 
-def find_run(root: Path, text: str) -> RunFolder:
-    """Return the run that a person means: a folder, a run id, a run's name (newest), a job id.
+def unlink_jobs(run: RunFolder) -> None:
+    """Remove what `link_job` has noted of a run; what the disk refuses stays."""
+    for link in _index_of(run.root).glob("*/*"):
+        with suppress(OSError):
+            target = Path(os.path.normpath(link.parent / os.readlink(link)))
+            if target.is_relative_to(run.path):
+                link.unlink()
 
-    `root` is the folder of all runs. A folder in the working directory comes first, whichever user
-    made it. It is read as data; `file_owners.check_executable` keeps what is in it from being
-    started. Links of other users count as absent.
+
+def linked_runs(root: Path, jobs: Iterable[JobRef]) -> set[str]:
+    """Return the real paths of the runs below `root` that jobs belong to, and of their arrays.
+
+    The set is for looking runs up in it: it also has paths that are no run's, such as the place of
+    the missing note of a job without one.
+    """
+    paths = {os.path.realpath(_link(root, job)) for job in jobs}
+    return paths | {os.path.dirname(path) for path in paths}
+
+
+def _index_of(root: Path) -> Path:
+    """Return the folder of this user's jobs below the folder of all runs, which users may share."""
+    return root / f".jobs-{os.geteuid()}"
+
+
+def _link(root: Path, job: JobRef) -> Path:
+    return _index_of(root) / (job.cluster or UNKNOWN) / job.id
+
+
+def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> RunFolder:
+    """Return the run that a person means: a folder, a job id, a run id, or a run's name (the newest
+    of it); the first of these that fits.
+
+    A job id means the cluster that `own_cluster` returns ('': unknown); that is called only for a
+    number that a job of some run has. `root` is the folder of all runs. A folder in the working
+    directory comes first, whichever user made it. It is read as data;
+    `file_owners.check_executable` keeps what is in it from being started. Links of other users
+    count as absent.
 
     Raises
     ------
     UsageError
-        there is no such run
+        there is no such run, or a job id that names none of this cluster alone
     OSError
         `text` is too long for a path, or a run's folder or journal can't be read
     """
     candidates = [Path(text).absolute()] if text else []
+    of_job: dict[Path, JobRef] = {}
+    cluster = ""
     if text and not set(text) & {"/", "\0"}:
         name = glob.escape(text)
-        job, _, task = text.partition("_")  # as Slurm names a task of an array
-        linked = [root / ".jobs" / job / f"task-{task}", root / ".jobs" / text]
+        of_job = _runs_of_job(root, text)
+        cluster = own_cluster() if of_job else ""
         candidates += [
-            *(path for path in linked if _has_job(path, job)),
+            *_of_cluster(of_job, cluster),
             *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
         # A run that was only rendered comes after those that have started.
@@ -63,6 +108,13 @@ def find_run(root: Path, text: str) -> RunFolder:
     for path in candidates:
         if "\0" not in text and (path / "job.json").is_file() and is_trusted(path):
             return RunFolder(path.resolve())
+    if of_job:
+        runs = ", ".join(f"{path} on {job.cluster or '?'}" for path, job in of_job.items())
+        raise UsageError(
+            f"job {text} of this cluster ({cluster or 'whose name is not known'}) is no single run;"
+            f" jobs of that number: {runs}",
+            hint="name the run by its id, the last part of its folder",
+        )
     raise UsageError(
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
         hint="list the runs with `hpc-ddp status`",
@@ -78,7 +130,31 @@ def is_trusted(path: Path) -> bool:
     return True
 
 
-def _has_job(path: Path, job_id: str) -> bool:
+def _runs_of_job(root: Path, text: str) -> dict[Path, JobRef]:
+    """Return the runs below `root` with a job of an id, as ``28``, or of a task of an array, as
+    ``28_3``, and each one's job; several where clusters share the disk, {} without one.
+
+    Raise OSError where a run's journal can't be read.
+    """
+    number, _, task = text.partition("_")
+    jobs: dict[Path, JobRef] = {}
+    for folder in sorted(_index_of(root).glob("*/")):
+        job = JobRef(number, "" if folder.name == UNKNOWN else folder.name)
+        for path in (folder / number / f"task-{task}", folder / text):
+            if _has_job(path, job):
+                jobs.setdefault(path.resolve(), job)
+                break
+    return jobs
+
+
+def _of_cluster(of_job: dict[Path, JobRef], cluster: str) -> list[Path]:
+    """Return the run, of those with a job, whose job is of a cluster ('': unknown); [] without
+    one, and where it may be one of several."""
+    paths = [path for path, job in of_job.items() if job.is_of(cluster)]
+    return paths if len(paths) == 1 else []
+
+
+def _has_job(path: Path, job: JobRef) -> bool:
     """Return whether the run in a folder, or its array, had this job: others may write links to it.
 
     Raise OSError where its journal can't be read.
@@ -87,7 +163,7 @@ def _has_job(path: Path, job_id: str) -> bool:
         return False
     run = RunFolder(path.resolve())
     runs = {run.path: run, run.whole: RunFolder(run.whole)}.values()
-    return any(job_id in part.job_ids(part.events()) for part in runs)
+    return any(job.is_among(part.jobs(part.events())) for part in runs)
 
 
 def all_runs(root: Path) -> list[RunFolder]:
@@ -104,7 +180,7 @@ def _newest(runs: Iterable[Path]) -> list[Path]:
 
 def _begun(run: Path) -> tuple[str, float, str]:
     """Return what sorts run folders by when they began: their id has it, or else the time of their
-    job.json. One without either comes before all others."""
+    job.json. One without either counts as the oldest."""
     if re.match(r"\d{8}-\d{6}-", run.name):
         return run.name[:15], 0.0, run.name
     try:

@@ -27,7 +27,7 @@ _OF_A_RANK = re.compile(
 
 def surroundings(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with; raise OSError if it is gone or
-    another user's."""
+    another user's. {} for one that has ended and whose parent has not asked for its code."""
     pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
@@ -47,10 +47,11 @@ def worker_of(pid_file: Path) -> int:
 
 
 def run(pid: int, command: list[str]) -> None:
-    """Replace this process by `command`, in a worker's working directory and environment.
+    """Replace this process by `command`, in a worker's working directory and environment, with the
+    user's umask; never return.
 
     Variables that make a process a rank of the training are left out. Raise HpcDdpError if the
-    command can't be started, OSError if the worker has ended.
+    command can't be started, OSError if the worker has ended or is another user's.
     """
     environ = {k: v for k, v in surroundings(pid).items() if not _OF_A_RANK.fullmatch(k)}
     environ["TERM"] = os.environ.get("TERM", "dumb")
@@ -66,13 +67,15 @@ def run(pid: int, command: list[str]) -> None:
 def stacks(pid: int) -> None:
     """Print where each thread of a worker stands: by py-spy, or else by the worker itself.
 
+    The worker is sent the signal `SHOW_STACKS` only if it handles that.
+
     Raises
     ------
     HpcDdpError
         there is no py-spy that may look, and the script does not use hpc_ddp.training; or the
         worker did not answer within `ANSWER_S`
     OSError
-        the worker has ended
+        the worker has ended or is another user's
     """
     python = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
     path = f"{os.path.dirname(python)}:{surroundings(pid).get('PATH', '')}"
@@ -102,7 +105,8 @@ def stacks(pid: int) -> None:
 def _kept(pid: int) -> Path | None:
     """Return where a worker keeps its stacks: a file in memory, seen through its descriptors.
 
-    None without one: the script has not called `start`. Raise OSError if the process is gone.
+    None without one: the script has not called `start`. Raise OSError if the process is gone or
+    another user's.
     """
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -126,8 +130,8 @@ def _catches(pid: int, number: int) -> bool:
 def main(words: list[str]) -> int:
     """Attach to the worker of `words`: its pid file, then ``stacks``, or ``run`` and a command.
 
-    Return 0, or 1 after an error, which is printed. With ``run`` a command that starts never
-    returns here.
+    Return 0, or 1 after an HpcDdpError or OSError, which is printed. With ``run`` a command that
+    starts replaces this process.
     """
     pid_file, mode, *command = words
     try:

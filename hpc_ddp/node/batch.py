@@ -26,11 +26,13 @@ from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_seconds
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import Started
-from hpc_ddp.core.journal.vocabulary import NoticeSource
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
+from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
@@ -50,23 +52,26 @@ TEARDOWN_S = 300.0  # what a user's lines after the training may take
 def queue_next(environ: dict[str, str]) -> None:
     """Queue a chain's next job before this one's set-up lines, unless `begin` will refuse this one.
 
-    A job that Slurm has restarted has queued its link already. A refused sbatch is only printed.
+    Nothing for a finished run, and for a job that Slurm has restarted: that has queued its link
+    already. `requeue.check_wanted` may delete the mark ``cancelled``. A refused sbatch is printed.
 
-    Raise HpcDdpError if the run was cancelled or given up, has used its budget, or has a broken
-    job.json; OSError if its folder can't be read or written.
+    Raise HpcDdpError as `requeue.check_wanted`, if the budget is used (which is journalled), or for
+    a broken job.json; OSError if the run's folder can't be read or written.
     """
-    run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
+    run, own_job = _run_of(environ), _own_job(environ)
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     if not run.finished() and not restarts:
-        is_link = requeue.is_link(run, job_id)
-        requeue.check_wanted(run, restarts, is_link, job_id, environ.get("SLURM_ARRAY_JOB_ID"))
+        array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
+        is_link = requeue.is_link(run, own_job)
+        requeue.check_wanted(run, restarts, is_link, own_job, array)
         check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
         requeue.queue_early(run, environ)
 
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
-    """Do what `_begin` does, with its result and errors; a job that is refused cancels the chain's
-    next job that it queued before its set-up lines."""
+    """Take the next attempt's number and return its variables, or None, with the effects and errors
+    of `_begin`; after an HpcDdpError the link of `queue_next` is cancelled (OSError if its note
+    can't be written)."""
     try:
         return _begin(environ)
     except HpcDdpError:
@@ -78,42 +83,40 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     """Take the next attempt's number and return the `AttemptEnv` variables for its supervisors;
     None where the run is finished, and this job was requeued or queued by another job.
 
-    It journals `Started`, links the job to the run, and queues a chain's next job. Raise
-    HpcDdpError if the run is finished, cancelled, given up, over its budget or runs already, its
-    job.json is broken, or Slurm does not expand the node list; OSError if the run's folder can't be
-    used, or no port is free.
+    It makes the attempt's folder, journals `Started`, links the job to the run, queues a chain's
+    next job, and may delete the mark ``cancelled``. Raise HpcDdpError if the run is finished,
+    cancelled, given up, over its budget, too often silent or runs already (Slurm is asked, and may
+    refuse to answer), its job.json is broken, or Slurm does not expand the node list; OSError if
+    the run's folder can't be used, or no port is free.
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    array_id = environ.get("SLURM_ARRAY_JOB_ID")
-    is_link = requeue.is_link(run, array_id or job_id)
+    own_job = _own_job(environ)
+    cluster = slurm.own_cluster()
+    if cluster and own_job.is_of(cluster):  # this node's, and not of another one that it can ask
+        own_job = replace(own_job, cluster=cluster)
+    array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
+    is_link = requeue.is_link(run, array or own_job)
     if run.finished():
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    requeue.check_wanted(run, restarts, is_link, job_id, array_id)
+    requeue.check_wanted(run, restarts, is_link, own_job, array)
     check_budget(run, spec)
     check_silent_ends(run, spec)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
-    info["nodes"] = nodes
+    info |= {"nodes": nodes, "cluster": own_job.cluster or None}
     if INTERACTIVE in environ:  # the script leads a session
         info["shell"] = process.identity(os.getsid(0))
-    cluster = environ.get("SLURM_CLUSTER_NAME")
-    is_live = partial(_is_live, job_id=job_id, restarts=restarts)
+    is_live = partial(is_attempt_live, run, own_job)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
-    run.journal("batch", attempt.number).write(Started(cluster=cluster, **info))
+    run.journal("batch", attempt.number).write(Started(**info))
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
-        link_job(job_id, run)
+        link_job(own_job, run)
     if spec.continue_by == "resubmit":
         requeue.queue_next_link(run, attempt, environ)
-    cpus = least_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    if cpus < spec.workers_per_node:
-        say(
-            f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
-            f" will be slow; hint: --cpus-per-node {4 * spec.workers_per_node}"
-        )
     end_time = _end_of(ask(job_id))
     end = math.inf if end_time is None else end_time
     env = attempt_env(run, attempt, len(nodes), job_id, end if math.isfinite(end) else None, spec)
@@ -122,8 +125,19 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         restarts=restarts,
         head=reach(nodes, 0, spec.host_suffix),
         port=free_port(_first_port(job_id)),
-        cpus=cpus,
+        cpus=_check_cpus(spec, environ),
     ).to_env()
+
+
+def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:
+    """Return the CPUs that the job has on its smallest node; fewer than workers are reported."""
+    cpus = least_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    if cpus < spec.workers_per_node:
+        say(
+            f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
+            f" will be slow; hint: --cpus-per-node {4 * spec.workers_per_node}"
+        )
+    return cpus
 
 
 def least_cpus(counts: str) -> int:
@@ -147,7 +161,7 @@ def attempt_env(
 
     `id` is unique among the jobs and processes that run now; `end_time` is in unix seconds, None
     without a limit. The nodes are warned ``warn_s`` seconds before it, or in the last tenth of a
-    shorter attempt.
+    shorter attempt. The caller adds host, port, restarts and CPUs.
     """
     warn_s = min(spec.warn_s, (end_time - time.time()) / 10) if end_time else spec.warn_s
     return AttemptEnv(
@@ -164,11 +178,8 @@ def attempt_env(
 
 
 def _run_of(environ: dict[str, str]) -> RunFolder:
-    """Return the run that the script names; in an array, the folder of this task, made if it is
-    new.
-
-    Raises what `task_of` raises.
-    """
+    """Return the run that the script names; in an array, this task's, which `task_of` makes, with
+    its errors."""
     run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
@@ -176,11 +187,16 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
     return task_of(run, int(task))
 
 
-def task_of(run: RunFolder, index: int) -> RunFolder:
-    """Make the folder of one task of an array, with its own job.json and a link to the array's lib.
+def _own_job(environ: dict[str, str]) -> JobRef:
+    return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
 
-    Raise OSError if the disk refuses, UsageError if the array's job.json is broken. It can be
-    repeated.
+
+def task_of(run: RunFolder, index: int) -> RunFolder:
+    """Make the folder of one task of an array, with its own job.json and a link to the array's lib,
+    and return it. It can be repeated: job.json is written anew.
+
+    Raise OSError if the disk refuses, UsageError if the array's job.json is broken, IndexError
+    beyond the last task of a sweep.
     """
     task = run.task(index).make()
     array_spec = JobSpec.from_json(patiently(run.job_json.read_text))
@@ -189,26 +205,6 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
     if not link.is_symlink():
         link.symlink_to(Path("..") / "lib")
     return task
-
-
-def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
-    """Tell whether the attempt that `info` (its attempt.json) describes still runs.
-
-    The caller is start `restarts` of job `job_id`. Raise HpcDdpError where Slurm refuses to answer;
-    a silent controller is waited for without end.
-    """
-    other_id = info.get("job_id")
-    if not other_id:
-        return process.is_live(info)
-    if other_id == job_id:  # an earlier start of this very job, or another shell in an allocation
-        return process.is_live(info.get("shell", {}))
-    try:
-        job = slurm.show_job(other_id, give_up=math.inf)  # no answer does not say that it is over
-    except HpcDdpError as error:
-        if "Invalid job id" in error.message:
-            return False
-        raise
-    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == info.get("restarts")
 
 
 def _first_port(job_id: str) -> int:
@@ -226,11 +222,11 @@ def export_lines(values: dict[str, str]) -> str:
 
 
 def warned(environ: dict[str, str]) -> None:
-    """Write the attempt's notice on Slurm's warning signal, for the supervisors of all nodes.
+    """Write the attempt's notice after Slurm's warning signal, for the supervisors of all nodes.
 
-    Slurm may send the signal up to a minute early, so this waits until the warning is due; not at a
-    preemption, which some sites announce by it too, or when Slurm does not answer. Raise OSError if
-    the notice can't be written.
+    Slurm may send the signal up to a minute early, so this waits until the warning is due, and
+    keeps ``end-time`` up to date; not at a preemption, which some sites announce by it too, or when
+    Slurm does not answer or says no end. Raise OSError if the notice can't be written.
     """
     job = ask(environ["SLURM_JOB_ID"])
     while job and not job.preempted and (end_time := _end_of(job)) is not None:
@@ -245,7 +241,8 @@ def warned(environ: dict[str, str]) -> None:
 
 
 def watch(environ: dict[str, str]) -> None:
-    """Keep the attempt's ``end-time`` file as Slurm has it, until the nodes are due to be warned.
+    """Keep the attempt's ``end-time`` file as Slurm has it, until the nodes are due to be warned or
+    a preemption begins.
 
     An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
     more often towards the end: some 54 times in a day. Where it does not answer, the last end
@@ -268,10 +265,8 @@ def _end_of(job: Job | None) -> float | None:
 
 
 def _note_end_time(environ: dict[str, str], end_time: float) -> None:
-    """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, unless that has it.
-
-    A disk that refuses is passed over: the nodes go on with the last one.
-    """
+    """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, unless that has it,
+    within `SAME_S`. A disk that refuses is passed over: the nodes go on with the last one."""
     path = attempt_of(environ).end_time
     noted = read_seconds(path) or _end_time(environ)
     if abs(end_time - noted) > SAME_S:
@@ -295,7 +290,7 @@ def next_port(environ: dict[str, str]) -> int:
     """Clear away a start whose port was taken, and return another port to try.
 
     Empties ``failed``, deletes the nodes' records and ``port-taken``. Raise OSError if the folder
-    can't be changed, or no port is free.
+    can't be changed, there is no ``port-taken``, or no port is free.
     """
     attempt = attempt_of(environ)
     attempt.failed.write_text("")
@@ -322,12 +317,12 @@ def _end_time(environ: dict[str, str]) -> float:
 def verdict(environ: dict[str, str]) -> int:
     """Decide how the run continues, journal it, do it; return the exit code for the batch script.
 
-    Raise HpcDdpError for a broken job.json, OSError for a run folder that can't be used. Slurm's
-    refusals are printed, and show in the code.
+    A suspended job waits here. Raise UsageError for a broken job.json, OSError for a run folder
+    that can't be used. Slurm's refusals are printed, and show in the code.
     """
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
-    facts, decided = judge(run, attempt, environ, ask(environ["SLURM_JOB_ID"]))
+    facts, decided = judge(run, attempt, environ, requeue.ask_settled(environ["SLURM_JOB_ID"]))
     return requeue.go_on(run, attempt, environ, facts, decided)
 
 
@@ -350,21 +345,22 @@ def main(argv: list[str]) -> int:
     """Run one part of the batch script, see `_call`; return its exit code.
 
     After a failed ``begin`` or ``verdict``, with which the batch shell ends, Slurm is kept from
-    holding the job in the queue.
+    holding the job in the queue, and from a requeue of its own.
     """
     environ = dict(os.environ)
     code = _call(argv, environ)
     if code and argv in (["begin"], ["verdict"]):  # the batch shell ends with it
-        requeue.end_as_failed(environ)
+        return requeue.end_as_failed(environ, code)
     return code
 
 
 def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the part of the batch script that `argv` names; return its exit code.
 
-    stdout is for the batch shell: ``begin`` prints bash lines, others a number. Errors are printed
-    on stderr and not raised: 2 for an unknown name, an HpcDdpError's own code, or `CAN_GO_ON` for a
-    run folder that can't be used.
+    stdout is for the batch shell: ``begin`` prints bash lines (``exit 0`` where there is nothing to
+    do), others a number. ``verdict`` has a code of its own. HpcDdpErrors and OSErrors are printed
+    on stderr and not raised: their codes are the HpcDdpError's own and `CAN_GO_ON`; 2 is that of
+    an unknown name.
     """
     try:
         match argv:

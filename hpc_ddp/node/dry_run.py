@@ -23,13 +23,14 @@ from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
-from hpc_ddp.core.job.spec import JobSpec, trial_args
+from hpc_ddp.core.job.sweep import trial_args
+from hpc_ddp.core.journal.enums import Action
 from hpc_ddp.core.journal.events import Started
-from hpc_ddp.core.journal.vocabulary import Action
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node.batch import attempt_env, task_of
-from hpc_ddp.node.launch import expand
+from hpc_ddp.node.child_process import expand
 from hpc_ddp.node.net.network import LOOPBACK, free_port
 from hpc_ddp.node.outcome.gather_facts import check_budget, judge
 from hpc_ddp.node.outcome.verdict import Verdict
@@ -69,9 +70,10 @@ class DryRun:
         self.notified = True
 
     def play(self) -> int:
-        """Run attempts until one is the last; return the exit code, `CAN_GO_ON` after a notice.
+        """Run attempts while the verdict is a requeue, and return the exit code of the last one.
 
-        Raises what `attempt` raises.
+        After a notice no other attempt begins: the code is `CAN_GO_ON` where one would have. Raises
+        as `attempt`.
         """
         while True:
             decided = self.attempt()
@@ -81,10 +83,16 @@ class DryRun:
                 return CAN_GO_ON
 
     def attempt(self) -> Verdict:
-        """Run one attempt to its end; return the verdict, which is journalled.
+        """Run one attempt to its end; return the verdict, which is journalled and printed.
 
-        Raise HpcDdpError if the budget is used up or another process runs this run, OSError if its
-        folder can't be used.
+        Raises
+        ------
+        HpcDdpError
+            the budget is used up, another process runs this run, or job.json is broken
+        OSError
+            the run's folder can't be used, no port is free, or a process can't be started
+        KeyError, ValueError
+            an option of torchrun has a variable that is not set, or a ``$`` without a name
         """
         check_budget(self.run, self.spec)
         info = {**process.identity(), "nodes": self.nodes}
@@ -96,9 +104,11 @@ class DryRun:
         return judge(self.run, attempt, environ, job=None)[1]
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
-        """Test the nodes, journal the outcome, and return whether they are fit for the training.
+        """Test the nodes, journal and print the outcome, and return whether they are fit for the
+        training.
 
-        A notice meanwhile counts as unfit. Raise OSError if a check can't be started.
+        A notice meanwhile counts as unfit. Raise OSError if a check can't be started or the run's
+        folder can't be used, UsageError for a broken job.json.
         """
         argv = [self.command[0], str(self.run.lib / "node.py"), "preflight.checks"]
         commands = [
@@ -126,7 +136,8 @@ class DryRun:
         end.
 
         Like Slurm, kill those that run `KILL_WAIT_S` after the time limit. The end of the parent
-        process, the user's command, is a notice. Raise OSError if one can't be started.
+        process, the user's command, is a notice. Raise OSError if a supervisor can't be started,
+        KeyError or ValueError as `expand`.
         """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
         if self.spec.launcher == "srun":
@@ -152,7 +163,7 @@ class DryRun:
 
     def _task(self, index: int, per_node: int) -> dict[str, str]:
         """Return the variables that Slurm would set for the task `index`, one of `per_node` on its
-        node."""
+        node, and the node's index."""
         return {
             "HPC_DDP_NODE_INDEX": str(index // per_node),
             "SLURM_PROCID": str(index),
@@ -169,18 +180,19 @@ def _is_live(info: dict[str, Any]) -> bool:
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
     """Run the tasks of a sweep one after the other; return the first code that is not 0, or 0.
 
-    Finished tasks are passed over. After a notice, or a cancel, no other task starts, and the code
-    is at least `CAN_GO_ON`. Raises what `DryRun.play` raises.
+    Finished tasks are passed over; a ``cancelled`` of a task that starts is removed. Where a notice
+    or a cancel keeps the next task from starting, the code is the highest so far, `CAN_GO_ON` if
+    that is 0. Raises as `DryRun.attempt`, whose errors end the sweep.
     """
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
-    points = spec.trials
+    trials = spec.trials
     before: DryRun | None = None
     for index in array_indexes(spec.array or ""):
         task = task_of(run, index)
         if task.finished():
             continue
-        words = trial_args(points[index])
+        words = trial_args(trials[index])
         local = DryRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON
@@ -194,8 +206,9 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
 def main(command: list[str]) -> int:
     """Play the run of HPC_DDP_RUN with the command line of torchrun, or of python and the script.
 
-    Return the exit code. Errors are printed: an HpcDdpError gives its own code, a run folder that
-    can't be used `CAN_GO_ON`. A ``cancelled`` of before is removed.
+    Return the exit code: 0 at once for a finished run. Errors are printed: an HpcDdpError gives its
+    own code, an OSError `CAN_GO_ON`. A ``cancelled`` of before is removed. Raise KeyError or
+    ValueError for a variable in torchrun's options, as `DryRun.attempt`.
     """
     run = AttemptEnv.from_env(os.environ).run_folder
     try:

@@ -25,8 +25,11 @@ class Growth:
         self._looks = 0
 
     def note(self) -> None:
-        """Append a line for each log that has grown. It raises nothing: without it, lines are only
-        less well ordered."""
+        """Append a line for each log that has grown since the last call; nothing if none has.
+
+        An OSError is passed over, and the next call tries again: without a line, the output of the
+        ranks is only less well ordered.
+        """
         try:
             self._list()
             sizes = {path: path.stat().st_size for path in self._logs}
@@ -45,10 +48,8 @@ class Growth:
             return
 
     def _list(self) -> None:
-        """Look for new logs of the supervisor's ranks, at each `LIST_EVERY`-th call.
-
-        Raise OSError if the folder can't be listed.
-        """
+        """Add new logs of the supervisor's ranks to `_logs`: at each `LIST_EVERY`-th call, and at
+        every call until there is one. Raise OSError if the disk fails."""
         if not self._logs or self._looks % LIST_EVERY == 0:
             pattern = "rank-*.log" if self._node.rank is None else f"rank-{self._node.rank}.log"
             for path in sorted(self._node.path.glob(pattern)):

@@ -29,12 +29,13 @@ from typing import Any
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say, write_output
 from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
+from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
-from hpc_ddp.core.journal.vocabulary import NoticeSource
 from hpc_ddp.core.process import signal_recorded
-from hpc_ddp.node.launch import LAUNCHES, Launch, expand
+from hpc_ddp.node.child_process import LAUNCHES, Launch, expand
 from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.node.net.comparison import FabricComparison
+from hpc_ddp.node.net.network import check_resolves
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import first_failure, head_failover, oom
 
@@ -53,7 +54,8 @@ class Signals:
     """Notes signals, and wakes the loop. A handler that did more could run at any moment."""
 
     def __init__(self) -> None:
-        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on."""
+        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on; they also wake
+        `wait`, by the process's wake-up descriptor."""
         self.seen: list[int] = []
         self._read, write = socket.socketpair()
         self._write = write  # kept: the wake-up descriptor must stay open
@@ -69,14 +71,16 @@ class Signals:
             self.seen.append(number)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for some seconds, or until a signal comes (a child's end is one)."""
+        """Sleep for some seconds, or until a signal comes (a child's end is one); not at all if one
+        has come since the last call."""
         if select.select([self._read], [], [], seconds)[0]:
             self._read.recv(4096)
 
 
 @dataclass
 class Supervisor:
-    """One node's part of one attempt; with ``--launcher srun`` one worker's."""
+    """One node's part of one attempt; with ``--launcher srun`` one worker's. Without `signals` it
+    handles those of this process from now on."""
 
     place: Place
     launch: Launch
@@ -92,7 +96,8 @@ class Supervisor:
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
-        """Prepare the folder, without files of an earlier start; OSError if that fails."""
+        """Make the folder, and delete pid files and reported failures of an earlier start; raise
+        OSError if that fails."""
         self.end_time = self.place.end_time
         self.folder = self.launch.folder
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
@@ -105,7 +110,11 @@ class Supervisor:
         self._log_position = log.stat().st_size if log.exists() else 0  # of a try at another port
 
     def run(self) -> int:
-        """Run the child to its end; return the task's exit code: 0 also after a notice."""
+        """Run the child to its end; return the task's exit code, as `_end`: 0 also after a notice.
+
+        Where a peer has failed already, no child starts. A child that can't be started counts as
+        failed with 127. Raise OSError if the attempt's folder can't be used.
+        """
         if read_word(self.place.attempt.failed):  # a peer failed before this one was up
             return 1 if self.launch.peers else 0
         try:
@@ -125,7 +134,9 @@ class Supervisor:
         return self._end(child.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the child, its output in the agent log; OSError if one can't be."""
+        """Start the child in a session of its own, with its output in the agent log; raise OSError
+        if it can't be started, or if the first node's name leads nowhere."""
+        check_resolves(self.place.host_of(0))
         with open(self.folder.agent_log, "ab") as log:
             return subprocess.Popen(
                 self.launch.command,
@@ -137,7 +148,8 @@ class Supervisor:
             )
 
     def _env(self) -> dict[str, str]:
-        """Return this process's environment with the variables of node, network and launch."""
+        """Return this process's environment with the variables of node, network and launch; the
+        interconnect is journalled and printed on the way (`FabricComparison.choose`)."""
         return {
             **os.environ,
             "HPC_DDP_NODE": self.place.node,
@@ -151,7 +163,8 @@ class Supervisor:
     # --- while the child runs --------------------------------------------------------------
 
     def _poll(self, child: subprocess.Popen[bytes]) -> None:
-        """Act on signals, on files of the attempt, and on the clock."""
+        """Act on signals, on files of the attempt, and on the clock: give the workers notice, tear
+        them down, or kill them at `_kill_at`."""
         now = time.monotonic()  # a clock that is set meanwhile makes no wait longer or shorter
         polled_at, self._polled_at = self._polled_at, now
         if now - polled_at > STOOD_STILL_S:
@@ -159,8 +172,8 @@ class Supervisor:
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
-            if self._peer_failed():  # srun ends a step whose task failed with SIGTERM, too
-                self._tear_down()
+            if peer := self._failed_peer():  # srun ends a step whose task failed with SIGTERM, too
+                self._tear_down(peer)
             else:
                 self._give_notice(names[0], child)
         if now >= self._next_poll:
@@ -180,13 +193,14 @@ class Supervisor:
             child.kill()
 
     def _poll_files(self, child: subprocess.Popen[bytes]) -> None:
-        """Act on the attempt's files and the time limit; copy rank 0's output."""
+        """Copy rank 0's output, note the growth of logs and compare the interconnect; then give
+        notice or tear down, as the attempt's files and the time limit have it."""
         self._show_rank_0()
         self.growth.note()
         self.fabric.compare()
         word = read_word(self.place.attempt.notice)
-        if self._peer_failed():
-            self._tear_down()
+        if peer := self._failed_peer():
+            self._tear_down(peer)
         elif self._unwritten_notice:
             self._give_notice(self._unwritten_notice, child)
         elif word:
@@ -195,19 +209,20 @@ class Supervisor:
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
     def _time_is_over(self, in_s: float = 0.0) -> bool:
-        """Return whether the job ends within some seconds, as read anew; False without a limit."""
+        """Return whether the job ends within some seconds; False without a limit. Before it says
+        True, it reads `end_time` anew from the attempt's file."""
         time_s = time.time() + in_s
         if self.end_time and time_s >= self.end_time:
             self._read_end_time()
         return self.end_time is not None and time_s >= self.end_time
 
     def _read_end_time(self) -> None:
-        """Take over the end time that the batch script has written, if it has."""
+        """Set `end_time` to what the batch script has written, if it has."""
         self.end_time = read_seconds(self.place.attempt.end_time) or self.end_time
 
     def _end_if_superseded(self, now: float) -> None:
-        """Kill the rest of an attempt once a later one runs: behind a cut link, or beside a dead
-        slurmd, it would wait for its peers until the watchdog comes."""
+        """Have `_poll` kill the rest of an attempt once a later one runs: behind a cut link, or
+        beside a dead slurmd, it would wait for its peers until the watchdog comes."""
         if not self.torn_down and self._is_superseded():
             self.torn_down = "a later attempt"
             self._kill_at = now
@@ -219,15 +234,17 @@ class Supervisor:
         except OSError:
             return False
 
-    def _peer_failed(self) -> bool:
-        """Return whether another supervisor has written its name into ``failed``."""
-        return read_word(self.place.attempt.failed) not in ("", self.launch.name)
+    def _failed_peer(self) -> str:
+        """Return the name that another supervisor has written into ``failed``, '' without
+        one, and while that can't be read."""
+        name = read_word(self.place.attempt.failed)
+        return "" if name == self.launch.name else name
 
     def _give_notice(self, source: str, child: subprocess.Popen[bytes]) -> None:
         """Give the workers notice that the attempt must end soon; without workers yet, end it.
 
-        The first `source`, a signal's name or a `NoticeSource`, counts. Where the disk refuses the
-        file, the next poll tries again.
+        The first `source`, a signal's name or a `NoticeSource`, counts; none after a tear-down. The
+        notice is journalled. Where the disk refuses its file, the next poll tries again.
         """
         if self.notice or self.torn_down:
             return
@@ -241,25 +258,25 @@ class Supervisor:
         if not self._signal_workers(self.place.notice_signal):
             child.kill()
 
-    def _tear_down(self) -> None:
-        """Send SIGTERM to workers whose peer has failed; let them be killed `TEARDOWN_S` later."""
+    def _tear_down(self, peer: str) -> None:
+        """Send SIGTERM, once, to the workers for a failed peer; let `_poll` kill them `TEARDOWN_S`
+        later."""
         if not self.torn_down:
-            self.torn_down = read_word(self.place.attempt.failed)
+            self.torn_down = peer
             self._signal_workers(signal.SIGTERM)
             self._kill_at = time.monotonic() + TEARDOWN_S
 
     def _signal_workers(self, number: int) -> int:
-        """Signal every worker that has started and still runs; return how many there were.
-
-        While the disk is away they may be some: they read the notice's file by themselves.
-        """
+        """Signal every worker that has started and still runs; return how many there were, 1 where
+        the disk refuses: there may be some, which read the notice's file by themselves."""
         try:
             return signal_recorded(self.folder.pids(), number)
         except OSError:
             return 1
 
     def _show_rank_0(self) -> None:
-        """Copy rank 0's new output to the job's own; a log that can't be read is tried again."""
+        """Copy rank 0's new output to the job's own; a log that can't be read is tried again at the
+        next call. Nothing where rank 0 is not among the workers."""
         if self.launch.rank not in (None, 0):
             return
         try:
@@ -276,7 +293,10 @@ class Supervisor:
     def _end(self, code: int) -> int:
         """Record the child's end for peers and verdict; return the task's exit code.
 
-        After a failure, ``failed`` ends the peers; their records are waited for.
+        After a failure, ``failed`` ends the peers; their records are waited for. A node that an
+        elastic job has lost waits for the job's end, which it may have to decide (`head_failover`).
+        The code is 1 where the child of the supervisor with `peers` failed, and for a lost node;
+        else 0. Raise OSError as `head_failover.decide`, or where a file can't be looked up.
         """
         failures = [] if code == 0 else self._failures(code)
         # Its workers did not fail themselves: the rendezvous on the first node was lost.
@@ -313,7 +333,12 @@ class Supervisor:
             say(f"{self.launch.name} can't record how it ended: {error}")
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
-        """Return rank, code, time and error of each worker that failed; rank None without one."""
+        """Return rank, code, time and error of each worker that failed; without one, a failure of
+        torchrun with rank None and the `code` of the child.
+
+        A worker whose store found its port taken makes the attempt's ``port-taken``; raise OSError
+        where that can't be made.
+        """
         launch, noted = self.launch, read_json(self.folder.failures)
         failures: list[dict[str, Any]] = noted.get("failures", [])
         if launch.rank is not None and not noted:  # else the worker's Python could not be started
@@ -330,7 +355,8 @@ class Supervisor:
         return failures
 
     def _wait_for_peers(self) -> None:
-        """Wait up to `PEERS_S` for the peers' records: srun kills them when this task fails."""
+        """Wait up to `PEERS_S` for the peers' records: srun kills them when this task fails. Raise
+        OSError where a record can't be looked up."""
         give_up, waiting = time.monotonic() + PEERS_S, list(self.launch.peers)
         while time.monotonic() < give_up and waiting:
             while waiting and waiting[-1].exists():  # each record is looked for until it is there
@@ -339,8 +365,11 @@ class Supervisor:
 
 
 def main(argv: list[str]) -> int:
-    """Supervise a launch: ``torchrun`` or ``worker``, then its command (see `launch`). Return the
-    exit code of the Slurm task."""
+    """Supervise a launch: a name in `LAUNCHES`, ``torchrun`` or ``worker``, then its command.
+
+    Return the exit code of the Slurm task: that of `Supervisor.run`, or 1 after an OSError or a
+    wrong environment, which is printed.
+    """
     kind, *command = argv
     try:
         try:
@@ -359,7 +388,7 @@ def submitit_main(kind: str, command: list[str]) -> None:
 
     Exits the process with the supervisor's code: submitit's own is 0 whatever a function returned.
     One file with `command` serves all tasks of an array; the script's arguments are in the run's
-    job.json. Raise KeyError if that can't be read.
+    job.json. Raise KeyError if that can't be read, and as `expand`.
     """
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
     args = read_json(AttemptEnv.from_env(os.environ).run_folder.job_json)["args"]

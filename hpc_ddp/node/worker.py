@@ -33,7 +33,8 @@ AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
 def started_by(python: str, script: list[str]) -> list[str]:
-    """Return the command by which a Python starts a script, with its arguments, as a worker."""
+    """Return the command by which the interpreter `python` starts a worker: this file, which then
+    becomes the `script` with its arguments."""
     return [python, "-ISs", __file__, python, "-u", *script]
 
 
@@ -70,16 +71,19 @@ def as_task() -> dict[str, str]:
 
 
 def forget_task() -> None:
-    """Remove what an MPI launcher told its one task of this node, where torchrun has started the
-    workers: each of them would take itself for that task, and `import mpi4py.MPI` would hang."""
+    """Remove from this process's environment what an MPI launcher told its one task of this node.
+
+    Each of torchrun's workers would take itself for that task, and `import mpi4py.MPI` would hang.
+    Does nothing in a worker that torchrun has not started.
+    """
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         for name in [name for name in os.environ if name.startswith(OF_AN_MPI_TASK)]:
             del os.environ[name]
 
 
 def python_path() -> str:
-    """Return PYTHONPATH with the run's own library and the snapshot of the user's code before all
-    else."""
+    """Return PYTHONPATH with the run's own library and the snapshot of the user's code, if any,
+    before all else. Raise KeyError without HPC_DDP_RUN."""
     parts = [os.path.join(os.environ["HPC_DDP_RUN"], "lib"), os.environ.get("HPC_DDP_CODE")]
     return ":".join(part for part in (*parts, os.environ.get("PYTHONPATH")) if part)
 
@@ -97,7 +101,8 @@ def began() -> str:
 
 
 def open_log(name: str) -> int:
-    """Write the process id to ``<name>.pid``, open ``<name>.log``, and return its descriptor.
+    """Write the process id to ``<name>.pid``, open ``<name>.log`` to append to it, and return its
+    descriptor.
 
     Tried again each second; raise OSError if the disk still refuses after `PATIENCE_S`.
     """
@@ -131,8 +136,9 @@ def forget_other_ranks() -> None:
 def main(command: list[str]) -> None:
     """Prepare this process as a worker, and replace it by `command`: python and the script.
 
-    stdout and stderr go to the rank's log. Exits with 1 if the agent has died meanwhile; raise
-    OSError if the log can't be opened or the command can't be started.
+    The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
+    user's umask, and dies with its parent. It exits with 1 if that has died already. Raise OSError
+    if the node's folder can't be used or the command can't be started.
     """
     die_with_parent()
     if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
@@ -147,6 +153,8 @@ def main(command: list[str]) -> None:
     os.close(log)
     forget_task()
     os.environ.update(as_task(), PYTHONPATH=python_path())
+    # A set of strings has one order on all ranks, and after a resume: a vocabulary, for one.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     if "HPC_DDP_UMASK" in os.environ:  # not under submitit, whose tasks have no `entry`
         os.umask(int(os.environ.pop("HPC_DDP_UMASK"), 8))
     os.execvp(command[0], command)

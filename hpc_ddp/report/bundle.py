@@ -18,7 +18,7 @@ from hpc_ddp import __version__, slurm
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import open_data, read_text
 from hpc_ddp.core.job.checks import SECRET_NAME
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 
 LOG_BYTES = 2**20  # of the end of each log
@@ -44,7 +44,7 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 
 class Redaction:
     """Replaces the values of a job's environment variables, and of what is named like a secret; the
-    secrets in `environ`, the user's own, wherever they stand."""
+    secrets in `environ`, the user's own, wherever they stand, from 8 characters on."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         lines = "\n".join((*spec.setup, *spec.teardown))
@@ -60,8 +60,9 @@ class Redaction:
         ]
 
     def clean(self, text: str, suffix: str) -> str:
-        """Return the redacted text of a file with this suffix, as ``.json``; broken JSON is
-        replaced as a whole."""
+        """Return the redacted text of a file with this suffix: ``.json``, ``.jsonl`` by its lines,
+        ``.sbatch``, or any other for a log. A broken file or line of JSON is replaced as a
+        whole."""
         if suffix == ".json":
             return self._json(text, indent=1)
         if suffix == ".jsonl":
@@ -77,8 +78,8 @@ class Redaction:
             return REDACTED
 
     def _redact(self, content: Any, name: str) -> Any:
-        """Return JSON content without secrets, by the `name` before it ('' at the top); all below
-        ``env`` is replaced."""
+        """Return JSON content without secrets, by the `name` before it ('' at the top). All below
+        ``env`` is replaced; a table below a secret's name by the names in it. None stays."""
         if isinstance(content, dict):
             return {k: self._redact(v, "env" if name == "env" else k) for k, v in content.items()}
         if isinstance(content, list):  # of arguments, the word before may be the name
@@ -105,14 +106,19 @@ def _is_secret(name: str) -> bool:
 
 
 def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
-    """Write the archive of a run; return its entries, and the omissions with their reasons.
+    """Write the archive of a run, `output`, for the user alone to read; return its entries, and the
+    omissions, sorted, with their reasons.
+
+    Slurm is queried for the newest job, an omission without an answer, and for its version. After
+    the first entry beyond `TOTAL_BYTES` none follows.
 
     Raises
     ------
     UsageError
         the archive exists already, or the run's job.json is broken
     OSError
-        job.json or the journal can't be read, or the archive can't be written
+        job.json or the journal can't be read, a file goes meanwhile, or the archive can't be
+        written; a part of it may lie in `output` then
     """
     top = RunFolder(run.whole)
     redaction = Redaction(JobSpec.from_json(read_text(top.job_json)), os.environ)
@@ -135,8 +141,8 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
 
 
 def _create(output: Path) -> IO[bytes]:
-    """Create and open the archive. Raise UsageError where it exists, and OSError where it can't be
-    made."""
+    """Create the archive, with mode 0600, and return it open for writing. Raise UsageError where it
+    exists, and OSError where it can't be made."""
     try:  # private: a secret without a telling name is not redacted
         return open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except FileExistsError:
@@ -144,24 +150,24 @@ def _create(output: Path) -> IO[bytes]:
 
 
 def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, text and a note of each entry, the most important first.
+    """Yield name, text and a note ('' for a complete file) of each entry, the most important first.
 
-    The reason why a file is left out is added to `omissions`. Raise OSError where the run or its
-    journal can't be read.
+    Slurm is queried on the way. What is left out is added to `omissions`, with the reason: also a
+    file that can't be read. Raise OSError where the run or its journal can't be read.
     """
     yield "versions.txt", _versions(RunFolder(run.whole)), ""
-    for job_id in run.job_ids(run.events())[-1:]:
+    for job in run.jobs(run.events())[-1:]:
         try:
-            yield f"scontrol-{job_id}.txt", slurm.job_text(job_id), ""
+            yield f"scontrol-{job.id}.txt", slurm.job_text(job), ""
         except HpcDdpError as error:
-            omissions.append(f"scontrol show job {job_id} ({error})")
+            omissions.append(f"scontrol show job {job.id} ({error})")
     for path in _files(run):
         name = str(path.relative_to(run.whole))
-        if not stat.S_ISREG(path.lstat().st_mode) or LEFT_OUT.fullmatch(path.name):
-            omissions.append(f"{name} (no text)")
-            continue
         limit = TOTAL_BYTES if path.suffix == ".jsonl" else LOG_BYTES
         try:
+            if not stat.S_ISREG(path.lstat().st_mode) or LEFT_OUT.fullmatch(path.name):
+                omissions.append(f"{name} (no text)")
+                continue
             text, is_cut = _tail(path, limit)
         except OSError as error:
             omissions.append(f"{name} ({error.strerror})")
@@ -170,8 +176,8 @@ def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str
 
 
 def _files(run: RunFolder) -> Iterator[Path]:
-    """Yield the files of a run, of its array or its tasks: job, journals, logs. Folders that are
-    links are left out."""
+    """Yield the files of a run: job, journals, logs; of an array also those of its tasks, of a task
+    also those of its array. Folders that are links, or may not be read, are left out."""
     folders = [RunFolder(run.whole), *([run] if run.is_task else run.tasks())]
     yield from (f.path / name for f in folders for name in JOB_FILES if (f.path / name).exists())
     for name in FOLDERS:
@@ -182,8 +188,8 @@ def _files(run: RunFolder) -> Iterator[Path]:
 def _tail(path: Path, limit_bytes: int) -> tuple[str, bool]:
     """Return the end of a file, at most `limit_bytes`, and whether its beginning is left out.
 
-    A line that is cut is dropped: the name by which its value is a secret may be gone. Raise
-    OSError.
+    A line that is cut is dropped: the name by which its value is a secret may be gone. So the text
+    is '' where the end has no line break. Raise OSError where `open_data` refuses the file.
     """
     with open_data(path) as file:
         start = max(0, os.fstat(file.fileno()).st_size - limit_bytes)
@@ -193,8 +199,9 @@ def _tail(path: Path, limit_bytes: int) -> tuple[str, bool]:
 
 
 def _versions(run: RunFolder) -> str:
-    """Return the versions of hpc-ddp, Slurm, Python and the system as lines of text. Without an
-    answer of Slurm its line has the error."""
+    """Query Slurm, and return the versions of hpc-ddp, Slurm, Python and the system as lines of
+    text. Without an answer of Slurm its line has the error. Raise OSError where the run's copy of
+    hpc-ddp can't be read."""
     try:
         slurm_version = slurm.show_config().get("SLURM_VERSION", "unknown")
     except HpcDdpError as error:

@@ -24,16 +24,18 @@ from hpc_ddp.core.console.units import byte_count, duration, plural
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import ROOT, read_text
 from hpc_ddp.core.file_owners import check_folder, other_owner
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.core.run_index import all_runs
+from hpc_ddp.core.run_index import all_runs, unlink_jobs
+from hpc_ddp.live_jobs import Queue, describe_work, read_queue
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.report.status.state import Queue, RunState, describe_work, read_queue
+from hpc_ddp.report.status.state import RunState
 from hpc_ddp.report.tables import columns
 
 # Folders of the user's own, with new names, in the folder of a run's name: others may share the
 # folder of all runs, and a folder of theirs would get what is deleted.
 TRASH = ".trash-"
+HOLDING = ".holding-"  # a run on its way there, which may have to go back
 STATES = ("finished", "failed", "cancelled", "stopped", "lost", "rendered")
 COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 
@@ -89,13 +91,7 @@ class Deletion:
 
 
 def parse_age(text: str) -> float:
-    """Return the seconds of ``30d``, ``12h`` or ``4w``.
-
-    Raises
-    ------
-    UsageError
-        it has another form
-    """
+    """Return the seconds of ``30d``, ``12h`` or ``4w``; raise UsageError for another form."""
     match = re.fullmatch(r"(\d{1,6})([hdw])", text, re.A)
     if not match:
         raise UsageError(
@@ -112,10 +108,11 @@ def find_deletions(
     states: Collection[str],
     checkpoints_only: bool,
 ) -> list[Deletion]:
-    """Return the parts of runs that may be deleted, newest run first; a bar on stderr shows the
-    progress.
+    """Query Slurm, and return the parts of runs that may be deleted: of the `named` ones in their
+    order, else newest run first; [] without any. Messages and a bar go to stderr.
 
-    Other users' runs are left alone, also by root: Slurm lists no jobs of theirs here.
+    Other users' runs are left alone, also by root: Slurm lists no jobs of theirs here. Of those
+    below `root`, runs at work, unclear or damaged are left out.
 
     Parameters
     ----------
@@ -131,23 +128,16 @@ def find_deletions(
     Raises
     ------
     UsageError
-        a named run is another user's, live, or may be, or is part of an array, or not below `root`
+        a named run is another user's, not hpc-ddp's, live, or may be, part of an array, not below
+        `root`, or its state can't be read
     OSError
-        a named run's folder or journal can't be read
+        its folder or journal can't be read
     """
     queue = read_queue()
+    if queue.problem:
+        say(f"{queue.problem}; runs that have a job are left alone")
     deletions = []
-    runs = named or all_runs(root)
-    owners = {run: other_owner(run.path) for run in runs}
-    foreign_runs = [run for run in runs if owners[run]]
-    if foreign_runs and named:
-        raise UsageError(
-            f"run {foreign_runs[0].path} is of {owners[foreign_runs[0]]}",
-            hint="its owner can clean it",
-        )
-    if foreign_runs and os.geteuid() == ROOT:
-        say(f"{plural(len(foreign_runs), 'run')} of other users: only the owners can clean them")
-    runs = [run for run in runs if not owners[run]]
+    runs = _own_runs(named, root)
     with ProgressBar("reading the runs", len(runs)) as progress:
         for run in runs:
             progress.add(1)
@@ -168,16 +158,32 @@ def find_deletions(
     return deletions
 
 
-def _read_state(
-    run: RunFolder, queue: Queue | None, fingerprint: _Fingerprint
-) -> tuple[RunState, float]:
-    """Return a run's state, and its age in seconds since the last change.
+def _own_runs(named: Sequence[RunFolder], root: Path) -> list[RunFolder]:
+    """Return the user's runs of those `named`, or without them of all below `root`. Raise
+    UsageError for a named run of another user. For the superuser the number of others' runs goes to
+    stderr."""
+    runs = named or all_runs(root)
+    owners = {run: other_owner(run.path) for run in runs}
+    foreign_runs = [run for run in runs if owners[run]]
+    if foreign_runs and named:
+        raise UsageError(
+            f"run {foreign_runs[0].path} is of {owners[foreign_runs[0]]}",
+            hint="its owner can clean it",
+        )
+    if foreign_runs and os.geteuid() == ROOT:
+        say(f"{plural(len(foreign_runs), 'run')} of other users: only the owners can clean them")
+    return [run for run in runs if not owners[run]]
 
-    Raise UsageError where it can't be read, or is lost and changed within `SILENT_S`.
+
+def _read_state(run: RunFolder, queue: Queue, fingerprint: _Fingerprint) -> tuple[RunState, float]:
+    """Return a run's state, and its age in seconds since the last change in its `fingerprint`.
+
+    Raise UsageError where the state can't be read, for any reason, or the run is lost and changed
+    within `SILENT_S`.
     """
     age_s = time.time() - max((changed / 1e9 for *_, changed in fingerprint), default=0.0)
     try:
-        state = status_of(run, queue.jobs if queue else {}).state
+        state = status_of(run, queue).state
     except Exception:  # damage has many forms, and is no reason to delete anything
         state = RunState.UNREADABLE
     if state is RunState.UNREADABLE or (state is RunState.LOST and age_s < SILENT_S):
@@ -188,12 +194,12 @@ def _read_state(
     return state, age_s
 
 
-def _check_deletable(run: RunFolder, root: Path, queue: Queue | None) -> None:
+def _check_deletable(run: RunFolder, root: Path, queue: Queue) -> None:
     """Refuse a run that is a task, lies elsewhere than below `root`, is not hpc-ddp's, or is at
     work.
 
-    Raise UsageError for it, and OSError where its folder or journal can't be read. `queue` None:
-    Slurm can't be asked, so each run that has a job counts as at work.
+    Raise UsageError for it, and OSError where its folder or journal can't be read. Where Slurm
+    can't be asked, each run that has a job, or was never started, counts as at work.
     """
     if run.is_task:
         raise UsageError(
@@ -214,7 +220,8 @@ def _check_deletable(run: RunFolder, root: Path, queue: Queue | None) -> None:
 
 
 def _is_from_hpc_ddp(run: RunFolder) -> bool:
-    """Return whether hpc-ddp has made a folder with a job.json; False where that is broken."""
+    """Return whether hpc-ddp has made a folder with a job.json; False where that is broken or can't
+    be read."""
     try:
         JobSpec.from_json(read_text(run.job_json))
     except (HpcDdpError, OSError, ValueError):
@@ -223,8 +230,9 @@ def _is_from_hpc_ddp(run: RunFolder) -> bool:
 
 
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:
-    """Return the run's folder if nothing in it is needed any more, else old checkpoints, which may
-    be none. Raise OSError where it can't be read."""
+    """Return the run's folder if the run is finished, or it and its tasks have neither checkpoint
+    nor result; else, or with `checkpoints_only`, old checkpoints of them, () without any. Raise
+    OSError where a folder or journal can't be read."""
     runs = [run, *run.tasks()]
     is_needed = any(_has_checkpoint(task.checkpoints) or _has_results(task) for task in runs)
     if not checkpoints_only and (state is RunState.FINISHED or not is_needed):
@@ -237,23 +245,24 @@ def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) ->
 
 
 def _has_results(run: RunFolder) -> bool:
-    """Return whether an entry is not hpc-ddp's: a result of the script, for example. Raise OSError
-    where the folder can't be listed."""
+    """Return whether an entry is not hpc-ddp's: a result of the script, for example. True for a
+    finished task, too. Raise OSError where the folder can't be listed, or a journal be read."""
     names = {path.name for path in run.path.iterdir() if not path.name.startswith((".", "task-"))}
     return bool(names - RUN_ENTRIES) or (run.is_task and run.finished())
 
 
 def _has_checkpoint(folder: Path) -> bool:
     """Return whether a run could go on from something in the folder, of hpc-ddp's or the script's;
-    False without the folder."""
+    False without the folder. Raise OSError where it can't be listed."""
     return folder.is_dir() and any(".tmp-" not in path.name for path in folder.iterdir())
 
 
 def _old_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that are older than the last good one, without the best.
+    """Return the checkpoints up to the step of the last good one, also broken ones, but without it
+    and the best. The newest are read through until one is good.
 
-    [] where no checkpoint is good: a disk in trouble may make all look bad. Raise OSError where
-    the folder can't be listed.
+    [] where there are less than two, or none is good: a disk in trouble may make all look bad.
+    Raise OSError where the folder can't be listed.
     """
     paths = checkpoints.all_of(folder)
     if len(paths) < 2:
@@ -268,8 +277,8 @@ def _old_checkpoints(folder: Path) -> list[Path]:
 
 
 def _fingerprint(run: RunFolder) -> _Fingerprint:
-    """Return name, size and time of a run's files that change when it goes on, sorted; files that
-    are gone are left out."""
+    """Return name, size and time of the files that change when a run or a task of it goes on,
+    sorted; files that are gone are left out."""
     paths = [run.job_json, *run.code.glob("*")]
     for task in (run, *run.tasks()):
         paths += [*task.journal_folder.glob("*"), *task.logs.glob("*")]
@@ -294,10 +303,11 @@ def _size(path: Path) -> int:
 
 
 def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion, str]]:
-    """Delete, and yield each deletion with the reason why it was not made, or ''.
+    """Delete as the caller iterates, and yield each deletion with the reason why it was not made,
+    or ''; errors are such reasons. A bar on stderr shows the progress.
 
-    A folder is renamed before it is deleted: another process finds it complete or not at all, and
-    the next call deletes the remains of an interrupted one.
+    A folder is renamed before it is deleted: another process finds it complete or not at all.
+    Behind the last deletion the remains of interrupted calls in `root` are deleted, too.
     """
     queue = read_queue()  # again: the user was asked in between
     with ProgressBar("deleting", sum(deletion.bytes for deletion in deletions)) as progress:
@@ -316,12 +326,14 @@ def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion
                 _remove_empty(remains.parent)
 
 
-def _delete(deletion: Deletion, queue: Queue | None) -> str:
-    """Delete one part of a run; return why not where it has gone on, else ''.
+def _delete(deletion: Deletion, queue: Queue) -> str:
+    """Delete one part of a run, and with all of it the run's entries in the index of jobs; return
+    why not where it has gone on, else ''.
 
-    A run goes by way of a folder beside it, a checkpoint by a name beside it that no reader takes
-    for one. `queue` is of now, None where Slurm can't be asked. Raise UsageError where others could
-    put something else in its place, and OSError where the disk refuses.
+    A run goes by way of a folder beside it, which no sweep deletes before the run was looked at
+    there; a checkpoint by a name beside it that no reader takes for one. `queue` is of now. Raise
+    UsageError where others could put something else in its place, and OSError where a journal can't
+    be read or the disk refuses, with a part deleted perhaps.
     """
     run, resumed = deletion.run, "it was resumed meanwhile, and left alone"
     check_folder(run)
@@ -332,28 +344,27 @@ def _delete(deletion: Deletion, queue: Queue | None) -> str:
             unused = f"step-{checkpoints.step_of(path)}.tmp-{os.urandom(8).hex()}"
             shutil.rmtree(path.rename(path.with_name(unused)))
         return ""
-    trash = Path(tempfile.mkdtemp(prefix=TRASH, dir=run.path.parent))
+    holding = Path(tempfile.mkdtemp(prefix=HOLDING, dir=run.path.parent))
     try:
-        target = run.path.rename(trash / run.path.name)
+        target = run.path.rename(holding / run.path.name)
         if _fingerprint(RunFolder(target)) != deletion.fingerprint:
-            target.rename(run.path)
+            try:
+                target.rename(run.path)
+            except OSError as error:  # it has begun to write anew, say
+                return f"{resumed}, in {target}: {error.strerror}"
             return resumed
+        trash = holding.rename(holding.with_name(holding.name.replace(HOLDING, TRASH, 1)))
         _remove_references(run)
-        shutil.rmtree(target)
+        shutil.rmtree(trash)
     finally:
-        _remove_empty(trash)
+        _remove_empty(holding)
         _remove_empty(run.path.parent)
     return ""
 
 
 def _remove_references(run: RunFolder) -> None:
     """Remove the job ids that lead to a run; what the disk refuses stays."""
-    index = run.root / ".jobs"
-    for link in index.iterdir() if index.is_dir() else ():
-        with suppress(OSError):
-            target = Path(os.path.normpath(index / os.readlink(link)))
-            if target.is_relative_to(run.path):
-                link.unlink()
+    unlink_jobs(run)
 
 
 def _remove_empty(folder: Path) -> None:
@@ -363,7 +374,8 @@ def _remove_empty(folder: Path) -> None:
 
 
 def table(deletions: Sequence[Deletion]) -> str:
-    """Return the deletions as a table, with the sum of their sizes where they are several."""
+    """Return the deletions as a table, with the sum of their sizes where they are several; the
+    header alone without any."""
     rows = [_cells(deletion) for deletion in deletions]
     if len(rows) > 1:
         total = byte_count(sum(deletion.bytes for deletion in deletions))

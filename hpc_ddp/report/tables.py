@@ -20,8 +20,9 @@ PREFLIGHT_COLUMNS = (
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return rows below a header, in aligned columns; None is shown as ``-``, and control
-    characters are replaced. Raise ValueError for a row of another length."""
+    """Return rows below a header, in aligned columns; the header alone without rows. None is shown
+    as ``-``, and control characters in the rows are replaced. Raise ValueError for a row of another
+    length than the header."""
     cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = (
@@ -32,26 +33,32 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def checkpoint_table(rows: Sequence[Health]) -> str:
-    """Return one line per checkpoint, oldest first."""
+    """Return a table with one line per checkpoint, in the order of `rows`; the header alone without
+    any."""
     return columns(CHECKPOINT_COLUMNS, [_checkpoint_cells(row) for row in rows])
 
 
 def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
-    """Return the row of a checkpoint, by `CHECKPOINT_COLUMNS`; None for an empty cell."""
+    """Return the row of a checkpoint, by `CHECKPOINT_COLUMNS`; None for an unknown size or number
+    of ranks."""
     size = _optional(byte_count, row.bytes)
     good = "good, the best so far" if row.best else "good"
     return row.name, f"{duration(row.age_s)} ago", size, row.world_size, row.problem or good
 
 
 def preflight_table(event: PreflightEnded) -> str:
-    """Return one line per node of an event `preflight`. Raise KeyError for a report that lacks its
-    findings."""
+    """Return a table with one line per node of an event `preflight`; the header alone without any.
+
+    Raise KeyError for a node without the list of its faults, and AttributeError or TypeError for a
+    report that is damaged otherwise.
+    """
     rows = [_preflight_cells(node, report) for node, report in event.report.items()]
     return columns(PREFLIGHT_COLUMNS, rows)
 
 
 def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the row of a node, by `PREFLIGHT_COLUMNS`; None for an empty cell."""
+    """Return the row of a node, by `PREFLIGHT_COLUMNS`; None for an empty cell. Raises as
+    `preflight_table`."""
     interface = " ".join(filter(None, (report.get("interface"), report.get("address"))))
     return (
         node,
@@ -72,5 +79,5 @@ def _optional(form: Callable[[float], str], amount: float | None) -> str | None:
 
 
 def _free(count: float) -> str:
-    """Return free space, in bytes, as text."""
+    """Return free space, in bytes, as ``4.2 GB free``."""
     return f"{byte_count(count)} free"

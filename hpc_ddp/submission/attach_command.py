@@ -10,7 +10,8 @@ from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_owners import check_executable
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.submission.script import container
 
@@ -26,23 +27,26 @@ exec "$python" -E -s "$@\""""
 def command(
     run: RunFolder, node: str | None, rank: int | None, words: Sequence[str], terminal: bool
 ) -> list[str]:
-    """Return the command that does something beside a worker, in its surroundings.
+    """Return the command that does something beside a worker, in its surroundings: by srun on its
+    node, or for a run without a job on this machine. Nothing is started.
 
     Parameters
     ----------
     node, rank
-        which worker: of that rank, else the first one of that node, else rank 0
+        which worker of the newest attempt, as `_pid_file` has it
     words
         ``stacks``, or ``run`` and a command
     terminal
-        whether it shall have a terminal
+        whether srun gives it a terminal
 
     Raises
     ------
     UsageError
-        there is no such node or rank, or the run is another user's
+        there is no such worker yet; the run is another user's; or its job.json or container's tool
+        is broken
     HpcDdpError
-        the run is not running, or Slurm gives no answer
+        the run has no attempt, does not run (a process: not here), or Slurm gives no answer for
+        two minutes
     OSError
         the run's folder can't be read
     """
@@ -53,32 +57,28 @@ def command(
         hint = some or f"hpc-ddp explain {run.id}"
         raise HpcDdpError(f"run {run.id} has no worker to attach to", hint=hint)
     attempt = attempts[-1]
-    job_id = attempt.info.get("job_id")
-    if not (_runs(job_id) if job_id else process.is_live(attempt.info)):
+    info = attempt.info
+    job = JobRef.of(info.get("job_id"), info.get("cluster"))
+    if not (slurm.show_job(job).state == "RUNNING" if job else process.is_live(attempt.info)):
         raise HpcDdpError(f"run {run.id} does not run here now", hint=f"hpc-ddp explain {run.id}")
     pid_file = _pid_file(attempt, node, rank)
     inside = [str(run.lib / "node.py"), "attach", str(pid_file), *words]
-    if not job_id:
+    if not job:
         return [sys.executable, *inside]
     spec = JobSpec.from_json(run.job_json.read_text())
     # Another container of the same kind: what the worker's environment names is in there.
     entry = container.entry(spec, run.whole, run.whole / "code")
     inner = spec.container or spec.image
     start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
-    step = ["srun", f"--jobid={job_id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
+    step = ["srun", f"--jobid={job.id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
     step += ["--nodes=1", "--ntasks=1", *(["--pty"] if terminal else [])]
     return [*step, *entry.srun, *entry.command, *start, *inside]
 
 
-def _runs(job_id: str) -> bool:
-    """Return whether a job is RUNNING; raise HpcDdpError where Slurm gives no answer, or has no
-    such job."""
-    return slurm.show_job(job_id).state == "RUNNING"
-
-
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:
-    """Return the pid file of the worker that `node` and `rank` name, else of rank 0; raise
-    UsageError where there is no such worker."""
+    """Return the pid file of a worker of the attempt: of `rank`, which has to be on `node` if that
+    is given; without a rank of the lowest one on `node`, or on all. Raise UsageError where no such
+    worker has started."""
     pid_files = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
     on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
     chosen_rank = rank if rank is not None else min(on_node, default=0)
@@ -95,5 +95,5 @@ def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Pat
 
 
 def _rank(pid_file: Path) -> int:
-    """Return the rank of ``rank-<r>.pid``."""
+    """Return the rank of ``rank-<r>.pid``; raise ValueError for another name."""
     return int(pid_file.stem.removeprefix("rank-"))

@@ -10,17 +10,20 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.core.accelerators import hiding_env
-from hpc_ddp.core.attempt_env import INTERACTIVE
+from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import written_by_owner
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.journal.events import Queued, Submitted
 from hpc_ddp.core.run_index import link_job
+from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission.plan import Plan, PreparedRun
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import job_env, node_command, step_options
@@ -42,7 +45,7 @@ SRUN = """srun() {{
 class StartedRun:
     """The result of a start: a queued job, or a process in the foreground."""
 
-    job_id: str | None = None
+    job: JobRef | None = None
     process: subprocess.Popen[bytes] | None = None
 
 
@@ -89,8 +92,8 @@ class SlurmBackend:
         """Submit the script, and return the job's id; a job of this script from before is not taken
         for it."""
         run = prepared.run
-        earlier = run.job_ids(run.events())
-        return StartedRun(job_id=slurm.sbatch(run.script, os.environ, earlier=earlier))
+        job = slurm.sbatch(run.script, os.environ, earlier=run.jobs(run.events()))
+        return StartedRun(job if job.cluster else JobRef(job.id, slurm.own_cluster()))
 
 
 class AllocationBackend(SlurmBackend):
@@ -131,7 +134,7 @@ class LocalBackend(SlurmBackend):
         """Start the run with all that it prints going to `output`, as Popen takes it, and return
         its process. Raise OSError."""
         spec, run = prepared.spec, prepared.run
-        env = {**slurm.clean_env(os.environ), **job_env(spec)}
+        env = {**clean_env(os.environ), **job_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
         if not os.environ.get(SHOW_DEVICES):
             env |= hiding_env()
@@ -159,9 +162,16 @@ class SubmititBackend(SlurmBackend):
     """
 
     def script(self, plan: Plan) -> str:
-        """Return submitit's submission file; raises as `_executor`."""
-        executor = self._executor(plan)
-        text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+        """Return submitit's submission file; raises as `_executor`.
+
+        Its task is run by its path: with submitit's own ``python -m``, Python would look for
+        modules in the working directory first, in which colleagues may write.
+        """
+        from submitit.core import _submit
+
+        executor, path = self._executor(plan), _submit.__file__
+        command = f"{executor.python} -u {shlex.quote(path)} {shlex.quote(str(executor.folder))}"
+        text: str = executor._make_submission_file_text(command, "")
         return text + "\n"
 
     def write_rest(self, prepared: PreparedRun) -> None:
@@ -189,11 +199,11 @@ class SubmititBackend(SlurmBackend):
         if spec.container or spec.image:
             raise UsageError("the submitit back-end has no containers", hint="--backend slurm")
         template.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
-        lib = shlex.quote(str(run.lib))
+        lib, python = shlex.quote(str(run.lib)), shlex.quote(sys.executable)
         try:
             executor = submitit.SlurmExecutor(
                 run.submitit,
-                python=f"env PYTHONPATH={lib} {shlex.quote(sys.executable)}",
+                python=f"env PYTHONPATH={lib}${{PYTHONPATH:+:$PYTHONPATH}} {python}",
             )
         except RuntimeError:
             raise HpcDdpError("srun was not found: this machine has no Slurm client") from None
@@ -253,18 +263,32 @@ def render(prepared: PreparedRun) -> str:
 def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     """Start a prepared run with its back-end, and journal it; `output` as `Backend.start` has it.
 
+    In each case the claim of `Plan.write` on the run is released.
+
     Raises
     ------
-    HpcDdpError
-        it could not be started; a new run's folder is taken away again, unless Slurm gave no answer
+    HpcDdpError, OSError
+        it could not be started, and is discarded (see `PreparedRun.discard`), except where Slurm
+        gave no answer: the job may be queued
     OSError
-        the script can't be written, or the process not be started; the folder stays
+        the journal can't be written; the job is queued
     """
+    try:
+        return _start(prepared, output)
+    finally:
+        release_start(prepared.run)
+
+
+def _start(prepared: PreparedRun, output: Output) -> StartedRun:
+    """Start a prepared run as `start` does, without its end of the claim."""
     spec, run = prepared.spec, prepared.run
     journal = run.journal("submit")
     try:
         render(prepared)
-        run.cancelled.unlink(missing_ok=True)  # a start ends an earlier cancel
+        indexes = set(array_indexes(spec.array)) if spec.array else set()
+        tasks = [task for task in run.tasks() if task.index in indexes]
+        for part in (run, *tasks):
+            part.cancelled.unlink(missing_ok=True)  # a start ends an earlier cancel
         submitted = Submitted(len(run.attempts()), spec.backend, spec.script)
         started = BACKENDS[spec.backend].start(prepared, output)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
@@ -275,20 +299,11 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
         raise
     # Only now: a refused one changes nothing about how the run has ended.
     journal.write(submitted)
-    indexes = set(array_indexes(spec.array)) if spec.array else set()
-    for task in run.tasks():
-        if task.index in indexes and not task.finished():
-            task.journal("submit").write(Submitted(len(task.attempts())))
-    if started.job_id:
-        journal.write(Queued(started.job_id, _cluster_name()))
-        link_job(started.job_id, run)
+    if started.job:
+        journal.write(Queued(started.job.id, started.job.cluster or None))
+        link_job(started.job, run)
+    for task in tasks:
+        with suppress(OSError):  # of its journal: the job is queued all the same
+            if not task.finished():
+                task.journal("submit").write(Submitted(len(task.attempts())))
     return started
-
-
-def _cluster_name() -> str | None:
-    """Return the name of the cluster that has the job, None where Slurm does not say: others may
-    see the same disk."""
-    try:
-        return slurm.show_config().get("ClusterName")
-    except HpcDdpError:  # the job is queued: nothing may fail the submit any more
-        return None

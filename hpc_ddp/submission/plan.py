@@ -21,9 +21,10 @@ from typing import Any
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import check_links, close_to_others, write_json, written_by_owner
 from hpc_ddp.core.file_owners import check_folder
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import check_idle, claim_start
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import (
@@ -50,6 +51,8 @@ class Plan:
         for a rerun with the same code: the run whose newest snapshot is copied
     rerun_of
         for a rerun: the run that it repeats
+    is_forced
+        the user's word that a job of the run is over which Slurm can't be asked for
     """
 
     spec: JobSpec
@@ -62,6 +65,7 @@ class Plan:
     limits: Mapping[str, Any] = field(default_factory=dict)
     source: RunFolder | None = None
     rerun_of: RunFolder | None = None
+    is_forced: bool = False
 
     @cached_property
     def rendering(self) -> Rendering:
@@ -75,11 +79,19 @@ class Plan:
         ------
         UsageError
             the folder can't be written, another submit has just made it, other users could
-            replace it, the code is too large, or git can't list it; of a new run nothing of ours
-            is left behind
+            replace it, the code is too large, git can't list it, or a job works on the run, or may;
+            of a new run nothing of ours is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:
+            if not self.is_new:  # until `backends.start` has done with it
+                claim_start(self.run)
+                check_idle(self.run, self.is_forced)
+                run = self.run
+                marks = [part.cancelled for part in (run, *run.tasks())]
+                for path in (run.job_json, run.limits_json, run.script, *marks):
+                    if path.exists():
+                        prepared.earlier[path] = path.read_bytes()
             with written_by_owner():
                 self._write_files()
         except FileExistsError:
@@ -90,7 +102,7 @@ class Plan:
         except OSError as error:
             prepared.discard()
             raise UsageError(
-                f"the run folder {self.run.path} can't be written: {error.strerror}",
+                f"the run folder {self.run.path} can't be written: {error.strerror or error}",
                 hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
             ) from None
         except UsageError:
@@ -120,15 +132,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class PreparedRun(Plan):
-    """A run whose folder has all that a back-end needs to start it."""
+    """A run whose folder has all that a back-end needs to start it; `earlier` is what its files had
+    in them before."""
+
+    earlier: dict[Path, bytes] = field(default_factory=dict)
 
     def discard(self) -> None:
         """Remove the folder of a new run that could not be started; what can't be removed stays,
-        and so does what lies behind a link of another user."""
+        and so does what lies behind a link of another user.
+
+        Of an older run the files in `earlier` get their content back, and this start's snapshot of
+        the code goes; its new library stays. One that was refused before it was written stays as it
+        is. Nothing is raised.
+        """
+        for path, content in self.earlier.items():
+            with suppress(OSError):
+                path.write_bytes(content)
+        was_written = bool(self.earlier)
+        if was_written and self.copies_code and not self.source:
+            shutil.rmtree(self.code, ignore_errors=True)  # the snapshot of this start
         if self.is_new:
             with suppress(OSError):
                 check_links(self.run.path)
                 shutil.rmtree(self.run.path, ignore_errors=True)
+                self.run.whole.parent.rmdir()  # fails while there are other runs of the name
 
 
 def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:

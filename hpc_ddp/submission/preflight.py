@@ -23,17 +23,21 @@ NAME = "preflight"
 
 
 def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
-    """Test all nodes of this allocation; return the event `preflight`.
+    """Test all nodes of this allocation, and wait for the end; return the event `preflight`, also
+    where nodes are bad.
 
-    The run's folder, by which the nodes find that they share a disk, is removed again. `cwd` is the
-    working directory of the settings, `root` the folder of the runs.
+    What the checks print goes to stderr. The run's folder, by which the nodes find that they share
+    a disk, is removed again, also after an error. `cwd` is the working directory of the settings,
+    `root` the folder of the runs.
 
     Raises
     ------
     UsageError
-        this is not inside an allocation, or a setting is refused
+        this is not inside an allocation, a setting is refused, or the folder can't be written
     HpcDdpError
         the preflight came to no end
+    OSError
+        the script can't be written or started, or the journal can't be read
     """
     if "SLURM_JOB_ID" not in os.environ:
         raise UsageError(
@@ -60,7 +64,8 @@ def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
 
 
 def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
-    """Prepare a training that tries each feature once, on all of this allocation or machine.
+    """Write the run of a training that tries each feature once, on all of this allocation or
+    machine, and return it, ready to start.
 
     Without GPUs two workers per node train on the CPU. `cwd` is the working directory of the
     settings, `root` the folder of the runs.
@@ -68,7 +73,7 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
     Raises
     ------
     UsageError
-        a setting is refused
+        a setting is refused, or the run's folder can't be written
     """
     values = _values(settings) | {"job-name": "first-contact", "max-restarts": 8}
     if "SLURM_JOB_ID" in os.environ:
@@ -86,8 +91,8 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
 
 
 def devices_here() -> int:
-    """Return the number of accelerators of this machine that its variables do not hide, of one
-    vendor; 0 without any."""
+    """Return the number of accelerators of this machine that the variables of this process do not
+    hide, of the vendor with most; 0 without any."""
     counts = [
         min([count, *visible(VENDORS[name], os.environ).values()])
         for name, count in device_files().items()
@@ -96,8 +101,8 @@ def devices_here() -> int:
 
 
 def table_of(prepared: PreparedRun) -> str:
-    """Return the table of a `first_contact` that has ended; raise HpcDdpError where its workers
-    wrote none."""
+    """Return the table, a text, of a `first_contact` that has ended; raise HpcDdpError where its
+    workers wrote none, and OSError where it can't be read."""
     path = prepared.run.path / "first-contact.md"
     if not path.exists():
         raise HpcDdpError(
@@ -108,8 +113,8 @@ def table_of(prepared: PreparedRun) -> str:
 
 
 def _values(settings: Settings) -> dict[str, Any]:
-    """Return the settings by key, without those of one job, and with the GPUs of this allocation
-    (None: unknown)."""
+    """Return the settings by key, without those of one job; ``gpus-per-node`` is that of this
+    allocation, else of the settings, else None."""
     of_jobs = ("array", "args", "continue-by", "nodes", "template")
     values = {key: value for key, value in settings.values.items() if key not in of_jobs}
     gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp import slurm
-from hpc_ddp.core import checkpoints, process
+from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_owners import check_executable
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
-from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import Queued, Started
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings
@@ -31,14 +28,14 @@ def plan_rerun(
     root: Path,
     same_code: bool,
 ) -> Plan:
-    """Return the plan of a new run below `root` that repeats the job of `run` from its beginning.
+    """Return the plan of a new run below `root` that repeats the job of `run`; nothing is written.
 
     Parameters
     ----------
     run
         any run; a sweep is repeated as a whole, a task of a sweep as a job of its own
     changes
-        new values of the script's arguments, by name
+        new values of the script's arguments, by name; of a sweep none of its parameters
     options
         other new settings, by key
     settings
@@ -51,8 +48,8 @@ def plan_rerun(
     Raises
     ------
     UsageError
-        a change or an option is refused, the code is not there any more, or the run is another
-        user's
+        a change or an option is refused (also as `make_plan` does), the run's script or snapshot is
+        gone, or the run was started by hand or is another user's
     OSError
         the run's folder can't be read
     """
@@ -62,7 +59,7 @@ def plan_rerun(
     changed = {"args": with_values(old.args, changes), **_changes(old, options, settings, cwd)}
     changed.setdefault("dependency", None)  # what it waited for then is over
     if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
-        changed.setdefault("array", None)  # its point stands in its arguments
+        changed.setdefault("array", None)  # its trial stands in its arguments
     elif old.array and not run.is_task:
         indexes = old.indexes(task.index for task in run.tasks())
         every = f"0-{indexes[-1]}" if old.sweep else ",".join(map(str, indexes))
@@ -82,7 +79,7 @@ def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) 
         if name in old.sweep:
             raise UsageError(
                 f"{name} is a parameter of the sweep {run.id}",
-                hint=f"a new sweep; or one of its points: hpc-ddp rerun {run.id}/task-0 --set …",
+                hint=f"a new sweep; or one of its trials: hpc-ddp rerun {run.id}/task-0 --set …",
             )
     if not run.lib.exists():
         raise UsageError(
@@ -94,6 +91,9 @@ def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) 
 def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     """Return a script's arguments with ``--name value`` and ``--name=value`` as `changes` has it;
     what is not among them comes at the end.
+
+    The word behind ``--name`` counts as its value unless it begins with ``--``. A name that comes
+    several times comes once in the result, at its first place.
 
     Examples
     --------
@@ -122,19 +122,20 @@ def plan_continuation(
     """Return the plan of a run that continues: its job with `options` over it, and fresh code.
 
     `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
-    that paths in `options` are relative to.
+    that paths in `options` are relative to. Of an array the tasks go on that are not finished.
+    Nothing is written; whether a job works on the run is looked at when the plan is.
 
     Raises
     ------
     UsageError
-        the run is finished, queued, under way, or another user's, or an option is refused
+        the run, or each task of it, is finished; it is another user's; its script is gone; or an
+        option is refused (also as `make_plan` does)
     OSError
         the run's folder can't be read
     """
     check_executable(run)
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
-    _check_idle(run)
     spec = JobSpec.from_json(run.job_json.read_text())
     changed = _changes(spec, options, settings, cwd)
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
@@ -151,10 +152,11 @@ def plan_continuation(
 def _changes(
     spec: JobSpec, options: Mapping[str, Any], settings: Settings, cwd: Path
 ) -> dict[str, Any]:
-    """Return the changes of an existing job by the user's options, by field.
+    """Return the changes of an existing job by the user's `options` (by key), by field.
 
-    Paths become absolute, by `cwd`; `settings` have the site's values of `JOINED` keys. Raise
-    UsageError for a working directory that does not exist.
+    Paths become absolute, by `cwd`; variables go over those of `spec`. The value of a `JOINED` key
+    is that of `settings`, which has the site's too. Raise UsageError for a working directory that
+    does not exist.
     """
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     # A site's own stand before those that were said: modules, the flags of its srun.
@@ -189,8 +191,8 @@ def _check_script(spec: JobSpec, hint: str) -> None:
 
 
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
-    """Return the indexes of the array's tasks that are not finished, with its bound (``%2``). Raise
-    UsageError where all are finished."""
+    """Return the indexes of the array's tasks that are not finished, with its bound, as ``0,3%2``.
+    Raise UsageError where all are finished, and OSError where a journal can't be read."""
     indexes = spec.indexes(task.index for task in run.tasks())
     unfinished = [str(index) for index in indexes if not run.task(index).finished()]
     if not unfinished:
@@ -205,14 +207,15 @@ def _bound(spec: JobSpec) -> str:
 
 
 def set_aside(prepared: PreparedRun) -> list[Path]:
-    """Let a continued run, or those tasks of an array that go on, begin at step 0.
+    """Move the checkpoints of a continued run, or of those tasks of an array that go on, aside:
+    they begin at step 0. The journals note it.
 
     Returns the folders where the checkpoints are now, [] where there were none; nothing is deleted.
 
     Raises
     ------
     UsageError
-        the disk refuses it; what was moved by then stays there
+        the disk refuses it; what was moved by then stays aside
     """
     run, array = prepared.run, prepared.spec.array
     runs = [task for task in run.tasks() if array and task.index in array_indexes(array)] or [run]
@@ -226,26 +229,8 @@ def set_aside(prepared: PreparedRun) -> list[Path]:
 
 
 def bring_back(folders: Sequence[Path]) -> None:
-    """Undo `set_aside`, which has returned these folders, where the start has failed; raise
-    OSError."""
+    """Undo `set_aside`, which has returned these folders, where the start has failed: move the
+    checkpoints back, and note it in the journals. Raise OSError where the disk refuses; what was
+    not moved by then stays aside."""
     for aside in folders:
         checkpoints.bring_back(RunFolder(aside.parent.parent), aside)
-
-
-def _check_idle(run: RunFolder) -> None:
-    """Refuse a run that is queued or under way: its next job would find it taken.
-
-    The last job of a chain is queued by the one before it. Raise UsageError; where Slurm gives no
-    answer, a job counts as over.
-    """
-    events = run.events()
-    starts = [event for event in events if isinstance(event, (Queued, Started))]
-    newest = max(starts, key=lambda event: event.time, default=None)
-    for job_id in dict.fromkeys([newest.job_id if newest else None, *run.job_ids(events)[-1:]]):
-        if not job_id or job_id == os.environ.get("SLURM_JOB_ID"):
-            continue
-        if not slurm.is_pending_or_running(job_id):
-            continue
-        raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
-    if isinstance(newest, Started) and process.is_live(newest.process):
-        raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")

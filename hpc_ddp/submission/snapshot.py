@@ -26,9 +26,14 @@ TRAVELS = ("core", "node", "training")
 
 
 def carry_library(run: RunFolder) -> None:
-    """Copy the node-side part of hpc-ddp into ``lib``, unless an earlier submit has. Raise OSError,
-    and UsageError for a broken fabric profile."""
-    if run.lib.exists():
+    """Copy the node-side part of hpc-ddp into ``lib``, in place of what an earlier submit has
+    copied: the batch script of this one fits no other version. A task of an array, whose ``lib`` is
+    a link, keeps the array's, which other tasks may use just now.
+
+    Raise OSError where the disk refuses, and UsageError for a broken fabric profile. The earlier
+    ``lib`` then stays, or lies in ``.lib-earlier`` where the last rename was refused.
+    """
+    if run.lib.is_symlink():
         return
     draft = run.path / ".lib"
     shutil.rmtree(draft, ignore_errors=True)
@@ -38,18 +43,23 @@ def carry_library(run: RunFolder) -> None:
         shutil.copytree(
             PACKAGE / name, package / name, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("__init__.py", "slurm.py", "slurm_text.py", "py.typed"):
+    for name in ("__init__.py", "live_jobs.py", "slurm.py", "slurm_text.py", "py.typed"):
         shutil.copy(PACKAGE / name, package / name)
     shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
     # Python 3.10, which a node may have, reads no TOML.
     (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
     close_to_others(draft)
+    earlier = run.path / ".lib-earlier"
+    shutil.rmtree(earlier, ignore_errors=True)
+    if run.lib.exists():
+        run.lib.rename(earlier)
     draft.rename(run.lib)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
-    """Return where the next snapshot of the code around `script` is made, ``code/<n>``, and the
-    script's place in it."""
+    """Return where the next snapshot of the code around `script`, an absolute path, is to be, as
+    ``code/<n>``, and the script's path in it. Nothing is made."""
     target = run.code / str(len(list(run.code.glob("*"))))
     return target, target / script.relative_to(_work_tree(script) or script.parent)
 
@@ -58,14 +68,16 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     """Copy the code around `script` to its `place`; a bar on stderr shows the progress.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
-    ignored), or else its folder. `exclude` has patterns of files to leave out, but for the script.
+    ignored), or else its folder. Links are copied as links. `exclude` has patterns of files to
+    leave out, but for the script, which is copied in any case.
 
     Raises
     ------
     UsageError
-        it is larger than 50 MB or 20,000 files; names the largest
+        it is larger than 50 MB or 20,000 files (names the largest), or git can't list it; nothing
+        is copied then
     OSError
-        a file can't be read or written
+        a file can't be read or written; what was copied by then stays
     """
     root, names = files(script, run, exclude)
     target, inside = place(script, run)
@@ -99,6 +111,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     UsageError
         the files have more than 50 MB, or are more than 20,000 (names the largest); or git can't
         list them
+    OSError
+        a file can't be looked at, or is deleted just then
     """
     root = _work_tree(script)
     if root:
@@ -110,7 +124,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
 
 
 def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
-    """Return the newest snapshot of a run, and the place of `script`, its absolute path, in it.
+    """Return the newest snapshot of a run (of a task: of its array), and the relative path in it of
+    `script`, an absolute path.
 
     Raises
     ------
@@ -129,8 +144,8 @@ def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
 
 
 def _work_tree(script: Path) -> Path | None:
-    """Return the git work tree that `script` lies in; None without one, without git, or where git
-    refuses."""
+    """Return the git work tree that `script` lies in; None without one, without git, where git
+    refuses, and where the script's path leads there through a link."""
     argv = [*GIT, "-C", str(script.parent), "rev-parse", "--show-toplevel"]
     try:
         done = subprocess.run(argv, capture_output=True, check=True)
@@ -142,7 +157,8 @@ def _work_tree(script: Path) -> Path | None:
 
 def _git_files(root: Path, runs: Path) -> Iterator[str]:
     """Return tracked files of the work tree `root`, and untracked ones but for ignored ones and the
-    folder of the `runs`, relative to it. Raise UsageError where git refuses."""
+    folder of the `runs`, relative to it. A tracked one may be gone; one in conflict comes several
+    times. Raise UsageError where git refuses."""
     argv = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
@@ -157,9 +173,9 @@ def _git_files(root: Path, runs: Path) -> Iterator[str]:
 
 
 def _plain_files(root: Path, runs: Path) -> Iterator[str]:
-    """Walk the folder `root` without git; yield its files relative to it, without hidden folders,
-    caches, environments, and the folder of the `runs`. A folder that can't be listed is left
-    out."""
+    """Walk the folder `root` without git; yield its files relative to it, without those in hidden
+    folders, caches, environments, the folder of the `runs`, and behind links to folders. A folder
+    that can't be listed is left out."""
     for folder, folders, files in os.walk(root):
         parent = Path(folder)
         folders[:] = [
@@ -185,6 +201,8 @@ def _select_within_limits(
     ------
     UsageError
         the files have more than 50 MB, or are more than 20,000: as soon as that is seen
+    OSError
+        a file can't be looked at, or is deleted just then
     """
     sizes: dict[str, int] = {}
     total = 0
@@ -202,8 +220,8 @@ def _select_within_limits(
 
 
 def _refuse(root: Path, sizes: dict[str, int]) -> None:
-    """Raise UsageError with the three largest files; `sizes` are bytes by name, relative to
-    `root`."""
+    """Raise UsageError that the code is too large, with the three largest files; `sizes` are bytes
+    by name, relative to `root`, one or more."""
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     sizes_text = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
     raise UsageError(

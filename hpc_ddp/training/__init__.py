@@ -25,7 +25,7 @@ an undisturbed one. The way of a decision::
 """
 
 from hpc_ddp.core.errors import UsageError  # for scripts: an error without a traceback
-from hpc_ddp.training.checkpoint.saver import SupersededError
+from hpc_ddp.training.checkpoint.save import SupersededError
 from hpc_ddp.training.process.start import start
 from hpc_ddp.training.run import Run
 

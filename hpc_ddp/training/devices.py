@@ -55,7 +55,8 @@ def usable() -> torch.device | None:
 
 
 def hiding_words() -> str:
-    """Return the shell's assignments that hide this machine's accelerators, "" if not known."""
+    """Return the shell's assignments that hide this machine's accelerators, "" without any, or if
+    not known."""
     device = usable()
     kind = KINDS.get(device.type) if device else None
     hidden = accelerators.VENDORS[kind.vendor].hidden if kind else {}
@@ -70,7 +71,7 @@ def count() -> int:
 def take(first: int, number: int) -> list[torch.device]:
     """Return `number` accelerators from index `first` on, and make the first the current one.
 
-    Only where `usable` is not None.
+    Only where `usable` is not None; the caller has counted them.
     """
     kind = usable()
     assert kind is not None
@@ -79,13 +80,17 @@ def take(first: int, number: int) -> list[torch.device]:
 
 
 def use(device: torch.device) -> None:
-    """Make a device the current one of this thread, whose first call would else take the first."""
+    """Make an accelerator the current one of this thread, whose first call would else take the
+    first; a CPU changes nothing."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
 
 
 def default_backend(device: torch.device) -> str:
-    """Return what torch carries a device's tensors with: NCCL, XCCL, HCCL, Gloo for the CPU."""
+    """Return what torch carries a device's tensors with: NCCL, XCCL, HCCL, Gloo for the CPU.
+
+    Raise ValueError for a type of device that torch has none for; `usable` returns no such one.
+    """
     return dist.get_default_backend_for_device(device)
 
 
@@ -150,13 +155,13 @@ class Transfer:
         self._marks = [mark(device) for device in accelerators]
 
     def is_over(self) -> bool:
-        """Return whether all values are here."""
+        """Return whether all values are here; waits for nothing."""
         return all(event.query() for event in self._marks)
 
     def numbers(self) -> dict[str, Any]:
         """Return the values as Python's numbers, by name; waits for those that are not here.
 
-        Raise RuntimeError for a tensor of several numbers.
+        Raise RuntimeError or ValueError for several numbers (`plain`).
         """
         for event in self._marks:
             if not event.query():
@@ -173,6 +178,7 @@ def plain(value: Any) -> Any:
 
 
 def _is_away(value: Any) -> bool:
+    """Return whether a value is a tensor on an accelerator."""
     return isinstance(value, torch.Tensor) and is_accelerator(value.device)
 
 

@@ -31,6 +31,7 @@ from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.run import Run
+from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import CANCELLED, NONE
 from hpc_ddp.training.telemetry.metrics import check_values
 
@@ -41,7 +42,7 @@ ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
 class DrilledRun(Run):
-    """A `Run` that is recorded and disturbed. The plan's keys, all optional:
+    """A `Run` that is recorded and disturbed. The plan's keys, all optional, ``hold`` with ``at``:
 
     - ``end``: the step to end at; else after ``seconds`` of training
     - ``save``: the step to save at
@@ -50,7 +51,8 @@ class DrilledRun(Run):
     """
 
     def __init__(self, options: Options, plan: Mapping[str, Any]) -> None:
-        """Start the run and its recording; `plan` has the keys above."""
+        """Start the run, which raises as `start`, and its recording, for which all optimizers of
+        the process are hooked; `plan` has the keys above."""
         super().__init__(options)
         self._plan = plan
         self._folder = self.folder.path / "drill"
@@ -79,7 +81,8 @@ class DrilledRun(Run):
     def step(self, **values: Any) -> None:
         """Record the step, and save, stop or wait as the plan says; see `Run.step`.
 
-        Raise HpcDdpError if a disturbance that is to end this process does not come.
+        All ranks call it. Raise HpcDdpError if a disturbance that is to end this process does not
+        come, OSError if the drill can't be signalled.
         """
         if not self.ends_step:
             return
@@ -90,15 +93,16 @@ class DrilledRun(Run):
         if hold == "stop":
             self._hold_until_notice()
         if step == self._plan.get("save") or hold == "save":
-            self._save_due = True
+            self._decide(Decision(save=True))
         if self._is_end(step):
             self._notices.reason = CANCELLED  # all stop, and no attempt follows
         super().step(**values)
         if hold == "kill":
             self._manager.settle()
             self._hold("kill")
-        if not self._micro_batch.ends_epoch:
-            self._act(self._consensus.decide_now())
+        self._decide(self._consensus.decide_now())
+        if self._loader is None:
+            self._act()
 
     def finish(self, **results: float | torch.Tensor) -> None:
         """Record the end, then finish; see `Run.finish`."""
@@ -121,7 +125,8 @@ class DrilledRun(Run):
             (self._folder / f"ready-{self._attempt}").touch()
 
     def _hold_until_notice(self) -> None:
-        """Signal the drill, then wait on rank 0 for a notice, `HOLD_S` at most."""
+        """Signal the drill, then wait on rank 0 for a notice, `HOLD_S` at most; raises as
+        `_ready`."""
         self._ready()
         if self.rank == 0:  # the other ranks wait for it at the next exchange
             end = time.monotonic() + HOLD_S
@@ -132,20 +137,21 @@ class DrilledRun(Run):
         """Wait to be killed at the plan's step, before its save is published; else nothing.
 
         Called in the saving thread of rank 0, with all files of the draft but the manifest written.
-        Raise HpcDdpError if the kill does not come.
+        Raises as `_hold`.
         """
         if self._plan.get("hold") == "save" and step == self._plan["at"]:
             self._hold("kill in a save")
 
     def _hold(self, disturbance: str) -> None:
-        """Signal the drill, and wait to be killed; raise HpcDdpError after `HOLD_S`."""
+        """Signal the drill, and wait to be killed; raise HpcDdpError after `HOLD_S`, OSError if the
+        disk refuses the signal."""
         self._ready()
         time.sleep(HOLD_S)
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 
     def _record(self, moment: str, step: int, values: Mapping[str, Any]) -> None:
         """Append this rank's record: its state's digests, and of a step those of the optimizers and
-        `values`.
+        `values`. The optimizers' digests begin anew.
 
         `moment` is start, epoch, step or end. A disk that refuses is reported once.
         """
@@ -197,8 +203,8 @@ class OptimizerSteps:
         return digests, size
 
     def _add(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Add what an optimizer is about to read: torch calls it before each step of any of
-        them."""
+        """Add to the digests what an optimizer is about to read; torch calls it before each step of
+        any optimizer."""
         groups = optimizer.param_groups
         gradients = [weight.grad for group in groups for weight in group["params"]]
         # A process may step several optimizers, or one of them twice: all count.
@@ -253,7 +259,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def size_of(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the sum of all absolute values, in double precision."""
+    """Return the sum of all absolute values that this rank has, in double precision; 0 without
+    any."""
     parts = [_local(tensor) for tensor in tensors]
     norms = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in parts if p.numel()]
     return float(sum(norms))

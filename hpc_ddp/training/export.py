@@ -8,6 +8,7 @@ In one process, however many ranks wrote the checkpoint::
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint.restorer import open_checkpoint
+from hpc_ddp.training.checkpoint.restore import open_checkpoint
 
 
 def export(
@@ -41,10 +42,12 @@ def export(
     UsageError
         there is no such checkpoint, or no such object in it; or safetensors is not installed
     HpcDdpError
-        the checkpoint is damaged, each rank had its own of some of the tensors, or `out` can't be
-        written
+        the checkpoint is damaged or of another version's format, each rank had its own of some of
+        the tensors, or `out` can't be written
     OSError
         the run can't be read
+    ValueError
+        `best`, and the newest checkpoint's manifest is damaged
     """
     folder = _choose(RunFolder(run.absolute()), step, best)
     if problem := checkpoints.verify(folder):
@@ -69,7 +72,8 @@ def export(
 def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
     """Write tensors by name as safetensors, by a draft and a rename.
 
-    Raise UsageError without the package safetensors, HpcDdpError if the file can't be written.
+    Raise UsageError without the package safetensors, HpcDdpError if the file can't be written; the
+    old one then stays.
     """
     try:
         from safetensors.torch import save_file
@@ -77,19 +81,22 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
         raise UsageError(
             "the package safetensors is not installed", hint="pip install safetensors"
         ) from None
-    draft = out.with_name(f".part.{out.name}")
+    # No name that others could foresee, and put a link to a file of the user's in its place.
+    draft = out.with_name(f".part-{os.urandom(8).hex()}.{out.name}")
     try:
         # It refuses tensors that share memory, as tied weights do.
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, draft)
         draft.replace(out)
     except Exception as error:  # safetensors has an error of its own for a full disk, say
+        draft.unlink(missing_ok=True)
         raise HpcDdpError(f"{out} can't be written: {error}") from error
 
 
 def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
     """Return the folder of the newest checkpoint, of the best one, or of a step.
 
-    Raise UsageError if there is none, OSError or ValueError if the run can't be read.
+    Raise UsageError if there is none, OSError if the run can't be read, ValueError if the manifest
+    that names the best one is damaged.
     """
     newest_first = checkpoints.published(run.checkpoints)
     if not newest_first:
@@ -106,7 +113,10 @@ def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
 
 
 def main() -> int:
-    """Export by the command line; return 0, or an error's exit code after printing it."""
+    """Export by the command line; return 0, or an HpcDdpError's exit code after printing it.
+
+    Other errors of `export` come through; wrong arguments raise SystemExit with code 2.
+    """
     parser = argparse.ArgumentParser(description="Write a checkpoint's model as safetensors.")
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("out", type=Path, help="the file to write")

@@ -154,10 +154,10 @@ class Options:
     def _check(
         self, name: str, least: int, or_none: bool = False, kind: Any = (int, float)
     ) -> None:
-        """Raise UsageError unless the option `name` is a number of this kind from `least`, "auto",
-        or None where that is accepted."""
+        """Raise UsageError unless the option `name` is a number of this kind from `least`, or None
+        where that is accepted; ``save_every`` may be "auto"."""
         value = getattr(self, name)
-        if value == "auto" or (value is None and or_none):
+        if (value is None and or_none) or (name == "save_every" and value == "auto"):
             return
         if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
             accepted = f"a {'whole ' if kind is int else ''}number from {least}"

@@ -19,7 +19,7 @@ from hpc_ddp.training.data.order import NO_BATCH, make_plan
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.options import Options
-from hpc_ddp.training.process.watchdog import beat
+from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE
 from hpc_ddp.training.telemetry.metrics import check_values, number
@@ -31,9 +31,9 @@ class Run(ModelSetup):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._epochs: int | None = None
-        self._save_due = False
+        self._decision = Decision()  # which the end of a batch, or of the epoch, carries out
         self._stepped = True  # since the loader's last batch
-        self._check_values = True
+        self._checked_values: set[str] = set()
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
 
@@ -70,7 +70,7 @@ class Run(ModelSetup):
         Raises
         ------
         UsageError
-            the run has a loader already, or the options make no sense
+            a second loader, or one after `track`; too few samples for a step; or a refused option
         """
         self._check_before_loader()
         rank, ranks = self._dims.dp_rank, self._dims.dp
@@ -82,6 +82,7 @@ class Run(ModelSetup):
             device=self.device,
             check=self._check_epoch,
             sync=self._start_batch,
+            batch_done=self._end_batch,
             timed=self._timer.batches,
             **options,
         )
@@ -108,7 +109,7 @@ class Run(ModelSetup):
             the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
             called twice; another seed or training set than the checkpoint's; an object without
-            state_dict; a wrong `per_rank`
+            state_dict; a wrong `per_rank`; or an optimizer of weights that nothing averages
         """
         if isinstance(per_rank, str) or not set(per_rank) <= set(objects):
             raise UsageError(
@@ -135,11 +136,12 @@ class Run(ModelSetup):
     # -- the loop --------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left, of `total`.
+        """Yield the numbers of the epochs that are left, of `total`; all ranks iterate.
 
         The first one may be partly done: the loader then yields the rest of it, at least one batch.
         The script's code at the end of an epoch is part of it: a checkpoint that falls due in the
-        last step is made after that. Raise UsageError without a `track` before, and as `step`.
+        last step comes after it. Raises as `step`; UsageError also before `track`, or if `total` is
+        no int; OSError where `tensorboard` can't be written.
         """
         if not isinstance(total, int):
             raise UsageError(f"run.epochs was given {total!r}; accepted: a whole number")
@@ -163,7 +165,8 @@ class Run(ModelSetup):
                 self._loader.micro_batch = NO_BATCH
             beat()
             self._consensus.end_pause()
-            self._act(self._consensus.decide_now())
+            self._decide(self._consensus.decide_now())
+            self._act()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward of this rank's mean loss over its micro-batch, a scalar.
@@ -199,7 +202,7 @@ class Run(ModelSetup):
         Returns
         -------
         torch.Tensor or None
-            the gradients' norm before clipping, a scalar on the device; None without `clip_norm`
+            the gradients' norm before clipping, a scalar; None without `clip_norm` or `ends_step`
 
         Raises
         ------
@@ -215,24 +218,25 @@ class Run(ModelSetup):
         return self._precision.update(optimizer, clip_norm, scheduler)
 
     def step(self, **values: Any) -> None:
-        """End an optimizer step: here the run saves, and stops when it has to.
+        """End an optimizer step: the run saves, and stops when it has to.
 
-        Every rank calls it after every ``optimizer.step()``; where gradients accumulate it may
-        be called after every micro-batch, and does nothing unless `ends_step`. Once per batch of
-        the run's loader, before the next one is taken from it. `values` (numbers or scalar
-        tensors; this rank's own) go into the journal, from rank 0 and about twice a second.
+        Every rank calls it once per batch of the run's loader, which saves and stops when the loop
+        asks it for the next batch: code behind `step` is part of the step. Without that loader it
+        does so here, and a resume skips what stands behind. Where gradients accumulate it may be
+        called after every micro-batch, and does nothing unless `ends_step`. `values` (numbers or
+        scalar tensors; this rank's own) go into the journal, from rank 0, about twice a second.
 
         Raises
         ------
         SystemExit
             code 0: all ranks have agreed to stop, and all is saved
         HpcDdpError
-            three checkpoints in a row could not be saved, or a weight is not finite
+            three saves in a row failed, a weight is not finite, or another attempt has started
+            since (SupersededError)
         UsageError
-            called twice for a batch; a value is no scalar; or the precision is fp16, and
-            `update` was not called
-        SupersededError
-            a later attempt of this run has started
+            called twice for a batch; a value no number, or of a reserved name; fp16 and no `update`
+        RuntimeError
+            a peer is gone (torch's own)
         """
         if not self.ends_step:
             return
@@ -251,29 +255,21 @@ class Run(ModelSetup):
         steps_left = None if self._loader is None else self._loader.steps(self.position.samples)
         decision = self._consensus.step_done(self.position.step, wait_for_all=steps_left == 1)
         self._watch_weights(self._consensus.exchanges)
-        if self._micro_batch.ends_epoch:
-            # The end of the epoch comes first: a start that finds an epoch without a batch would
-            # trip over what a loop leaves behind, such as the last loss. A reason to stop
-            # holds there too; most stops come a step earlier, see `decide_now`.
-            self._save_due = self._save_due or decision.save
-        else:
-            self._act(decision)
-            self._timer.start_step()
+        self._decide(decision)
+        self._timer.start_step()
+        if self._loader is None:
+            self._act()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
-        """Return whether `value` is the best so far; if so, the checkpoint of this moment stays.
+        """Take in `value`, once; return whether it is the best so far: its checkpoint then stays.
 
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
         break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch, or
-        behind `step`. (In the midst of a step, the checkpoint is the one after it.) Raise
-        UsageError for a value that is no number, else as `step`.
+        within it (without the run's loader before `step`); the checkpoint of that step is the best
+        one. Raise UsageError for a value that is no number, RuntimeError if a peer is gone.
         """
         is_best = self._manager.judge(number("run.best", "value", value), higher)
-        is_in_epoch = self._micro_batch is not NO_BATCH and not self._micro_batch.ends_epoch
-        if is_best and is_in_epoch and self._stepped:
-            self._manager.save()
-        else:
-            self._save_due = self._save_due or is_best
+        self._decide(Decision(save=is_best))
         return is_best
 
     @property
@@ -298,7 +294,7 @@ class Run(ModelSetup):
         UsageError
             a result is no number
         HpcDdpError
-            the last state could not be saved, or a weight is not finite
+            the last state could not be saved, a weight is not finite, or a later attempt has begun
         """
         if sys.exc_info()[0] is None:
             scalars = {name: number("run.finish", name, result) for name, result in results.items()}
@@ -337,8 +333,7 @@ class Run(ModelSetup):
             )
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Raise UsageError in the midst of accumulating: each tracked optimizer calls it before its
-        step."""
+        """Raise UsageError amid accumulating; each tracked optimizer calls it before its step."""
         if not self.ends_step:
             raise UsageError(
                 "optimizer.step() was called in the midst of accumulating gradients",
@@ -361,39 +356,45 @@ class Run(ModelSetup):
             )
 
     def _measure(self, values: dict[str, Any]) -> None:
-        """Pass on a step's values; the first ones are checked on all ranks, so that all end.
-
-        Raise UsageError for a value that is no scalar.
-        """
-        if self._check_values:
+        """Pass on a step's values; raise UsageError, on all ranks, for a first one of its name that
+        is no number, or whose name is the journal's."""
+        if not values.keys() <= self._checked_values:
             check_values(values)
-            self._check_values = False
+            self._checked_values |= values.keys()
         if self.rank == 0:
             self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
         self._profiler.step_done()
 
     def _start_batch(self, ends_step: bool) -> None:
-        """Note that a batch of the loader has come, the last of its step or not."""
+        """Note a new batch of the loader; only in a step's last one gradients are averaged."""
         self._stepped = False
         self._sync_gradients(ends_step)
+
+    def _end_batch(self) -> None:
+        """Save or stop as the last step decided, now that the loop's code behind it has run."""
+        # The end of the epoch comes first: a start that finds an epoch without a batch would trip
+        # over what a loop leaves behind, such as the last loss. Most stops come a step earlier.
+        if self._stepped and not self._micro_batch.ends_epoch:
+            self._act()
 
     def _total_steps(self) -> int | None:
         """Return the steps of the whole run, None where the length of an epoch is not known."""
         if self._loader is None or self._epochs is None:
             return None
-        steps_left = self._loader.steps(self.position.samples)
-        if steps_left is None:
-            return None
-        later_epochs = self._epochs - self.position.epoch - 1
-        return self.position.step + steps_left + later_epochs * len(self._loader)
+        return self._loader.total_steps(self._epochs)
 
-    def _act(self, decision: Decision) -> None:
-        """Stop and save as all ranks have decided; raises as `step`."""
+    def _decide(self, decision: Decision) -> None:
+        self._decision = self._decision.joined(decision)
+
+    def _act(self) -> None:
+        """Stop, or save, as all ranks have decided; raises as `step`."""
+        decision, self._decision = self._decision, Decision()
         if decision.reason != NONE:
             self._stop(decision.reason)
-        if decision.save or self._save_due:
-            self._save_due = False
+        if decision.save:
+            self._consensus.end_pause()
             self._manager.save()
             self._schedule.saved()
             self._consensus.restart_step()
+            self._timer.start_step()
             beat()

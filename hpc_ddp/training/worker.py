@@ -14,8 +14,8 @@ from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import JournalEvent, Stopped, WorkerStarted
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
-from hpc_ddp.training.checkpoint.restorer import non_finite_error
-from hpc_ddp.training.checkpoint.saver import Checkpoints
+from hpc_ddp.training.checkpoint.restore import non_finite_error
+from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.schedule import (
     Retention,
     SaveSchedule,
@@ -31,7 +31,7 @@ from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group, run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.failure import FailureHook, leave_quickly, make_patient
-from hpc_ddp.training.process.watchdog import Watchdog, beat
+from hpc_ddp.training.process.hang_watchdog import Watchdog, beat
 from hpc_ddp.training.stops.consensus import (
     StopConsensus,
 )
@@ -56,7 +56,7 @@ class Worker:
     """
 
     def __init__(self, options: Options) -> None:
-        """Do what `start` promises; `options` are the script's.
+        """Do what `start` promises, and raise as it does; `options` are the script's.
 
         Signals first: the rest takes seconds, and may wait for peers.
         """
@@ -77,8 +77,8 @@ class Worker:
         self._look_answers_at: int | None = None
 
     def _join(self, options: Options, env: LaunchEnv, called: float) -> None:
-        """Join the process group, and open the run's folder; `called` is when `start` was, in unix
-        seconds."""
+        """Join the process group, and open the run's folder; every rank must call it. `called` is
+        when `start` was, in unix seconds. Raises as `start`."""
         info = self._info
         self.rank, self.world_size, self.seed = info.rank, info.world_size, options.seed
         if options.deterministic:
@@ -107,7 +107,8 @@ class Worker:
             return []
 
     def _prepare(self, options: Options, env: LaunchEnv) -> None:
-        """Make the parts of the run that save, stop, measure and watch."""
+        """Make the parts of the run that save, stop, measure and watch, and seed the generators;
+        every rank must call it."""
         control, attempt = self._control, self._journal.attempt
         self.position = self._hook.position = Position()
         rng.seed_all(options.seed, self.devices)
@@ -178,13 +179,14 @@ class Worker:
             say(text)
 
     def _refuse_non_finite(self) -> None:
-        """Raise HpcDdpError if the last look at the weights found NaN or infinity."""
+        """Raise HpcDdpError if the last look at the weights found NaN or infinity; its answer is
+        taken by that. Raise OSError if then the checkpoints can't be listed."""
         if self._precision.has_non_finite():
             raise non_finite_error(self.folder, self.position.step)
 
     def _stop(self, reason: int) -> NoReturn:
-        """Save, journal the stop, and exit with 0; `reason` is a key of `REASONS`. Raises as
-        `_end`."""
+        """Save, journal the stop, and raise SystemExit with 0, at which the process ends without a
+        teardown; `reason` is a key of `REASONS`. Raises as `_end`."""
         source = self._notices.source
         self._end(Stopped(self.position.step, REASONS[reason], source or None))
         leave_quickly()
@@ -231,7 +233,8 @@ class Worker:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.
 
         One of the ranks that take the same samples counts: with pipelines, one of the last stage.
-        Tensors have one number each.
+        Tensors have one number each: `float` raises RuntimeError, ValueError or TypeError for other
+        values, and the other ranks then wait.
         """
         counts = self._dims.counts
         numbers_here = [float(value) if counts else 0.0 for value in values]
@@ -249,7 +252,7 @@ class Worker:
     @property
     def tensorboard(self) -> SummaryWriter | None:
         """TensorBoard's writer on rank 0, with `tensorboard` of `start`, else None; for use after
-        `track`."""
+        `track`. The first use makes its files, and raises OSError if the disk refuses."""
         return self._board.writer if self._board else None
 
     def _watch_weights(self, exchanges: int) -> None:

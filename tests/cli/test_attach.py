@@ -14,7 +14,7 @@ import pytest
 import hpc_ddp
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.node import attach
-from hpc_ddp.training.process.watchdog import show_stacks_when_asked
+from hpc_ddp.training.process.hang_watchdog import show_stacks_when_asked
 from tests.waiting import LIMIT_S, wait_until
 
 REPO = Path(__file__).parents[2]

@@ -45,6 +45,7 @@ def test_a_dry_run_has_no_accelerators(tmp_path: Path) -> None:
     assert printed == "0\n"
 
 
+@pytest.mark.more
 def test_a_dry_run_on_shown_devices_measures_and_trains(tmp_path: Path) -> None:
     needs_stand_in()
     words = ("--preflight", "--nodes", "2", "--gpus-per-node", "1", DIGITS, "--epochs", "1")

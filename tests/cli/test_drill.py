@@ -59,10 +59,6 @@ def test_a_script_that_resumes_right(tmp_path: Path) -> None:
             marks=pytest.mark.more,
         ),
         ("no_scheduler", "wrong", "the settings of the optimizer `optimizer` (its learning rate"),
-        pytest.param(
-            *("late_scheduler", "wrong", "a step of it was lost or made twice"),
-            marks=pytest.mark.more,
-        ),
         pytest.param("own_generator", "wrong", "the loss differs first", marks=pytest.mark.more),
         pytest.param("own_average", "wrong", "the loss differs first", marks=pytest.mark.more),
         pytest.param(

@@ -250,6 +250,7 @@ def test_a_dry_run_has_no_accelerator_but_the_stand_in(tmp_path: Path) -> None:
     assert f"trains on {'sim' if DEVICE == 'sim' else None}" in job.printed()
 
 
+@pytest.mark.more  # slurm/test_preflight.py has it on real nodes
 def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("print('trained')\n")
     job = DryRun(tmp_path / "runs", "--preflight", "--nodes", "2", str(tmp_path / "short.py"))

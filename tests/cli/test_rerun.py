@@ -16,6 +16,7 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs
+from hpc_ddp.live_jobs import Queue
 from hpc_ddp.node.batch import task_of
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.status.run_status import status_of
@@ -74,7 +75,7 @@ def test_once_more_with_another_value(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (run,) = all_named(tmp_path, "again")
     assert (printed(first), printed(run)) == ("then --lr 1 data\n", "now --lr=2 data\n")
-    status = status_of(run, {})
+    status = status_of(run, Queue({}))
     assert (status.state, status.rerun_of) == ("finished", str(first.path))
     assert explain_run(run).text.endswith(f"It is a rerun of {first.path}.")
 

@@ -31,7 +31,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     page = (tmp_path / "site" / "api" / "index.html").read_text()
     for name in (
         "hpc_ddp.api.submit",
-        "hpc_ddp.core.job.spec.JobSpec",
+        "hpc_ddp.core.job.options.JobSpec",
         "hpc_ddp.training.process.start.start",
     ):
         assert f'id="{name}"' in page

@@ -249,6 +249,8 @@ def test_a_part_of_a_run_that_others_may_have_written(
     done = hpc_ddp("dry-run", "--run", str(run))
     assert (done.returncode == 2) == (change == "owner")
     run.chmod(0o750)
+    os.chown(path, -1, STRANGER)  # a start has brought a new library
+    path.chmod(path.stat().st_mode | (0o020 if change == "mode" else 0))
     done = hpc_ddp("dry-run", "--run", str(run))
     assert done.returncode == 2, done.stderr
     assert f"can only be read: {path} " in done.stderr

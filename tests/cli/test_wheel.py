@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 
 def _run(env: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environ = dict(os.environ, HPC_DDP_RUNS=str(cwd / "runs"))
@@ -35,6 +37,7 @@ def test_has_the_jobs_and_no_torch(wheel_env: Path, tmp_path: Path) -> None:
     assert done.stdout.split() == ["None", "True"], done.stderr
 
 
+@pytest.mark.more  # slurm/test_submit.py submits so
 def test_dry_run_with_a_torch_from_elsewhere(
     wheel_env: Path, torch_env: Path, tmp_path: Path
 ) -> None:

@@ -64,7 +64,15 @@ def make_loader(
     dataset: Dataset[Any], cut: BatchPlan, position: Position, **options: Any
 ) -> Loader:
     place: dict[str, Any] = {"seed": 1, "position": position, "device": CPU}
-    return Loader(dataset, cut, check=lambda: None, sync=lambda on: None, **place, **options)
+    return Loader(
+        dataset,
+        cut,
+        check=lambda: None,
+        sync=lambda on: None,
+        batch_done=lambda: None,
+        **place,
+        **options,
+    )
 
 
 def load(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpc_ddp.training.checkpoint.restorer import open_checkpoint
+from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from hpc_ddp.training.export import export
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hpc_ddp.core.checkpoints import candidates
-from hpc_ddp.training.checkpoint.restorer import open_checkpoint
+from hpc_ddp.training.checkpoint.restore import open_checkpoint
 
 JOBS = Path(__file__).parents[2] / "jobs"
 HEAVY = ("torchvision",)

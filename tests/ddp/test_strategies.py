@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpc_ddp.core import checkpoints
-from hpc_ddp.training.checkpoint.restorer import open_checkpoint
+from hpc_ddp.training.checkpoint.restore import open_checkpoint
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 14  # 18 windows a batch: 4 steps
 # By name: ranks, and what jobs/gpt.py is given.

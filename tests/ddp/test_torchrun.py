@@ -63,6 +63,7 @@ def test_digits_stops_and_goes_on_under_torchrun(tmp_path: Path) -> None:
     assert float(found[1]) >= 0.95
 
 
+@pytest.mark.more
 def test_linear_regression_in_one_process(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "linear_regression" / "local")
     for moved in ("", f" (the finished one is now {run.path}-1)"):

@@ -5,7 +5,7 @@
 
 Each compute node is a network namespace with a host name, an address and (pretended) GPUs of its
 own, so names, interfaces, links and node failures are real; all nodes share the file system.
-Up to ten instances live side by side. All that an instance has is named for it, and nothing of a
+Up to sixteen instances live side by side. All that one has is named for it, and nothing of a
 Slurm that is at home on the machine is used: not /etc/slurm, not /etc/hosts, not its ports or keys.
 It needs Debian or Ubuntu, root, and the right to make network namespaces.
 """
@@ -29,6 +29,7 @@ from typing import NoReturn
 from cluster_build import GPUS, KEEPER, Machinery, Proctrack
 from cluster_machine import (
     INSTANCES,
+    LIMIT_S,
     ClusterError,
     Process,
     available,
@@ -205,7 +206,7 @@ class Cluster(Machinery):
         self._start_ctld()
         self._start_slurmds()
 
-    def reset(self, timeout: float = 90) -> None:
+    def reset(self, timeout: float = LIMIT_S) -> None:
         """Cancel all jobs, mend all links and daemons, and wait until every node is idle."""
         for node in self.nodes:
             self.heal(node)

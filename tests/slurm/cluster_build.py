@@ -21,6 +21,7 @@ from string import Template
 from typing import Any, Literal, NoReturn
 
 from cluster_machine import (
+    LIMIT_S,
     PATH,
     ClusterError,
     Process,
@@ -86,7 +87,7 @@ class Machinery:
         return f"{home_of(self.suite)}/bin:{PATH}" if self.suite else PATH
 
     def run(
-        self, *argv: str, check: bool = True, timeout: float = 60, **kw: Any
+        self, *argv: str, check: bool = True, timeout: float = LIMIT_S, **kw: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command as on the login node, and keep what it says."""
         kw = {"env": self.env(), "stdin": subprocess.DEVNULL, "capture_output": True, **kw}
@@ -120,7 +121,7 @@ class Machinery:
         lines = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %T").stdout.splitlines()
         return {node: state for node, state in (line.split() for line in lines)}
 
-    def wait_idle(self, timeout: float = 60) -> None:
+    def wait_idle(self, timeout: float = LIMIT_S) -> None:
         if not poll(lambda: set(self.states().values()) == {"idle"}, timeout, 0.1):
             raise ClusterError(f"the nodes are not idle after {timeout:g} s: {self.states()}")
 
@@ -304,7 +305,7 @@ class Machinery:
         for node in self.nodes:
             self.start_slurmd(node)
         try:
-            self.wait_idle(timeout=30)
+            self.wait_idle()
         except ClusterError:
             dead = [n for n in self.nodes if not self._alive(f"slurmd.{n}")]
             self._fail(f"slurmd.{(dead or self.nodes)[0]}", "idle nodes")
@@ -354,7 +355,9 @@ class Machinery:
         process = self._processes.get(name)
         return process is not None and process.alive()
 
-    def _await(self, ready: Callable[[], bool], name: str, what: str, timeout: float = 30) -> None:
+    def _await(
+        self, ready: Callable[[], bool], name: str, what: str, timeout: float = LIMIT_S
+    ) -> None:
         if not poll(lambda: ready() or not self._alive(name), timeout) or not ready():
             self._fail(name, what)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-INSTANCES = range(10)
+INSTANCES = range(16)
 PACKAGES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -30,6 +30,7 @@ PACKAGES = {
 LINKS = "ip link add x type bridge && ip link add type veth"
 # What outlives a checkout: other versions of Slurm.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpc-ddp"
+LIMIT_S = 600.0  # of a wait for the cluster: far more than a busy machine needs
 APT_LOCK_S = 600.0  # a machine that has just been booted may be installing its updates
 PATH = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
 
@@ -236,5 +237,5 @@ def claim(instance: int | None) -> tuple[int, int]:
         lock = take_lock(number)
         if lock is not None:
             return number, lock
-    which = "each of the ten test clusters" if instance is None else f"test cluster {instance}"
+    which = "each of the sixteen test clusters" if instance is None else f"test cluster {instance}"
     raise ClusterError(f"{which} is in use on this machine")

@@ -103,10 +103,10 @@ class Target:
 
     @property
     def part(self) -> str:
-        """``supervisor``, ``agent``, ``srun``, or something else."""
+        """``supervisor``, ``elastic_agent``, ``srun``, or something else."""
         if self.process.name() == "srun":  # its command line ends with the supervisor's
             return "srun"
-        if "submitit.core._submit" in self.argv:
+        if any(word.endswith("/submitit/core/_submit.py") for word in self.argv):
             return "supervisor"
         return self.argv[2] if self.argv[1:2] and self.argv[1].endswith("/lib/node.py") else ""
 
@@ -219,7 +219,7 @@ class Player:
                 self._later(10, lambda: target.process.send(signal.SIGCONT))
                 return self._signal(target, signal.SIGSTOP)
             case "agent killed" | "supervisor killed":
-                part = fault.kind.split()[0]
+                part = {"agent killed": "elastic_agent"}.get(fault.kind, "supervisor")
                 return self._signal(self._part(lot, attempt, part, fault.node), signal.SIGKILL)
             case "srun killed":
                 return self._signal(self._part(lot, attempt, "srun", 0), signal.SIGKILL)

@@ -18,7 +18,7 @@ from cluster_build import Proctrack
 
 from hpc_ddp.core.checkpoints import candidates
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint.restorer import open_checkpoint
+from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from tests.frames import frames_of_ours
 from tests.raw_events import raw_events
 from tests.waiting import pid_in, wait_until
@@ -119,6 +119,15 @@ class Job:
             "--output=/dev/null",
             "--wrap=sleep 1",
         )
+
+    def set_time_limit(self, minutes: int | str) -> None:
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}")
+
+    def shorten_time_limit(self) -> None:
+        """Have the running job's time end in 50 to 110 s: Slurm counts limits in minutes."""
+        clock = self.show()["RunTime"]  # [days-]HH:MM:SS
+        hours, minutes, seconds = (int(number) for number in clock.split("-")[-1].split(":"))
+        self.set_time_limit((hours * 3600 + minutes * 60 + seconds + 50) // 60 + 1)
 
     def worker(self, rank: int, attempt: int = 0) -> int:
         """Return the process id of a rank."""

@@ -18,7 +18,6 @@ from harness import (
     SCRIPTS,
     SUBMITIT_LATER,
     TWO_BY_ONE,
-    WALK,
     Hpc,
     Job,
     in_one_go,
@@ -174,11 +173,15 @@ def test_first_node_cut_off_and_healed(hpc: Hpc, cluster: Cluster, walked: Job) 
 
 @pytest.mark.row("time limit", "goes on at the next step")
 def test_longer_than_the_time_limit(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
-    """A job that needs longer than Slurm's shortest time limit, a minute."""
+    """A limit that comes while the job trains, however long a start takes on this machine."""
     use(cluster, "linuxproc")
-    job = hpc.submit("--time", "1", *ONE_BY_TWO, str(WALK), "--step-seconds", "0.32")  # 64 s
+    job = hpc.submit("--time", "30", *ONE_BY_TWO, *QUICK_WALK, "--hold-at", "35")
+    job.held(35)
+    job.shorten_time_limit()
+    job.event("verdict")
+    job.set_time_limit("30")
     assert job.end() == "COMPLETED", job.output()
-    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert job.verdicts() == [("time limit", "requeue"), ("finished", "none")]
     assert in_one_go(job)
     assert same_weights(job, walked)
 

@@ -149,7 +149,7 @@ def test_the_controller_is_away_when_a_link_begins(
     job = hpc.submit(*words, "--hold-at", "25")
     job.held(25)
     passed.unlink()
-    link = Job(cluster, job.run.job_ids(job.run.events())[1], job.run)
+    link = Job(cluster, job.run.jobs(job.run.events())[1].id, job.run)
     job.preempt()
     job.until(lambda: link.state() == "RUNNING", "the link")
     cluster.stop_ctld()
@@ -208,7 +208,7 @@ def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path, backen
     job.held(25)
     job.preempt()
     job.event("first_step", attempt=1)
-    jobs = job.run.job_ids(job.run.events())
+    jobs = [link.id for link in job.run.jobs(job.run.events())]
     assert len(jobs) == 3
     second, third = (Job(cluster, id, job.run) for id in jobs[1:])
     assert second.end() == "COMPLETED", job.output()
@@ -248,10 +248,10 @@ def test_a_chain_whose_set_up_fails_ends(hpc: Hpc, cluster: Cluster) -> None:
     words = ("--continue-by", "resubmit", "--setup", "exit 3")
     job = hpc.submit(*words, *ONE_BY_TWO, *QUICK_WALK)
     assert job.end() == "FAILED"
-    jobs = job.run.job_ids(job.run.events())
+    jobs = [link.id for link in job.run.jobs(job.run.events())]
     assert len(jobs) == 2
     assert Job(cluster, jobs[1], job.run).end() == "FAILED"
-    assert job.run.job_ids(job.run.events()) == jobs
+    assert [link.id for link in job.run.jobs(job.run.events())] == jobs
     assert not job.run.attempts()
 
 
@@ -262,7 +262,7 @@ def test_a_chain_that_is_cancelled(hpc: Hpc, cluster: Cluster, way: str) -> None
     words = ("--continue-by", "resubmit", "--nodes", "1", str(SCRIPTS / "trouble.py"), "none")
     job = hpc.submit(*words)
     job.event("first_step")
-    jobs = job.run.job_ids(job.run.events())
+    jobs = [link.id for link in job.run.jobs(job.run.events())]
     assert len(jobs) == 2
     if way == "scancel":
         cluster.run("scancel", job.id)
@@ -272,7 +272,7 @@ def test_a_chain_that_is_cancelled(hpc: Hpc, cluster: Cluster, way: str) -> None
     link = Job(cluster, jobs[1], job.run)
     assert link.end() in ("CANCELLED", "FAILED")
     assert len(job.run.attempts()) == 1
-    assert job.run.job_ids(job.run.events()) == jobs
+    assert [link.id for link in job.run.jobs(job.run.events())] == jobs
 
 
 def _is_of(cluster: Cluster, job_id: str, job: Job) -> bool:

@@ -59,7 +59,7 @@ def test_a_site_file_is_written_and_jobs_do_as_it_says(
     job = hpc.submit("-p", "lowc", "--launcher", "srun", str(script), env=home)
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("finished", "none")]
-    assert len(job.run.job_ids(job.run.events())) == 2  # the next one had been queued
+    assert len(job.run.jobs(job.run.events())) == 2  # the next one had been queued
     assert job.show()["NumCPUs"] == "1"
     assert job.run.path.is_relative_to(tmp_path / "hpc-ddp")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, available
-from cluster_machine import poll, sh
+from cluster_machine import LIMIT_S, poll, sh
 from fault_player import Lot, Noted, Player, outcome
 from faults import GAP_S, KINDS, LANES, WORKERS, plan, schedule, table
 from harness import DIGITS, Hpc, Job, same_weights
@@ -264,7 +264,7 @@ class Soak:
                 yield f"{lot.name} has other weights than its twin"
         if queue:
             yield f"jobs are left: {queue}"
-        if not poll(lambda: not self.cluster.strays(), 60, 1):
+        if not poll(lambda: not self.cluster.strays(), LIMIT_S, 1):
             yield f"processes are left: {[p.name() for p in self.cluster.strays()]}"
 
     def _checkpoints(self, lot: Lot) -> Iterator[str]:

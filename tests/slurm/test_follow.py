@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from cluster_machine import LIMIT_S
 from harness import DIGITS, DIGITS_ARGS, REPO, TWO_BY_TWO, Hpc, use
 
 
@@ -30,7 +31,7 @@ def test_logs_are_followed_over_a_preemption(cluster: Cluster, hpc: Hpc, tmp_pat
         job.preempt()
         job.event("first_step", attempt=1)
         assert job.end() == "COMPLETED"
-        assert following.wait(timeout=60) == 0
+        assert following.wait(timeout=LIMIT_S) == 0
     finally:
         following.kill()
     print(hpc("status").stdout, hpc("logs", job.id).stdout, sep="\n")

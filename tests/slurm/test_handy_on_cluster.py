@@ -15,7 +15,7 @@ from cluster import Cluster
 from harness import REPO, Hpc
 
 import hpc_ddp
-from hpc_ddp.report.status.state import read_queue
+from hpc_ddp.live_jobs import read_queue
 
 SCRIPT = (
     "import sys, time\nprint('up', *sys.argv[1:], flush=True)\ntime.sleep(float(sys.argv[-1]))\n"
@@ -86,9 +86,8 @@ def test_from_python(
     assert other.status().rerun_of == str(run.path)
     held = hpc_ddp.submit(script=script, args=["1"], launcher="srun", sbatch=["--hold"])
     assert held.state == "waiting"
-    queue = read_queue()
-    assert queue
-    assert f"{held.path}/job.sbatch" in queue.scripts
+    live = read_queue().live.values()
+    assert f"{held.path}/job.sbatch" in {job.script for job in live}
     with pytest.raises(TimeoutError):
         held.wait(timeout=0.5)
     held.cancel()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from cluster_machine import ensure_packages
-from harness import DIGITS, REPO, SCRIPTS, TWO_BY_ONE, TWO_BY_TWO, Hpc, Job
+from harness import DIGITS, REPO, SCRIPTS, TWO_BY_ONE, TWO_BY_TWO, WALK, Hpc, Job
+
+from hpc_ddp.core.run_folder import RunFolder
 
 pytestmark = [pytest.mark.more, pytest.mark.version]
 
@@ -154,3 +158,62 @@ def test_the_login_nodes_python_does_not_run(
     assert str(python) in (job.run.path / "job.sbatch").read_text()
     other.run("scontrol", "release", job.id)
     _finishes(job)
+
+
+@pytest.mark.row(
+    "a login node that limits its shells (ulimit)",
+    promise="the job has the nodes' limits, but for that of core files",
+)
+def test_limits_of_the_login_shell(hpc: Hpc, other: Cluster, tmp_path: Path) -> None:
+    _with(other, "")
+    script = tmp_path / "limits.py"
+    script.write_text(
+        "import resource as r\n"
+        "print('limits', *(r.getrlimit(n)[0] for n in (r.RLIMIT_CPU, r.RLIMIT_CORE)))\n"
+    )
+    limited = 'ulimit -S -t 300 -c 0; exec "$@"'
+    words = ("submit", "--json", "--nodes", "1", "--launcher", "srun", str(script))
+    env = other.env() | {"HPC_DDP_RUNS": str(hpc.runs), "PYTHONPATH": str(REPO)}
+    argv = ["bash", "-c", limited, "bash", sys.executable, "-m", "hpc_ddp", *words]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout)
+    job = Job(other, answer["job_id"], RunFolder(Path(answer["run"])))
+    assert "limits -1 0\n" in _finishes(job)
+
+
+@pytest.mark.row(
+    "a cluster that starts jobs with some exit codes again (RequeueExit)",
+    promise="a job that is given up ends, with another exit code",
+)
+def test_a_cluster_that_restarts_exit_codes(hpc: Hpc, other: Cluster, tmp_path: Path) -> None:
+    _with(other, "RequeueExit=1,75\nRequeueExitHold=2")
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nsys.exit(1)\n")
+    job = hpc.submit("--nodes", "1", "--launcher", "srun", str(script))
+    assert job.end() == "FAILED", job.output()
+    (verdict,) = job.verdicts()
+    assert verdict[1] == "give up"
+    shown = job.show()
+    assert (shown["ExitCode"], shown["Restarts"]) == ("3:0", "0")
+
+
+@pytest.mark.row(
+    "two clusters of one name on one disk, as clouds make them",
+    promise="neither takes a run of the other one, and both say so",
+)
+def test_two_clusters_of_one_name(hpc: Hpc, other: Cluster) -> None:
+    _with(other, "")
+    namesake = Cluster.up(accounting=False, extra=f"ClusterName={other.cluster}")
+    try:
+        job = hpc.submit(*TWO_BY_ONE, str(WALK), "--hold-at", "20")
+        job.held(20)
+        there = Hpc(namesake, hpc.runs)
+        (status,) = json.loads(there("status", "--json", job.run.id).stdout)
+        assert (status["state"], "can't be asked from here" in status["why"]) == ("unknown", True)
+        refused = there("submit", "--run", str(job.run.path), check=False)
+        assert refused.returncode == 2
+        assert f"may be at work: job {job.id} of cluster {other.cluster}@" in refused.stderr
+        hpc("cancel", job.id)
+        assert job.end() == "CANCELLED"
+    finally:
+        namesake.down()

@@ -43,7 +43,7 @@ def test_one_of_four_points_is_preempted(hpc: Hpc, cluster: Cluster, backend: st
     assert tasks[1].verdicts() == [("preempted", "requeue"), ("finished", "none")]
     assert in_one_go(tasks[1])
     found = _status(hpc, sweep)
-    assert [tuple(each["point"].values()) for each in found] == [
+    assert [tuple(each["trial"].values()) for each in found] == [
         ("0.005", "0"),
         ("0.005", "1"),
         ("0.0001", "0"),

@@ -81,7 +81,7 @@ def changed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
         jobs[way] = hpc.submit(*words, "--save-every-steps", "25", cwd=folder)
     for way, minutes in (("extended", "5"), ("shortened", "1")):
         jobs[way].at_step(1)
-        cluster.run("scontrol", "update", f"JobId={jobs[way].id}", f"TimeLimit={minutes}")
+        jobs[way].set_time_limit(minutes)
     return jobs
 
 

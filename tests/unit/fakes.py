@@ -61,6 +61,14 @@ class Slurm:
         path.chmod(0o755)
 
 
+def squeue_rows(text: str) -> str:
+    """Return rows of squeue as `slurm.queue` reads them, from rows with ``|`` and without names
+    and tasks."""
+    rows = [line.split("|", 7) for line in text.splitlines()]
+    full = [[*row[:2], "N/A", *row[2:6], "name", *row[6:]] for row in rows]
+    return "".join("\x1f".join(row) + "\n" for row in full)
+
+
 class Clock:
     """Takes the place of a module's `time`: it stands still but for what is slept."""
 

@@ -93,7 +93,7 @@ def test_a_record_of_an_ended_job_is_parsed() -> None:
     ("printed", "id"),
     [
         ("-----\n Welcome to the 9 nodes of Lonestar\n-----\n\n --> Verifying 12\n77\n", "77"),
-        ("77;stampede\n\n", "77"),
+        ("77;stampede\n\n", "77;stampede"),
         ("5\n77\n Have a nice day\n", "77"),
         ("5 jobs of yours wait\n", None),
         ("", None),

@@ -15,7 +15,7 @@ WIDTH = 30  # of the bar, in characters
 
 
 class ProgressBar:
-    """``title ━━━━━━──── 61 %`` on stderr, gone again at the end.
+    """``title ━━━━━━──── 61 %`` on stderr, where that is a terminal; gone again at the end.
 
     Parameters
     ----------
@@ -46,8 +46,8 @@ class ProgressBar:
             self._put("")
 
     def add(self, amount: float) -> None:
-        """Count `amount` more, in the unit of the total, as done; redraw the bar at most every
-        `REDRAW_S`."""
+        """Count `amount` more, in the unit of the total, as done. On a terminal, redraw the bar:
+        first after `PATIENCE_S`, then at most every `REDRAW_S`."""
         self._done += amount
         now = time.monotonic()
         if self._terminal and now >= self._next_s:

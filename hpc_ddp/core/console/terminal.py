@@ -17,7 +17,8 @@ def printable(text: str) -> str:
 
 
 def write_output(content: bytes) -> None:
-    """Write bytes to the process's output, or nothing where that is not possible, as `say` does."""
+    """Write bytes to the process's stdout, past Python's buffer. Where that is not possible, as on
+    a full disk, the rest of them is lost; nothing is raised."""
     unwritten = memoryview(content)
     with suppress(OSError):  # a full disk, or a pipe that has been closed
         while unwritten:
@@ -25,7 +26,7 @@ def write_output(content: bytes) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line of hpc-ddp's own to stderr, or nothing where that is not possible.
+    """Print a text as a line ``hpc-ddp: …`` to stderr, or nothing where that is not possible.
 
     The job's output may lie on a disk that is full. A line that stays in Python's buffer would
     then turn the exit code of the process into 120, so it is written past the buffer.

@@ -17,8 +17,8 @@ def duration(seconds: float) -> str:
 
 
 def brief_duration(seconds: float) -> str:
-    """Return a time with two digits, in milliseconds below 0.1 s: ``0.31 s``, ``4.5 ms``. It is not
-    negative."""
+    """Return a time that is not negative with two digits, in milliseconds below 0.1 s: ``0.31 s``,
+    ``4.5 ms``."""
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
 
 

@@ -13,7 +13,7 @@ from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.slurm_values import MOST_TASKS, array_indexes, parse_signal, parse_time
 
 if TYPE_CHECKING:
-    from hpc_ddp.core.job.spec import JobSpec
+    from hpc_ddp.core.job.options import JobSpec
 
 # torchrun's own options that hpc-ddp sets, or the job looks up, and what to use instead.
 _SETTLED = {
@@ -38,6 +38,20 @@ _SRUN_SETTLED = (
     *("kill-on-bad-exit", "no-kill", "wait", "overlap"),
 )
 
+# Options of sbatch that are refused, each with the least letters that mean it: what it does, and
+# what to use instead.
+_SBATCH_REFUSED = {
+    ("no-kill", 4): (
+        "would keep a job without its first node, and its script, until the time limit; accepted:"
+        " --elastic",
+        "--elastic: the job continues without a node that is lost",
+    ),
+    ("array", 2): ("makes an array that hpc-ddp can't know; accepted: --array", "--array 0-3"),
+    ("test-only", 2): ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
+    ("wait", 4): ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
+    ("wrap", 2): ("submits something else; accepted: SCRIPT", "--setup, or SCRIPT"),
+}
+
 GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
 JOB_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -51,7 +65,8 @@ _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def check(spec: JobSpec) -> None:
-    """Check each value of a job.
+    """Check each value of a job. Values have the types of their fields; another type may raise any
+    error.
 
     Raises
     ------
@@ -79,14 +94,7 @@ def check(spec: JobSpec) -> None:
         raise UsageError(
             f"time {spec.time!r} is zero; accepted: a positive Slurm time", hint="--time 1:00:00"
         )
-    for raw in spec.sbatch:
-        name, _ = split_raw(raw, "sbatch", "--network=x")
-        if name.startswith("no-k"):  # sbatch takes beginnings
-            raise UsageError(
-                f"sbatch option --{name} would keep a job without its first node, and its script,"
-                " until the time limit; accepted: --elastic",
-                hint="--elastic: the job continues without a node that is lost",
-            )
+    _check_sbatch(spec)
     _check_env(spec)
     _check_container(spec)
     _check_torchrun(spec)
@@ -101,8 +109,26 @@ def check(spec: JobSpec) -> None:
     _check_budget(spec)
 
 
+def _check_sbatch(spec: JobSpec) -> None:
+    """Check the raw options of sbatch, which takes beginnings of names; raise UsageError for one of
+    another form, and for one with which sbatch does something else than hpc-ddp says."""
+    for raw in spec.sbatch:
+        name, _ = split_raw(raw, "sbatch", "--network=x")
+        for (option, least), (does, instead) in _SBATCH_REFUSED.items():
+            if option.startswith(name) and len(name) >= least:
+                raise UsageError(f"sbatch option --{name} {does}", hint=instead)
+        is_late = any(o.startswith(name) and len(name) >= 2 for o in ("hold", "begin"))
+        if is_late and spec.continue_by == "resubmit":
+            raise UsageError(
+                f"sbatch option --{name} would hold up each job of the chain, and not only the"
+                " first; accepted: jobs that continue by a requeue",
+                hint="scontrol hold JOB, once the first one is submitted",
+            )
+
+
 def _check_sweep(spec: JobSpec) -> None:
-    """Check the parameters of a sweep, and the array over them; raise UsageError."""
+    """Check the parameters of a sweep, the array over them, and that its back-end can start arrays;
+    raise UsageError. A job that is no sweep passes."""
     for name, values in spec.sweep.items():
         good = all(value and value.isprintable() for value in values)
         if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
@@ -113,7 +139,7 @@ def _check_sweep(spec: JobSpec) -> None:
             )
     count = math.prod(map(len, spec.sweep.values())) if spec.sweep else None
     if count and count > MOST_TASKS:
-        raise UsageError(f"the sweep has {count:,} points; accepted: up to {MOST_TASKS:,}")
+        raise UsageError(f"the sweep has {count:,} trials; accepted: up to {MOST_TASKS:,}")
     if count and spec.array and max(array_indexes(spec.array)) >= count:
         raise UsageError(
             f"array {spec.array} goes beyond the sweep; accepted: indexes from 0 to {count - 1}",
@@ -127,8 +153,8 @@ def _check_sweep(spec: JobSpec) -> None:
 
 
 def _check_budget(spec: JobSpec) -> None:
-    """Check the number of GPU hours that a run may use; raise UsageError for anything but a number
-    above 0."""
+    """Check the number of GPU hours that a run may use, None for no bound; raise UsageError for
+    anything but a number above 0."""
     hours = spec.budget_gpu_hours
     if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
         raise UsageError(
@@ -138,8 +164,9 @@ def _check_budget(spec: JobSpec) -> None:
 
 
 def _check_tasks(spec: JobSpec) -> None:
-    """Check the Slurm step: its launcher, its CPUs, the raw options of srun. Raise UsageError for a
-    step that srun could not start."""
+    """Check the Slurm step: its launcher, its CPUs, the raw options of srun. Raise UsageError for
+    settings that exclude each other, fewer CPUs than tasks, and an option of srun that hpc-ddp sets
+    itself or that is of another form than ``--name=value``."""
     for raw in spec.srun:
         name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
         if name in _SRUN_SETTLED:
@@ -194,8 +221,9 @@ def _check_container(spec: JobSpec) -> None:
 
 
 def _check_torchrun(spec: JobSpec) -> None:
-    """Check raw options of torchrun, restarts, and ``--elastic``; raise UsageError for what hpc-ddp
-    sets itself, or what excludes each other."""
+    """Check raw options of torchrun, restarts, and ``--elastic``. Raise UsageError for an option of
+    another form than ``--name=value``, one that hpc-ddp sets itself, and settings that exclude each
+    other."""
     if spec.launcher == "srun" and (spec.torchrun or spec.restarts or spec.elastic):
         raise UsageError(
             "without torchrun there are no --max-restarts, --elastic and --torchrun",
@@ -288,8 +316,8 @@ def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
     """Return name and value of a raw option of srun or sbatch, ``--name=value``; '' without a
     value.
 
-    Raise UsageError for another form; `command` (``srun``) and `example` (``--gpu-bind=x``) are for
-    its hint.
+    Raise UsageError for another form, and for a control character; `command` (``srun``) and
+    `example` (``--gpu-bind=x``) are for its hint.
     """
     if not re.match(r"--[a-z]", raw) or not raw.isprintable():
         raise UsageError(

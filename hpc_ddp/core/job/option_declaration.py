@@ -94,7 +94,8 @@ class Option:
     is_joined: bool = False
 
     def check(self, key: str, value: Any) -> None:
-        """Check the value of a key against the accepted ones and the bound; None passes the bound.
+        """Check the value of a key against the accepted ones, if there are any, and the bound. None
+        passes the bound.
 
         Raises
         ------
@@ -125,8 +126,8 @@ def option(default: Any, help: str, **declared: Any) -> Any:
 
 
 def options_of(*settings: type[Any]) -> dict[str, Option]:
-    """Return the declarations of some dataclasses by key, in their order; fields without one are
-    left out."""
+    """Return the declarations of some dataclasses by key, in their order, with the kinds of their
+    annotations; fields without a declaration are left out."""
     return {
         key_of(item): _with_kind(item)
         for each_class in settings
@@ -141,12 +142,13 @@ def key_of(item: Field[Any] | str) -> str:
 
 
 def default_of(item: Field[Any]) -> Any:
-    """Return the default value of a field, MISSING where it has none."""
+    """Return the default value of a field, a new one by its factory; MISSING where it has none."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def _with_kind(item: Field[Any]) -> Option:
-    """Return a field's declaration, with the kind of its annotation unless it is a text."""
+    """Return a field's declaration, with the kind of its annotation. Where that is a text or of no
+    kind, the declared kind stays."""
     declared: Option = item.metadata["option"]
     kind = _KINDS.get(str(item.type).removesuffix(" | None"))
     return declared if kind in (None, TEXT) else Option(**{**vars(declared), "kind": kind})

@@ -37,7 +37,8 @@ def parse_time(text: str) -> int:
 
 
 def parse_signal(text: str) -> tuple[str, int]:
-    """Return the name and the seconds of a signal in sbatch's form: ``USR1@90``, ``SIGUSR1``, …
+    """Return the name and the seconds of a signal in sbatch's form: ``USR1@90``, ``SIGUSR1``,
+    ``10`` …
 
     Its ``B:`` and ``R:`` have no effect: a notice always goes to the workers. Without seconds they
     are 60. Raise UsageError for another form, and for a signal that is not in `SIGNALS`.
@@ -55,12 +56,14 @@ def parse_signal(text: str) -> tuple[str, int]:
 
 
 def array_indexes(array: str) -> list[int]:
-    """Return the indexes of a Slurm array such as ``0-5%2`` or ``1,3,10-20:5``.
+    """Return the indexes of a Slurm array such as ``0-5%2`` or ``1,3,10-20:5``, in its order; one
+    that stands there twice comes twice.
 
     Raises
     ------
     UsageError
-        it is something else, a range ends before it begins, or there are more than `MOST_TASKS`
+        it is something else, also '', a range ends before it begins, or there are more than
+        `MOST_TASKS`
     """
     indexes: list[int] = []
     parts, percent, most_at_once = array.partition("%")

@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any, ClassVar
 
 from hpc_ddp.core.file_io import parse_object
+from hpc_ddp.core.journal.enums import Action, Cause, StopReason
 from hpc_ddp.core.journal.fields import checked, read_fields, to_number
-from hpc_ddp.core.journal.vocabulary import Action, Cause, StopReason
 
 LOGIN_NODE, BATCH_SCRIPT, SUPERVISOR = "login node", "batch script", "supervisor"
 RANK_0, ANY_RANK = "rank 0", "any rank"
@@ -71,6 +71,16 @@ class Queued(JournalEvent):
     """Slurm has taken the job; the `cluster` is absent where Slurm did not name it."""
 
     event = "queued"
+    writer = LOGIN_NODE
+    job_id: str
+    cluster: str | None = None
+
+
+@dataclass(frozen=True)
+class Dismissed(JournalEvent):
+    """The user states that a job is over for which Slurm can't be asked (``--force``)."""
+
+    event = "dismissed"
     writer = LOGIN_NODE
     job_id: str
     cluster: str | None = None
@@ -217,6 +227,7 @@ class MetricsLine(JournalEvent):
 
     @property
     def total_steps(self) -> int | None:
+        """The number of all steps, None without one."""
         total = self.number("total_steps")
         return None if total is None else int(total)
 
@@ -229,7 +240,8 @@ class MetricsLine(JournalEvent):
 
     @classmethod
     def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a line; raise ValueError for a step that is no whole number."""
+        """Return the values of a line as ``values``; raise ValueError where ``step`` or
+        ``total_steps`` is no whole number."""
         values = {name: entry for name, entry in line.items() if name not in _HEAD}
         for name in ("step", "total_steps"):
             if values.get(name) is not None:
@@ -346,19 +358,12 @@ class DrillRecord(JournalEvent):
 
 
 EVENTS: tuple[type[JournalEvent], ...] = tuple(JournalEvent.__subclasses__())
+# fmt: off
 _WITH_STEP = (
-    CheckpointRestored,
-    TrainingBegun,
-    FirstStep,
-    MetricsLine,
-    StepTiming,
-    CheckpointSaved,
-    SaveFailed,
-    Stopped,
-    Finished,
-    RankFailed,
-    VerdictGiven,
+    CheckpointRestored, TrainingBegun, FirstStep, MetricsLine, StepTiming, CheckpointSaved,
+    SaveFailed, Stopped, Finished, RankFailed, VerdictGiven,
 )
+# fmt: on
 
 
 def step_of(event: JournalEvent | None) -> int | None:
@@ -381,12 +386,12 @@ def parse_event(line: bytes | str) -> JournalEvent | None:
 
 
 def event_of(line: Any) -> JournalEvent | None:
-    """Return the event of a line's JSON value; None for an unknown kind of event.
+    """Return the event of a line's JSON value; None for an unknown kind of event, and no object.
 
     Raises
     ------
     ValueError
-        a field has a value of another type than the record's
+        a field has a value of another type than the record's; time, attempt or a word is missing
     """
     kind = _BY_NAME.get(str(line.get("event"))) if isinstance(line, dict) else None
     if kind is None:

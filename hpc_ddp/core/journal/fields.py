@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field
 from typing import Any
 
-from hpc_ddp.core.journal.vocabulary import Action, Cause, StopReason
+from hpc_ddp.core.journal.enums import Action, Cause, StopReason
 
 _LARGEST = 1e15  # a larger number is damage
 # The JSON types of each type of a record; the first one makes the empty value.
@@ -32,7 +32,7 @@ def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dic
     Raises
     ------
     ValueError
-        a value is of another type than its field
+        a value is of another type than its field, or a word such as a cause is missing
     """
     return {field.name: _read_field(field, table.get(field.name)) for field in declared}
 
@@ -53,7 +53,8 @@ def _read_field(declared: Field[Any], entry: Any) -> Any:
 
 
 def checked(entry: Any, type_name: str) -> Any:
-    """Return a JSON value as a type of the records, such as ``int`` or ``Sequence[str]``.
+    """Return a JSON value as a type of the records, such as ``int`` or ``Sequence[str]``. A bool
+    passes as a number.
 
     Raises
     ------
@@ -75,8 +76,8 @@ def checked(entry: Any, type_name: str) -> Any:
 
 
 def to_number(entry: Any) -> float | None:
-    """Return a number of the journal as a float, one beyond floats as inf; None for anything
-    else."""
+    """Return a number of the journal as a float, one beyond floats as inf or -inf; None for
+    anything else."""
     try:
         return float(entry) if isinstance(entry, (int, float)) else None
     except OverflowError:  # a whole number of hundreds of digits

@@ -55,15 +55,18 @@ _MARKS = (FirstStep, MetricsLine, Stopped, Finished)  # written as their step en
 def account(
     events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> dict[str, float]:
-    """Return the seconds that a run has spent in each of `PARTS`, over all its attempts.
+    """Return the seconds that a run has spent in each of `PARTS`, over all its attempts; all are
+    0.0 without events.
 
-    `events`, `now` and `waits` are those of `pieces`.
+    `events` is the run's journal, by attempt and time; `now` the unix time of the end, for a run
+    that still goes on (None: its last event). `waits` says that it is not at work now.
     """
     return seconds_of(pieces(events, now, waits))
 
 
 def seconds_of(intervals: Iterable[Interval]) -> dict[str, float]:
-    """Return the seconds of each of `PARTS` in some pieces of the wall time."""
+    """Return the seconds of each of `PARTS` in some pieces of the wall time; 0.0 for one that has
+    no piece."""
     seconds = dict.fromkeys(PARTS, 0.0)
     for interval in intervals:
         seconds[interval.part] += interval.end - interval.begin
@@ -156,7 +159,7 @@ class _Clock:
 
 
 def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Give the time up to the end of one start of the workers to its parts.
+    """Give the time of the `clock` up to the end of one start of the workers to its parts.
 
     `events` are those of the start, `highest` is the highest step of the earlier ones, and `live`
     says that the start may still go on.
@@ -179,8 +182,11 @@ def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: boo
 
 
 def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Give the time up to an attempt's last sign of progress to its parts; parameters as `_follow`
-    has them."""
+    """Give the time of the `clock` up to the last sign of progress of a start to the training, its
+    saves, and steps that are done again; up to now for a start that is `live` and goes on.
+
+    `events` are those of the start, `highest` is the highest step of the earlier ones.
+    """
     begin = clock.at
     saves = [event for event in events if isinstance(event, CheckpointSaved)]
     marks = [event for event in events if isinstance(event, _MARKS)]
@@ -226,8 +232,8 @@ def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
 
 
 def _began(events: list[JournalEvent]) -> float:
-    """Return when an attempt began, in unix seconds. Without a launcher the worker is there before
-    its events."""
+    """Return when an attempt began, in unix seconds, by one or more of its events. Without a
+    launcher the worker is there before its events."""
     workers = [event for event in events if isinstance(event, WorkerStarted)]
     return min([events[0].time, *(worker.began for worker in workers if worker.began is not None)])
 

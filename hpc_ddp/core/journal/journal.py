@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import LineReader, patiently
+from hpc_ddp.core.journal.enums import Cause
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
     Finished,
@@ -34,7 +35,6 @@ from hpc_ddp.core.journal.events import (
     parse_event,
     step_of,
 )
-from hpc_ddp.core.journal.vocabulary import Cause
 
 E = TypeVar("E", bound=JournalEvent)
 
@@ -45,8 +45,9 @@ class Journal:
     """Appends events to ``<folder>/<writer>.jsonl``.
 
     A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the
-    first), and what belongs to the event. Writing never raises: a full disk must not end a
-    training that could go on. The first failure is reported on stderr.
+    first), and what belongs to the event. Writing never raises OSError: a full disk must not end
+    a training that could go on. The first failure is reported on stderr. An event with a value
+    that JSON does not have raises TypeError.
     """
 
     def __init__(self, folder: Path, writer: str, attempt: int = 0) -> None:
@@ -57,7 +58,8 @@ class Journal:
         self._thread_of = 0  # the process that has the thread
 
     def write(self, event: JournalEvent) -> None:
-        """Append one event; a disk that refuses it is reported once on stderr."""
+        """Append one event, and make the folder where it is missing. A disk that refuses the event
+        is reported once on stderr, and the event is lost."""
         try:
             self._append(self._line(event))
         except OSError as error:
@@ -66,7 +68,8 @@ class Journal:
     def write_later(self, event: JournalEvent) -> None:
         """Let a thread append an event: no step of a training waits for a disk in trouble.
 
-        The process may end without it, unless it calls `drain`; an orderly end of Python does.
+        The process may end without it, unless it calls `drain`; an orderly end of Python does. The
+        first call starts the thread. A disk that refuses the event is reported once on stderr.
         """
         if self._later is None or self._thread_of != os.getpid():  # a fork has no such thread
             self._later, self._thread_of = SimpleQueue(), os.getpid()
@@ -75,7 +78,8 @@ class Journal:
         self._later.put(self._line(event))
 
     def drain(self, seconds: float = DRAIN_S) -> None:
-        """Wait until the events of `write_later` are written, at most for so many seconds."""
+        """Wait until the events of `write_later` are written or refused, at most for so many
+        seconds; return at once without any. Whether they are written is not returned."""
         if self._later is not None and self._thread_of == os.getpid():
             written = threading.Event()
             self._later.put(written)
@@ -98,7 +102,7 @@ class Journal:
 
     def write_surely(self, event: JournalEvent) -> None:
         """Append an event that a verdict hangs on, and try again for a minute (`patiently`). A disk
-        that refuses it is reported once on stderr."""
+        that still refuses it is reported once on stderr, and the event is lost."""
         try:
             patiently(partial(self._append, self._line(event)))
         except OSError as error:
@@ -117,8 +121,9 @@ class Journal:
             say(f"can't write the journal {self.path}: {error}")
 
     def _append(self, line: bytes) -> None:
-        """Append a line to the file, and make the folder where it is missing; raise OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        """Append a line to the file, and make the folder where it is missing; raise OSError where
+        the disk refuses."""
+        self.path.parent.mkdir(exist_ok=True, mode=0o755)
         # A worker writes with its user's umask; what stands here decides which jobs are cancelled.
         with open(self.path, "ab+", opener=partial(os.open, mode=0o644)) as file:
             if file.seek(0, os.SEEK_END):
@@ -131,8 +136,8 @@ class Journal:
 def read_events(folder: Path) -> list[JournalEvent]:
     """Return all events of a journal folder, by attempt and time; [] for a missing folder.
 
-    Damaged lines and unknown kinds of events are left out. Raise OSError where a file can't be
-    read.
+    Damaged lines and unknown kinds of events are left out. Raise OSError where the folder can't be
+    listed, or a file can't be read or is too large.
     """
     lines = LineReader()
     events = [event for path in _files(folder) for event in events_of(path, lines)]
@@ -152,8 +157,8 @@ def read_briefly(folder: Path) -> list[JournalEvent]:
     """Return the events as `read_events` does, but all `metrics` of a writer but its last have only
     their step.
 
-    A long run has tens of thousands: this takes a quarter of the time. Raise OSError where a file
-    can't be read.
+    A long run has tens of thousands: this takes a quarter of the time. Raise OSError where the
+    folder can't be listed, or a file can't be read or is too large.
     """
     events: list[JournalEvent] = []
     lines = LineReader()
@@ -187,7 +192,8 @@ def _order(event: JournalEvent) -> tuple[int, float]:
 def events_of(path: Path, lines: LineReader | None = None) -> Iterator[JournalEvent]:
     """Yield the events of one writer's file, as they were written; damaged lines are left out.
 
-    `lines` has read the run's other files. Raise OSError where it can't be read, or is too large.
+    `lines` has read the run's other files, whose bytes count (None: no others). Raise OSError where
+    the file can't be read, or all files together are too large.
     """
     for line in (lines or LineReader()).read(path):
         if event := parse_event(line):
@@ -195,8 +201,8 @@ def events_of(path: Path, lines: LineReader | None = None) -> Iterator[JournalEv
 
 
 def is_finished(events: Sequence[JournalEvent]) -> bool:
-    """Return whether a run has reached its end, by the last of its verdicts and `finished`
-    events."""
+    """Return whether a run has reached its end, by the last of its verdicts and `finished` events;
+    False without one."""
     last = last_event(events, VerdictGiven, Finished)
     if isinstance(last, VerdictGiven):
         return last.cause is Cause.FINISHED
@@ -227,7 +233,7 @@ def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
 
 
 def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
-    """Return the events of each start of the workers, in order.
+    """Return the events of each start of the workers, in order, without the login node's.
 
     An attempt has one, and another one for each restart within it (``--max-restarts``).
     """

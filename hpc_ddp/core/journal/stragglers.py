@@ -40,7 +40,9 @@ def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
     """Return the slowest of the ranks that were much slower than the others lately; None without
     one.
 
-    `events` is a journal, by attempt and time; what counts is the end of its newest start.
+    `events` is a journal, by attempt and time. What counts are the last `IN_A_ROW` `ranks` events
+    of its newest start: the rank is slow in all of them, and the slowest in one. None where there
+    are fewer.
     """
     starts = [i for i, event in enumerate(events) if isinstance(event, (Started, WorkerStarted))]
     newest = events[max(starts, default=0) :]
@@ -56,7 +58,7 @@ def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
 
 
 def _slow_in(event: StepTiming) -> dict[int, Slow]:
-    """Return the ranks that were slow in one `ranks` event, by rank.
+    """Return the ranks that were slow in one `ranks` event, by rank; {} without one.
 
     By their own work, or else by their wait for data alone: behind a rank 0 that waits for data the
     others may wait for its buffers in what counts as their own work.

@@ -25,8 +25,9 @@ class FabricComparison:
         """Return the variables of this node's interconnect; {} where ``--fabric`` is not auto, or
         the job has one node.
 
-        With `is_reported` it is journalled; the first node also prints it, and writes it into the
-        attempt's folder for `compare`, unless the disk refuses.
+        With `is_reported` it is journalled; the first node also prints it if there is one, and
+        writes it into the attempt's folder, unless the disk refuses; other nodes keep theirs, for
+        `compare`.
         """
         place = self._place
         if not place.seeks_fabric:
@@ -49,7 +50,8 @@ class FabricComparison:
     def compare(self) -> None:
         """Print a warning, once, if this node's interconnect differs: NCCL would hang, or crawl.
 
-        Does nothing on the first node, and nothing until the first node's file ``fabric`` is there.
+        Does nothing on the first node, before `choose` has reported this node's interconnect, and
+        until the first node's file ``fabric`` is there.
         """
         place, interconnect = self._place, self._pending
         if interconnect is None:

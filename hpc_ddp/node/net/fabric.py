@@ -49,7 +49,8 @@ class Found:
         return f"{text}, but {self.trouble}" if self.trouble else text
 
     def is_like(self, peer: Found) -> bool:
-        """Return whether NCCL will work here as it does there."""
+        """Return whether NCCL will work here as it does there: by the same fabric, and with a
+        `trouble` on both nodes or on neither."""
         return self.name == peer.name and bool(self.trouble) == bool(peer.trouble)
 
 
@@ -97,9 +98,9 @@ def settings(
     """Return the variables of an interconnect that are set neither in `environ` nor in NCCL's
     files.
 
-    `lib` has the table of fabrics; {} where it can't be read. NCCL_NET is left out as well where
-    the network was chosen in other words: a plugin brings a network of its own, which NCCL takes
-    before its verbs. `root` is where NCCL's files lie.
+    `lib` has the table of fabrics; {} where that can't be read or lacks this one. NCCL_NET is left
+    out as well where the network was chosen in other words: a plugin brings a network of its own,
+    which NCCL takes before its verbs. `root` is where NCCL's files lie.
     """
     configured_env = {**configured(environ, root), **environ}
     fabrics: dict[str, dict[str, str]] = {}
@@ -147,7 +148,7 @@ def _read(path: Path) -> str:
 
 
 def _loads(library: str) -> bool:
-    """Return whether the dynamic linker can load a library by its name."""
+    """Load a library by its name into this process; return whether the dynamic linker can."""
     try:
         ctypes.CDLL(library)
     except OSError:

@@ -6,11 +6,13 @@ import contextlib
 import socket
 import struct
 import sys
+import time
 from collections.abc import Sequence
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
 LOOPBACK = "127.0.0.1"
+RESOLVE_S = 30.0  # a name server may be away for a moment
 FIRST_PORT, LAST_PORT = 10000, 32767  # below the range that Linux hands out by itself
 
 
@@ -39,6 +41,23 @@ def free_port(start: int) -> int:
     raise OSError(f"no free port between {FIRST_PORT} and {LAST_PORT}")
 
 
+def check_resolves(host: str, wait_s: float = RESOLVE_S) -> None:
+    """Wait until the name of a node leads to an address; raise OSError where it does not within
+    `wait_s`. torchrun would look for it for minutes, without a word."""
+    give_up = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > give_up:
+                raise OSError(
+                    f"the name {host} can't be looked up on {socket.gethostname()}:"
+                    f" {error.strerror}"
+                ) from None
+        time.sleep(1)
+
+
 def interface_to(host: str) -> str | None:
     """Return the name of the interface whose route leads to `host` (a name or an IPv4 address).
 
@@ -54,11 +73,6 @@ def interface_to(host: str) -> str | None:
         return None
     names = (name for _, name in socket.if_nameindex())
     return next((name for name in names if address_of(name) == address), None)
-
-
-def addresses() -> list[str]:
-    """Return the IPv4 addresses of this node's interfaces; [] on other systems than Linux."""
-    return [a for _, name in socket.if_nameindex() if (a := address_of(name))]
 
 
 def address_of(interface: str) -> str | None:

@@ -37,8 +37,15 @@ class Place:
     def from_env(cls, environ: dict[str, str]) -> Place:
         """Read the `AttemptEnv` variables and the attempt's file of nodes.
 
-        Raise OSError if that can't be read or this host is none of the nodes, KeyError for an
-        unknown signal or outside of an srun task.
+        Raises
+        ------
+        OSError
+            the file can't be read, or this host is none of the nodes
+        KeyError
+            the signal is unknown, the file has no nodes, or srun should have started this process,
+            and has not
+        ValueError
+            the file is damaged, or a variable is no number
         """
         env = AttemptEnv.from_env(environ)
         return cls(
@@ -86,7 +93,8 @@ class Place:
         return self.interface or interface_to(LOOPBACK if inside else self.peer)
 
     def interface_env(self) -> dict[str, str]:
-        """Return the variables that name the interface to Gloo and NCCL, where nothing else has.
+        """Return the variables that name the interface to Gloo and NCCL, without those that this
+        process's environment or NCCL's files have.
 
         {} where no interface leads to the other nodes.
         """
@@ -111,7 +119,8 @@ class Place:
         return self.fabric == "auto" and len(self.nodes) > 1 and not self.is_local
 
     def fabric_env(self, interconnect: Found) -> dict[str, str]:
-        """Return the variables that name the interconnect to NCCL, where nothing else has."""
+        """Return the variables that name the interconnect to NCCL, without those that this
+        process's environment or NCCL's files have."""
         return settings(interconnect, self.run.lib, os.environ)
 
 
@@ -127,6 +136,8 @@ def node_index(environ: Mapping[str, str]) -> int:
         this host is none of the nodes, or their names can't be read
     KeyError
         srun should have started this process, and has not
+    KeyError, ValueError
+        the attempt's file of nodes is damaged
     """
     env = AttemptEnv.from_env(environ)
     if env.node_index is not None:

@@ -17,8 +17,11 @@ KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to pr
 def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
     """Keep a waiting job off the nodes that were to blame within a day, where others are left.
 
-    Nodes that were blamed longer ago are taken off Slurm's list again, which would keep them. A
-    refusal of Slurm is printed, and the job stays as it is.
+    Nodes that were blamed longer ago are taken off Slurm's list again, which would keep them.
+    Nothing where `excluded_nodes` returns None. A refusal of Slurm is printed, and the job stays as
+    it is; so are the nodes. Slurm is waited for until `give_up`, a time of ``time.monotonic()``
+    (None: two minutes), for its list, and two minutes for the change. Raise OSError if the journal
+    can't be read.
     """
     nodes = excluded_nodes(run, job_id, give_up)
     if nodes is None:
@@ -35,11 +38,12 @@ def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
 
 def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) -> list[str] | None:
     """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, and
-    those that verdicts have blamed for a day.
+    those that verdicts have blamed within the last day.
 
-    None where no verdict since the last submit has blamed any, or Slurm gives no answer. Blamed
-    nodes without which the job could not start are left out. Answers and refusals of Slurm are
-    printed.
+    None where no verdict since the last submit has blamed any, or Slurm gives no answer until
+    `give_up`, a time of ``time.monotonic()`` (None: two minutes). Blamed nodes without which the
+    job could not start, by a test with sbatch, are left out. Refusals of Slurm are printed. Raise
+    OSError if the journal can't be read.
     """
     events = since_submit(run.events())
     blamed = set(_bad_nodes(events, since=0.0))

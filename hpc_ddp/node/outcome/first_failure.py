@@ -105,8 +105,9 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 def error_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
     """Return the error of a worker with `rank`, `code` and `time` of its end, '' without one.
 
-    It is in the worker's log in the node's `folder`, or in its journal; files that can't be read
-    count as empty.
+    It is in the worker's log in the node's `folder`, or in its journal of the last minute before
+    the end; files that can't be read count as empty. A worker that died of a signal has none, but
+    for NCCL's reason to abort (SIGABRT).
     """
     rank, code = failed["rank"], failed["code"]
     log = folder.rank_log(rank)
@@ -117,8 +118,8 @@ def error_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
 
 
 def last_exception(log: Path) -> str:
-    """Return the last line of the last traceback of a log's last start, '' when it has none, or
-    there is no such log.
+    """Return the line of the last traceback that names the exception, in the part of a log that
+    the worker's last start has written; '' when it has none, or there is no such log.
 
     A script that can't be parsed has no traceback, only that line. At most 500 characters, from the
     last `TAIL_BYTES`.
@@ -132,7 +133,8 @@ def last_exception(log: Path) -> str:
 
 
 def abort_reason(log: Path) -> str:
-    """Return the line that NCCL's watchdog has logged before it aborted a worker, '' without one.
+    """Return the last line that NCCL's watchdog has logged before it aborted a worker, '' without
+    one, or where there is no such log.
 
     It does so where a peer is gone, so such a worker is not the cause. At most 500 characters.
     """
@@ -144,8 +146,9 @@ def journaled_error(journal: Path, since: float) -> str:
     """Return the error that a worker journaled last, '' when there is none since a time (unix
     seconds).
 
-    `hpc_ddp.training` explains an error of its own to people, without a traceback in the log. A
-    journal that can't be read counts as empty.
+    `hpc_ddp.training` explains an error of its own to people, without a traceback in the log; its
+    text is returned without the type. At most 500 characters. A journal that can't be read counts
+    as empty.
     """
     for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
         event = parse_event(line)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 from hpc_ddp import slurm
@@ -12,9 +13,9 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import JournalEvent, Submitted, VerdictGiven
-from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node.outcome.verdict import (
     AttemptFacts,
@@ -58,8 +59,9 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
         the journal can't be read
     """
     events = run.events()
-    first = _first_attempt(events)
-    numbers = [attempt.number for attempt in run.attempts() if attempt.number >= first]
+    numbers = [attempt.number for attempt in run.attempts()]
+    first = _first_attempt(events, len(numbers))
+    numbers = [number for number in numbers if number >= first]
     why = too_many_silent(spec, run.most_requeues, since_submit(events), numbers)
     if why:
         hint = f"hpc-ddp submit --run {run.whole} goes on all the same"
@@ -81,11 +83,12 @@ def judge(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
 ) -> tuple[AttemptFacts, Verdict]:
     """Gather the facts of an attempt that has ended; decide how the run continues, journal and
-    print it.
+    print it, and return both.
 
-    `job` is Slurm's record of the job, None without an answer and without Slurm. Raise OSError if
-    the run's folder can't be read, UsageError for a broken job.json. A journal that refuses the
-    verdict is only reported.
+    `job` is Slurm's record of the job, None without an answer and without Slurm; with it, Slurm is
+    asked for the state of silent nodes. Raise OSError if the run's folder can't be read, UsageError
+    for a broken job.json, KeyError, TypeError or ValueError for a damaged file of the attempt. A
+    journal that refuses the verdict is only reported.
     """
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
@@ -101,7 +104,7 @@ def judge(
         nodes=nodes,
         records=records,
         lost_nodes=slurm.unusable(silent) if job else [],
-        events=since_submit(run.events()),
+        events=since_submit(run.events(), attempt.number),
         gpu_hours=_gpu_hours(run, spec),
         most_requeues=run.most_requeues,
     )
@@ -111,7 +114,8 @@ def judge(
 
 
 def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
-    """Write the verdict to the journal, and to stderr, the end of the job's output, for users."""
+    """Write the verdict to the journal, and to stderr, the end of the job's output, for users; a
+    journal that refuses it is tried for a minute, and then only reported."""
     failure = facts.failure if decided.cause == Cause.FAILED else None
     where: dict[str, Any] = {}
     if failure:
@@ -146,16 +150,19 @@ def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
     return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
 
 
-def since_submit(events: list[JournalEvent]) -> list[JournalEvent]:
-    """Return the events since the newest submit began: fixed code has its budgets anew.
+def since_submit(events: list[JournalEvent], attempt: float = math.inf) -> list[JournalEvent]:
+    """Return the events since the newest submit that had begun by an `attempt`, by default since
+    the last one: fixed code has its budgets anew.
 
     By attempt and not by time, since the login node's clock is another one. Without a submit, all.
     """
-    first = _first_attempt(events)
+    first = _first_attempt(events, attempt)
     return [event for event in events if event.attempt >= first]
 
 
-def _first_attempt(events: list[JournalEvent]) -> int:
-    """Return the number of the attempt that the newest submit began, 0 without one."""
+def _first_attempt(events: list[JournalEvent], attempt: float) -> int:
+    """Return the number of the attempt that the newest submit began, of those up to `attempt`; 0
+    without one. A submit whose job waits has begun none."""
     submits = [event for event in events if isinstance(event, Submitted)]
-    return max((submit.first_attempt for submit in submits), default=0)
+    numbers = (submit.first_attempt for submit in submits)
+    return max((number for number in numbers if number <= attempt), default=0)

@@ -55,7 +55,8 @@ def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
 
     For a node whose torchrun has ended. It waits, at most `PATIENCE_S`, until Slurm has dropped the
     first node, the first node has recorded its end, a later attempt has begun, or `has_notice`
-    returns True. Raise OSError if the run's folder can't be read, and what `_end_job` raises.
+    returns True; without Slurm not at all. The verdict requeues or ends the job. Raise OSError if
+    the run's folder can't be used.
     """
     first = place.attempt.node(place.nodes[0])
     give_up = time.monotonic() + PATIENCE_S
@@ -74,10 +75,11 @@ def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
 
 
 def _end_job(environ: dict[str, str]) -> None:
-    """Requeue the job; or cancel it, since without a batch shell it does not end by itself.
+    """Give the verdict and carry it out; cancel the job if it is not requeued, since without a
+    batch shell it does not end by itself.
 
-    Errors are printed; a job that Slurm does not cancel ends at its time limit. Raise OSError if
-    the run's folder can't be used.
+    HpcDdpErrors are printed; a job that Slurm does not cancel ends at its time limit. Raise OSError
+    if the run's folder can't be used.
     """
     try:
         batch.verdict(environ)
@@ -89,8 +91,8 @@ def _end_job(environ: dict[str, str]) -> None:
 
 
 def _nodes_left(environ: dict[str, str]) -> list[str]:
-    """Return the nodes that this start of the job has, [] where it is over or Slurm does not
-    answer."""
+    """Return the nodes that this start of the job has; [] where it does not run, is over, or Slurm
+    does not answer. Raise KeyError outside of a job."""
     job_id = environ["SLURM_JOB_ID"]
     try:
         job = slurm.show_job(job_id)

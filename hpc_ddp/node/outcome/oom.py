@@ -35,7 +35,8 @@ def kills(proc: Path = Path("/proc")) -> int:
 def name_kills(failures: list[dict[str, Any]], before: int) -> None:
     """Set ``error`` of the failures by SIGKILL, if the kernel has counted more kills since a start.
 
-    `before` is the number of `kills` when the workers started; each failure has a ``code``.
+    `before` is the number of `kills` when the workers started; each failure has a ``code``. The
+    others stay as they are.
     """
     if kills() > before:
         for failure in failures:

@@ -17,19 +17,21 @@ from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_seconds, write_json
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
-from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes, keep_off
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
-from hpc_ddp.slurm_text import Job
+from hpc_ddp.slurm_text import HAS_NO_NODES, Job
 
 PAUSE_S = 5.0
 TRIES = 120  # of a requeue, each with an answer of Slurm
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
-EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
+UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
+CLUSTERS_OF_SUBMIT = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 
@@ -48,6 +50,17 @@ def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Jo
         return None
 
 
+def ask_settled(job_id: str) -> Job | None:
+    """Return Slurm's record of a job, or None, as `ask` does, once it is neither suspended nor
+    being set up, however long that lasts: such a job says nothing of how its step has ended, and
+    another node may stop later than one that has lost its workers."""
+    job = ask(job_id)
+    while job and job.state in UNSETTLED:
+        time.sleep(PAUSE_S)
+        job = ask(job_id)
+    return job
+
+
 def own_id(environ: dict[str, str]) -> str:
     """Return the id by which a command of Slurm changes this job and no other one.
 
@@ -61,74 +74,90 @@ def own_id(environ: dict[str, str]) -> str:
 # --- at the start of an attempt ------------------------------------------------------------
 
 
-def is_link(run: RunFolder, job_id: str) -> bool:
-    """Tell whether a job was queued by the job before it, and not by a person.
-
-    By the ids in ``next.json`` of the attempts, and in ``early-links.json``; files that can't be
-    read count as empty.
-    """
-    links = (read_json(attempt.path / "next.json").get("job_id") for attempt in run.attempts())
-    return job_id in {*links, *read_json(run.early_links).values()}
+def is_link(run: RunFolder, job: JobRef) -> bool:
+    """Tell whether a job was queued by the job before it, and not by a person."""
+    return job.is_among(run.links())
 
 
 def check_wanted(
-    run: RunFolder, restarts: int, is_link: bool, job_id: str, array_id: str | None = None
+    run: RunFolder, restarts: int, is_link: bool, job: JobRef, array: JobRef | None = None
 ) -> None:
-    """Refuse the job `job_id`, a task of the array `array_id` (None: of none), if its run was
-    cancelled or given up, unless a person has queued it later.
+    """Refuse a job, a task of an `array` (None: of none), if its run was cancelled or given up,
+    unless a person has queued it later.
 
     A first start (`restarts` is 0) of a job that is no link (`is_link`) is a wish to go on: it
-    deletes the run's mark ``cancelled``, unless that names the job.
+    deletes the marks ``cancelled`` of the run and its array, unless they name the job or `array`.
 
     Raises
     ------
     HpcDdpError
-        the run was cancelled or given up, and Slurm or a link has started this job; or the job was
-        cancelled as it started
+        the run was cancelled or given up, and Slurm or a link has started this job; the job was
+        cancelled as it started; or how the job before a link has ended can't be known
     OSError
         the run's folder can't be read or changed
     """
     if not restarts and not is_link:
         for folder in (run, RunFolder(run.whole)):
-            if {job_id, array_id} & {*read_json(folder.cancelled).get("jobs", ())}:
-                raise HpcDdpError(f"job {job_id} was cancelled as it started")
+            names = read_json(folder.cancelled).get("jobs", ())
+            marked = [JobRef.parse(str(name)) for name in names]
+            if any(one and one.is_among(marked) for one in (job, array)):
+                raise HpcDdpError(f"job {job.id} was cancelled as it started")
             folder.cancelled.unlink(missing_ok=True)
-    elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job_id)):
+    elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 
 
-def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
-    """Tell whether the job before the link `job_id` was the last one, and could not cancel it.
+def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
+    """Tell whether the job before a link was the last one, and could not cancel it.
 
     A scancel may end that job before its verdict comes to it. One that ended in its set-up lines
-    was taken away there, by a preemption or with its node, or has failed; one that Slurm has
-    forgotten counts as taken away `EARLY_MOST` times. A silent controller is waited for without
-    end.
+    was taken away there, by a preemption or with its node, or has failed. Raise HpcDdpError where
+    `_fate` does, OSError where the journal can't be read.
     """
     early = read_json(run.early_links)
-    before = next((queuer for queuer, link in early.items() if link == job_id), None)
+    before = next((id for id, its in early.items() if link.is_same(JobRef.parse(str(its)))), None)
     if before:
-        job = ask(before, give_up=math.inf)
-        return len(early) > EARLY_MOST if job is None else job.state not in TAKEN_AWAY
-    last = last_event(run.events(), VerdictGiven)
+        return _fate(run, before) not in TAKEN_AWAY
     attempts = run.attempts()
     if not attempts:
         return False
+    last = last_event(run.events(), VerdictGiven)
     if last and last.attempt == attempts[-1].number:
         return last.cause == Cause.CANCELLED or last.action == Action.GIVE_UP
-    last_id = attempts[-1].info.get("job_id")
-    job = ask(last_id, give_up=math.inf) if last_id else None
-    return job is not None and job.state == "CANCELLED"
+    last_id = str(attempts[-1].info.get("job_id") or "")
+    return bool(last_id) and _fate(run, last_id) == "CANCELLED"
+
+
+def _fate(run: RunFolder, job_id: str) -> str:
+    """Return the state in which the job before a link has ended.
+
+    The controller forgets a job after MinJobAge (300 s by default), and that it was taken away is
+    then as likely as that it was cancelled: the accounting is asked. A silent controller is waited
+    for without end. Raise HpcDdpError where neither knows it.
+    """
+    try:
+        return slurm.show_job(job_id, give_up=math.inf).state
+    except HpcDdpError:
+        try:
+            return slurm.record(job_id).state
+        except HpcDdpError as error:
+            raise HpcDdpError(
+                f"how job {job_id}, which has queued this one, has ended is not known any more, so"
+                f" that it may have been cancelled: {error.message}",
+                hint=f"hpc-ddp submit --run {_quoted(run)} goes on",
+            ) from None
 
 
 def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
-    """Queue the chain's next job before this one's set-up lines, in which a preemption ends it.
+    """Queue the chain's next job before this one's set-up lines, in which a preemption ends it, and
+    note it in ``early-links.json``.
 
-    A refusal of Slurm is printed. Raise OSError if ``early-links.json`` can't be written.
+    A refusal of Slurm is printed, and nothing is noted. Raise OSError if the run's journal can't be
+    read, or that file can't be written; in the latter case the job is queued.
     """
     link = _queue_link(run, environ)
     if link:
-        early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: link}
+        early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: str(link)}
         write_json(run.early_links, early)
 
 
@@ -143,33 +172,38 @@ def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
     if link:
         write_json(run.early_links, early)
         with contextlib.suppress(HpcDdpError):
-            slurm.cancel([link])
+            slurm.cancel([JobRef.parse(link).id])
 
 
 def queue_next_link(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], give_up: float | None = None
-) -> str | None:
-    """Return the id of the chain's next job, which is queued unless it was before the set-up lines.
+) -> JobRef | None:
+    """Queue the chain's next job, unless `queue_early` has, and return it.
 
-    None where Slurm refuses it, or does not answer until `give_up` (see `slurm.show_job`); the
-    reason is printed. Each link does it at its start: at its end it may be killed. Raise OSError if
-    the run's folder can't be written.
+    It is noted as the attempt's link, and ``early-links.json`` is deleted. None where Slurm refuses
+    it, or does not answer until `give_up` (see `slurm.show_job`); the reason is printed. Each link
+    does it at its start: at its end it may be killed. Raise OSError if the run's folder can't be
+    read or written.
     """
-    queued: str | None = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
-    link = queued or _queue_link(run, environ, give_up)
+    queued = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
+    link = JobRef.parse(queued) if queued else _queue_link(run, environ, give_up)
     if link:
-        write_json(attempt.path / "next.json", {"job_id": link})
+        write_json(attempt.path / "next.json", {"job_id": str(link)})
     run.early_links.unlink(missing_ok=True)
     return link
 
 
 def _queue_link(
     run: RunFolder, environ: dict[str, str], give_up: float | None = None
-) -> str | None:
-    """Submit the script once more, to start after this job and off blamed nodes; return the job id.
+) -> JobRef | None:
+    """Submit the script once more, to start after this job, on its cluster and off blamed nodes;
+    link the job to the run and return it.
 
-    None where Slurm refuses it, which is printed. `give_up` as `slurm.sbatch` has it.
+    None where Slurm refuses it, which is printed. `give_up` as `slurm.sbatch` has it. Raise OSError
+    if a journal of the run can't be read.
     """
+    cluster = environ.get("SLURM_CLUSTER_NAME", "")
+    environ = {name: text for name, text in environ.items() if name not in CLUSTERS_OF_SUBMIT}
     options = [f"--dependency=afterany:{own_id(environ)}"]
     kept_off = excluded_nodes(run, own_id(environ), give_up)
     if kept_off:
@@ -183,12 +217,14 @@ def _queue_link(
             array.script,
             environ,
             *options,
-            earlier=[*_jobs_of(array), *_jobs_of(run)],
+            earlier=[*array.jobs(array.events()), *run.jobs(run.events())],
             give_up=give_up,
+            cluster=cluster,
         )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
         return None
+    link = JobRef(link.id, cluster)
     link_job(link, array)
     return link
 
@@ -224,10 +260,13 @@ def go_on(
 def _requeue(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
 ) -> int:
-    """Requeue the job, if this attempt still is its current one; return the batch script's exit
-    code.
+    """Requeue the job, if this attempt still is its current one, and keep it off bad nodes; return
+    the batch script's exit code.
 
-    After a requeue Slurm ends the batch shell, too. Where the site refuses it, `_resubmit`.
+    After a requeue Slurm ends the batch shell, too. Where the site refuses it, `_resubmit`. 0 after
+    a requeue, and for an attempt that is not the current one; `CAN_GO_ON` where the job is
+    cancelled or over by now, or Slurm gives no answer until `_last_moment`, or in `TRIES` tries.
+    Raise OSError if the run's folder can't be read or written.
     """
     job_id = own_id(environ)
     give_up = _last_moment(attempt, environ)
@@ -243,9 +282,14 @@ def _requeue(
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
             return 0
         ends = job.preempted or job.reason == "TimeLimit"
-        if run.cancelled.exists() or not (job.state == "RUNNING" or ends):
+        is_over = job.is_cancelled or (job.state in HAS_NO_NODES and job.state != "COMPLETING")
+        if run.cancelled.exists() or (is_over and not ends):
             say(f"the job is {job.state} by now: not requeued")
             return CAN_GO_ON
+        if job.state in UNSETTLED:
+            job = None
+            time.sleep(PAUSE_S)
+            continue
         try:
             slurm.requeue(job_id)
         except slurm.NoAnswerError as error:
@@ -271,22 +315,24 @@ def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
 
 
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
-    """Continue as a new job, where the site refuses the requeue of this one; return the exit
-    code."""
+    """Continue as a new job, where the site refuses the requeue of this one; return the exit code,
+    0, or `CAN_GO_ON` without a new job. Raise OSError as `queue_next_link`."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link is None:
         return _left_to_the_user(run)
-    say(f"it goes on as job {link}")
+    say(f"it goes on as job {link.id}")
     return 0
 
 
-def end_as_failed(environ: dict[str, str]) -> None:
-    """Have Slurm end the job as failed: it would hold an expedited one in the queue instead.
+def end_as_failed(environ: dict[str, str], code: int) -> int:
+    """Have Slurm end the job as failed; return the exit code that does it, `code` where it can.
 
-    A refusal is printed.
+    Slurm would hold an expedited job in the queue instead. Where the cluster's RequeueExit or
+    RequeueExitHold has the code, it would start the job again, for ever, also one that may not be
+    requeued. A refusal, and another code, are printed.
     """
     if INTERACTIVE in environ:
-        return
+        return code
     job_id = own_id(environ)
     job = ask(job_id)
     if job and job.expedited:
@@ -294,6 +340,12 @@ def end_as_failed(environ: dict[str, str]) -> None:
             slurm.forbid_requeue(job_id)
         except HpcDdpError as error:
             say(f"{error.message}; Slurm may hold the job now: hpc-ddp cancel ends it")
+    restarting = slurm.restarting_codes()
+    if code not in restarting:
+        return code
+    end_code = min({*range(1, 126)} - restarting, default=code)
+    say(f"exit code {end_code} in place of {code}, with which this cluster starts jobs again")
+    return end_code
 
 
 def _left_to_the_user(run: RunFolder) -> int:
@@ -311,25 +363,22 @@ def _end_link(
 ) -> int:
     """End one job of a chain: the next one waits already; cancel it if nothing is left to do.
 
-    Return the exit code. Refusals of Slurm are printed.
+    If the run continues, a missing next job is queued, and one that waits is kept off bad nodes.
+    Return the exit code: then 0, or `CAN_GO_ON` without a next job; else the verdict's own.
+    Refusals of Slurm are printed. Raise OSError if the run's folder can't be read or written.
     """
-    link = read_json(attempt.path / "next.json").get("job_id")
+    link = attempt.link
     if decided.action == Action.REQUEUE:
         if link and facts.bad_nodes:
-            keep_off(run, link, _last_moment(attempt, environ))
+            keep_off(run, link.id, _last_moment(attempt, environ))
         link = link or queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
         return 0 if link else _left_to_the_user(run)
     if link and decided.cause != Cause.SUPERSEDED:
         try:
-            slurm.cancel([link])
+            slurm.cancel([link.id])
         except HpcDdpError as error:  # it will find the verdict, and not start
             say(error.message)
     return decided.exit_code
-
-
-def _jobs_of(run: RunFolder) -> list[str]:
-    """Return all job ids of a run, oldest first."""
-    return run.job_ids(run.events())
 
 
 def _quoted(run: RunFolder) -> str:

@@ -29,26 +29,28 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.core.journal.events import (
     CheckpointRestored,
     CheckpointSaved,
     Finished,
     FirstStep,
     JournalEvent,
+    NoticeGiven,
     PreflightEnded,
     Stopped,
     TrainingBegun,
     VerdictGiven,
 )
 from hpc_ddp.core.journal.journal import last_event, last_step
-from hpc_ddp.core.journal.vocabulary import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
 from hpc_ddp.slurm_text import Job
 
 E = TypeVar("E", bound=JournalEvent)
 
 UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
+NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 
 
@@ -120,7 +122,8 @@ class AttemptFacts:
 
     @property
     def complete(self) -> bool:
-        """Whether all nodes have reported their end; an elastic job needs only its first node."""
+        """Whether all tasks of all nodes have recorded their end; an elastic job needs only its
+        first node."""
         if self.spec.elastic:
             return any(record["node"] == self.nodes[0] for record in self.ends)
         return not silent_nodes(self.spec, self.nodes, self.records)
@@ -137,7 +140,8 @@ class AttemptFacts:
 
     @property
     def failure(self) -> Failure | None:
-        """The failure of a worker that the others follow from; None where no node recorded one."""
+        """The failure, of a worker or torchrun, that the others follow from; None where no node
+        recorded one. Raise KeyError or TypeError for a damaged record."""
         return first_cause(failure for record in self.ends for failure in from_record(record))
 
     @property
@@ -178,7 +182,7 @@ def decide(facts: AttemptFacts) -> Verdict:
     """Return the verdict that follows from the facts.
 
     The order of the questions matters: a decision of Slurm or of a newer attempt comes first, then
-    the user's wish, then the failures.
+    the user's wish, then the failures. Raise KeyError or TypeError for a damaged record.
     """
     cause = _cause(facts)
     if cause in (Cause.FINISHED, Cause.SUPERSEDED):
@@ -214,7 +218,7 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.TIME_LIMIT
     if job and (job.reason == "NodeDown" or job.state in ("NODE_FAIL", "BOOT_FAIL")):
         return Cause.NODE_LOST
-    if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
+    if job and job.is_cancelled:
         return Cause.CANCELLED
     if set(facts.notices) & {*END_OF_TIME}:
         return Cause.TIME_LIMIT
@@ -257,7 +261,7 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
         if len(row) >= spec.max_failures and not facts.lost_nodes:
             return f"nothing was heard of the workers in {len(row) + 1} attempts"
     count = _count_without_progress(facts, cause)
-    if count > 3 * max(1, spec.max_failures):
+    if count > most_in_a_row(spec):
         return f"{count} attempts in a row have ended without a newer checkpoint"
     if cause == Cause.NODE_LOST and not (facts.progress or facts.lost_nodes):
         # Or it was killed for want of memory, at the same place each time.
@@ -268,16 +272,24 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
         return None
     if facts.is_ours:
         return _no_progress(facts)
-    limit = spec.max_failures if spec.max_requeues is None else spec.max_requeues
-    if sum(v.cause == cause for v in again) >= limit:
-        return f"the script starts from its beginning each time, and did so {limit + 1} times"
+    if spec.max_requeues is not None:
+        return None
+    count = 1 + sum(v.cause == cause for v in again)
+    if count > most_in_a_row(spec):
+        return f"{NOT_SEEN}; {count} attempts have ended so (--max-requeues allows more)"
     return None
+
+
+def most_in_a_row(spec: JobSpec) -> int:
+    """Return how many attempts may follow each other without anything that shows progress."""
+    return 3 * max(1, spec.max_failures)
 
 
 def too_many_silent(
     spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
 ) -> str | None:
-    """Return why no attempt may follow those that ended without a verdict, None when one may.
+    """Return why no attempt may follow those that ended without a verdict; None when one may, and
+    before the first attempt.
 
     `events` and `numbers` (ascending) are those of the attempts since the run's last submit;
     `most_requeues` is the operators' limit, inf without one.
@@ -285,19 +297,23 @@ def too_many_silent(
     verdicts = [event for event in events if isinstance(event, VerdictGiven)]
     judged = {verdict.attempt for verdict in verdicts}
     saved = {event.attempt for event in events if isinstance(event, CheckpointSaved)}
+    noticed = {event.attempt for event in events if isinstance(event, NoticeGiven)}
     silent = [number for number in numbers if number not in judged]
     most = most_requeues if spec.max_requeues is None else min(spec.max_requeues, most_requeues)
     starts = len(numbers) - sum(verdict.cause == Cause.FAILED for verdict in verdicts)
     if silent and numbers[-1] in silent and starts > most:
         return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
-    row = list(takewhile(lambda n: n in silent and n not in saved, reversed(numbers)))
-    if len(row) > 3 * max(1, spec.max_failures):
-        return f"{len(row)} attempts in a row ended without a verdict, and without a checkpoint"
+    row = takewhile(lambda number: number in silent and number not in saved, reversed(numbers))
+    # Slurm ends a preempted job that takes too long, and with it the batch shell: no crash of ours.
+    crashes = len([number for number in row if number not in noticed])
+    if crashes > most_in_a_row(spec):
+        return f"{crashes} attempts in a row ended without a verdict, and without a checkpoint"
     return None
 
 
 def _never_began(verdict: VerdictGiven) -> bool:
-    """Tell whether an attempt ended without a step, and not for a node that Slurm has lost."""
+    """Tell whether an attempt ended as `NODE_LOST` before its first step, and no node was blamed
+    for it."""
     blamed = verdict.bad_nodes or verdict.step is not None
     return verdict.cause == Cause.NODE_LOST and not blamed
 
@@ -319,7 +335,8 @@ def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
 
 
 def _ended_silently(verdict: VerdictGiven) -> bool:
-    """Tell whether an attempt took steps, saved nothing, and lost a node that Slurm has not."""
+    """Tell whether an attempt ended as `NODE_LOST` after its first step, saved nothing, and no node
+    was blamed for it."""
     excused = verdict.progress or verdict.bad_nodes or verdict.step is None
     return verdict.cause == Cause.NODE_LOST and not excused
 
@@ -335,7 +352,8 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
 def _why_no_retry(facts: AttemptFacts) -> str | None:
     """Return why an attempt that has failed is not made again, None when it is."""
     failure = facts.failure
-    if failure and failure.kind in ("exception", "exit") and not facts.here(FirstStep):
+    is_of_script = failure and failure.kind in ("exception", "exit")
+    if is_of_script and not last_event(facts.events, FirstStep):  # else it may be the node's
         return "it came before the first step, and would come again"
     last = facts.verdicts[-1] if facts.verdicts else None
     # A hang is no error of the step: a disk or the network may have stood still.

@@ -25,8 +25,8 @@ REDUCED = 1 << 20  # elements of the all-reduce, 4 MiB
 
 
 def import_torch() -> Any:
-    """Return torch, and report its version and accelerators; None, with a fault, if it can't be
-    imported."""
+    """Return torch, and report its version and accelerators, and the stage as completed; None, with
+    a reported fault and no stage, if it can't be imported."""
     began = time.time()
     try:
         import torch
@@ -98,14 +98,16 @@ class Meter:
         return speed
 
     def _best_speed(self, peer: int, count: int) -> float:
-        """Exchange `count` elements with a peer `REPEATS` times; return the best speed in MB/s."""
+        """Exchange `count` elements with a peer `REPEATS` times; return the best speed in MB/s. The
+        peer has to call it too."""
         outgoing, incoming = self._tensor(count, 1.0), self._tensor(count, 0.0)
         return max(_speed(count, self._swap(outgoing, incoming, peer)) for _ in range(REPEATS))
 
     def _swap(self, outgoing: Any, incoming: Any, peer: int) -> float:
         """Send `outgoing` to a peer while `incoming` is received; return the seconds that it took.
 
-        They are float32 tensors on the device, whose work is waited for.
+        They are float32 tensors of one size on the device, whose work is waited for. The peer has
+        to call it too.
         """
         dist, begin = self._dist, time.perf_counter()
         pair = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
@@ -131,15 +133,16 @@ class Meter:
 
 
 def _speed(count: int, duration_s: float) -> float:
-    """Return the speed in MB/s of a number of float32 elements."""
+    """Return the speed in MB/s of `count` float32 elements that took `duration_s`."""
     return 4 * count / duration_s / 1e6
 
 
 def join(torch: Any, host: str, port: int, device: str, rank: int, world: int) -> Meter:
     """Join the process group of the members, as `rank` of `world`, and connect all of them.
 
-    The store is on `host`:`port`, of rank 0; `device` as `Meter` has it. Every member must call it.
-    Raise RuntimeError if the others do not come within `TIMEOUT_S`.
+    The store is on `host`:`port`, of rank 0; `device` as `Meter` has it: its first one becomes
+    torch's current one. Every member must call it. The group stays until the process ends. Raise
+    RuntimeError if the others do not come within `TIMEOUT_S`, or a link breaks.
     """
     dist, timeout = torch.distributed, timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore(host, port, world, rank == 0, timeout=timeout)
@@ -161,9 +164,9 @@ def join(torch: Any, host: str, port: int, device: str, rank: int, world: int) -
 def measure(meter: Meter, members: Sequence[str], rank: int) -> None:
     """Report the best speed of exchanges with other members, and that of an all-reduce.
 
-    The first exchange that fails is reported as trouble with its partner, and ends it. `members`
-    are the nodes' names by rank; every member must call it. Raise RuntimeError if the all-reduce
-    fails.
+    The first exchange that fails is reported as trouble with its partner, and ends it, without an
+    all-reduce. A wrong sum is reported as a fault. `members` are the nodes' names by rank, two at
+    least; every member must call it. Raise RuntimeError if the all-reduce fails.
     """
     speeds = []
     for turn in range(1, 1 + min(TURNS, len(members))):
@@ -187,7 +190,8 @@ def run(torch: Any, node: str, members: Sequence[str], host: str, port: int, dev
     """Measure the speeds between the members, and report them or why their group broke.
 
     `members` are the nodes' names, this `node` among them; `host`, `port` and `device` as `join`
-    has them. RuntimeErrors, torch's only ones, are reported as ``exchange_error``.
+    has them. Every member must call it. RuntimeErrors, torch's only ones, are reported as
+    ``exchange_error``; the stage is reported as completed in any case.
     """
     rank = members.index(node)
     try:

@@ -59,7 +59,8 @@ class NodeReport:
     has_ended: bool = False
 
     def add(self, message: dict[str, Any]) -> None:
-        """Add one message of the node; raises KeyError for a malformed one."""
+        """Add one message of the node. Raise KeyError for one that lacks a field; what comes before
+        that in the order below is added."""
         if "stage" in message:
             self.stages.add(message["stage"])
         self.contact |= message.get("contact", {})
@@ -135,7 +136,7 @@ def blame_fabric(reports: Reports) -> None:
 
 def blame_torch(reports: Reports) -> None:
     """Add a fault to nodes with another torch than most, and to those where it does not see the
-    GPUs."""
+    GPUs; a node may get both. Nodes without a report of torch get none."""
     versions = [report.values["torch"] for report in reports.values() if "torch" in report.values]
     usual = Counter(versions).most_common(1)[0][0] if versions else None  # ties: the first
     for report in reports.values():
@@ -148,8 +149,8 @@ def blame_torch(reports: Reports) -> None:
 
 
 def blame_exchange(reports: Reports) -> None:
-    """Add a fault to the nodes that explain failed exchanges; if no node has one, to all that
-    failed."""
+    """Add a fault to the nodes that explain failed exchanges; if then no node has a fault of any
+    kind, to all whose exchange broke."""
     blame_pairs(reports, "bandwidth")
     if not any(report.faults for report in reports.values()):
         for report in reports.values():
@@ -160,7 +161,8 @@ def blame_exchange(reports: Reports) -> None:
 def blame_slow(reports: Reports) -> None:
     """Add a fault to nodes that are over `SLOW` times slower than the median, at their best.
 
-    On nodes with a load of n per processor, healthy ones may be n times slower.
+    With a load of n per processor, healthy nodes may be n times slower: the highest load of all
+    nodes, if above 1, multiplies `SLOW`. Nodes without a measured speed count for nothing.
     """
     slack = SLOW * max([1.0, *(report.values.get("load", 0.0) for report in reports.values())])
     best = {

@@ -58,8 +58,8 @@ class UnfitError(Exception):
 
 
 def interface(place: Place) -> dict[str, Any]:
-    """Return the interface that the workers will use, and its IPv4 address or None; {} for a lone
-    node without one.
+    """Return ``interface``, the one that the workers will use, and ``address``, its IPv4 address or
+    None; {} for a lone node without one.
 
     Raise UnfitError if there is none to the other nodes, no such one, or it has no address.
     """
@@ -87,7 +87,8 @@ def _has_ipv6(name: str) -> bool:
 
 
 def interconnect(place: Place) -> dict[str, Any]:
-    """Return the fabric of this node and the number of its cards, with a note if NCCL can't use it.
+    """Return ``fabric``, this node's or None, ``cards``, how many it has, and a ``note`` if NCCL
+    can't use it.
 
     {} where nodes are processes of one machine, and for a lone node.
     """
@@ -101,8 +102,8 @@ def interconnect(place: Place) -> dict[str, Any]:
 def gpus(
     wanted: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the number of this node's GPUs, and perhaps a note; None as number where it is
-    unknown.
+    """Return ``gpus``, the number of this node's GPUs, None where it is unknown; perhaps a
+    ``note``; and ``gpus_there``, by nvidia-smi or device files, in a job with GPUs.
 
     Slurm sets the variables of several vendors where its gres.conf names none, so only those of the
     vendor with the most device files count; without device files, all of them.
@@ -179,7 +180,8 @@ def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
 
 
 def tmpdir(path: Path) -> dict[str, Any]:
-    """Write 1 MiB into TMPDIR and return its free space in bytes.
+    """Write 1 MiB to a temporary file in TMPDIR, `path`, and return ``tmpdir`` and ``tmpdir_free``,
+    its path and its free space in bytes.
 
     Raise UnfitError if it can't be written, or has less than `TMPDIR_BYTES` free.
     """
@@ -196,8 +198,8 @@ def tmpdir(path: Path) -> dict[str, Any]:
 
 
 def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str, Any]:
-    """Write `secret` to a file in `folder`, which shows partners a shared disk; return the run
-    folder's free space, in bytes.
+    """Write `secret` to a file in `folder`, which shows partners a shared disk; return
+    ``scratch_free``, the run folder's free space in bytes.
 
     Raises
     ------
@@ -218,7 +220,7 @@ def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str
 
 
 def load() -> dict[str, Any]:
-    """Return the load per processor of the last minute, {} on a system without one."""
+    """Return ``load``, that of the last minute per processor, {} on a system without one."""
     with contextlib.suppress(OSError):
         return {"load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)}
     return {}
@@ -248,7 +250,8 @@ def check_node(place: Place, order: Order) -> None:
 
 
 def _set_network(place: Place) -> None:
-    """Set the variables of the interface and of the fabric, as the workers will have them."""
+    """Set the variables of the interface and of the fabric in this process's environment, as the
+    workers will have them."""
     fabric_env = place.fabric_env(fabric.look()) if place.seeks_fabric else {}
     os.environ.update(fabric_env | place.interface_env())
 
@@ -272,7 +275,9 @@ def _end_with_notice(number: int, frame: FrameType | None) -> None:
 def main(argv: list[str]) -> int:
     """Answer the driver's questions on stdin until they end, as the module's table has it.
 
-    Exits the process with 0, whatever the checks say; another code is that of an exception.
+    Exits the process with 0, whatever the checks say, and on a signal of `NOTICE_SIGNALS`, which is
+    reported as a notice. Raise OSError as `Place.from_env` and where no port is free, KeyError or
+    ValueError for a wrong environment or a damaged question.
     """
     place = Place.from_env(dict(os.environ))
     os.environ["HPC_DDP_NODE"] = place.node

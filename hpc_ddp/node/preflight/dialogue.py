@@ -60,7 +60,7 @@ class Dialogue:
     notice
         returns a word once the attempt is asked to end, '' before
     log
-        the file for all lines that are no messages
+        the file for all lines that are no messages; without its folder they are dropped
     """
 
     def __init__(
@@ -101,18 +101,22 @@ class Dialogue:
                 process.stdin.flush()
 
     def wait(self, stage: str, nodes: Sequence[str]) -> list[str]:
-        """Wait until nodes have completed a stage, failed, or are late; return those without fault.
+        """Wait until each of some nodes has completed a stage, can't any more, or is late; return
+        those without any fault, also of an earlier stage.
 
-        The time limit of `STAGES` begins anew with each node that completes the stage: a lost node
-        is late by comparison with the others, however many there are. A node that is late gets a
-        fault.
+        A node can't any more if its task has ended, or it has no torch; one with another fault is
+        still waited for. The time limit of `STAGES` begins anew each time that a node is through:
+        a lost node is late by comparison with the others, however many there are. A node that has
+        not completed the stage gets a fault, unless it has one. Messages go into `reports`.
 
         Raises
         ------
         NoticeError
             the attempt is asked to end
         LaunchError
-            Slurm could not start a node's task
+            Slurm could not start a node's task; the node has a fault
+        OSError
+            the log can't be written
         """
         limit_s, fault = STAGES[stage]
         begin = progress_at = time.monotonic()
@@ -134,7 +138,8 @@ class Dialogue:
         return [node for node in nodes if not self.reports[node].faults]
 
     def _is_pending(self, node: str, stage: str) -> bool:
-        """Return whether a node may still complete a stage: its task runs, and it has a torch."""
+        """Return whether a node may still complete a stage: it has not yet, its task runs, and it
+        has a torch (no fault ``torch``)."""
         report = self.reports[node]
         is_over = report.has_ended or not self._is_running() or "torch" in dict(report.faults)
         return stage not in report.stages and not is_over
@@ -157,8 +162,8 @@ class Dialogue:
         """Take in one line of a node's process, or of srun where `node` is None; None is the
         process's end.
 
-        Raise NoticeError or LaunchError for a line that says so, OSError if the log can't be
-        written.
+        Raise NoticeError as `_add_message`, LaunchError as `_take_from_srun`, OSError if the log
+        can't be written.
         """
         if line is None:
             if node:
@@ -182,8 +187,8 @@ class Dialogue:
     def _take_from_srun(self, text: str) -> None:
         """Note a line of srun's own: a task that has ended, or else the line for later messages.
 
-        Raise LaunchError, with a fault of the node, or of all if the name is no node's, if Slurm
-        could not start a task.
+        Raise LaunchError if Slurm could not start a task, once the node, or all if the name is no
+        node's, have a fault.
         """
         if failed := _LAUNCH.match(text):
             why = f"Slurm can't start a task: {failed[2]}"
@@ -201,7 +206,7 @@ class Dialogue:
     def _add_message(self, text: str) -> None:
         """Add a node's message, as JSON, to its report; raise NoticeError if it is a notice.
 
-        A torn message is passed over: the node's stage will be missing.
+        A torn message, and one of no node, is passed over: the node's stage will be missing.
         """
         try:
             message = json.loads(text)
@@ -212,8 +217,8 @@ class Dialogue:
             return
 
     def close(self, patience_s: float) -> None:
-        """Close the nodes' input, so that they end; after `patience_s` terminate, then kill
-        them."""
+        """Close the nodes' input, so that they end, and wait for them; after `patience_s` terminate
+        them, after as long again kill them. Their last lines are not taken in."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 assert process.stdin is not None

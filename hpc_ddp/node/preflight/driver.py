@@ -24,7 +24,7 @@ from hpc_ddp.core.checkpoints import published, read_manifest
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_word
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.preflight.blame import (
@@ -45,7 +45,7 @@ NEEDED_BYTES = 100 << 20  # in the run folder, as long as the size of a checkpoi
 def examine(
     run: RunFolder, nodes: Sequence[str], commands: Sequence[Command], notice: Callable[[], str]
 ) -> dict[str, Any]:
-    """Test all nodes; return the fields of the event `preflight`.
+    """Test all nodes by `commands`, which end with it; return the fields of the event `preflight`.
 
     `notice` returns a word once the attempt is asked to end, '' before: then the outcome is not ok,
     and blames no node. Where Slurm can't start the task of a node, that node alone has a fault, and
@@ -75,15 +75,16 @@ def examine(
 
 
 def _without_blame(why: str) -> dict[str, Any]:
-    """Return the fields of a preflight that failed, for a reason that is no node's."""
+    """Return the fields, but for `seconds`, of a preflight that failed for a reason that is no
+    node's."""
     return {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
 
 
 def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path) -> None:
     """Ask the questions that `checks` answers, and add the faults that only all answers together
-    show.
+    show; the result is in the dialogue's `reports`.
 
-    The nodes write files into `folder`. Raises what `Dialogue.wait` raises.
+    The nodes write files into `folder`. Raises as `Dialogue.wait` and `_needed`.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
     dialogue.send(folder=str(folder), secret=secret, gpus=spec.gpu_count, needed=_needed(run))
@@ -111,15 +112,15 @@ def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path) ->
 
 
 def _needed(run: RunFolder) -> int:
-    """Return the bytes that the run's folder needs: the newest checkpoint, and a new one.
+    """Return the free bytes that the run's folder needs: for a checkpoint as large as the newest.
 
-    `NEEDED_BYTES` at least, and where no checkpoint can be read. Raise OSError if they can't be
+    `NEEDED_BYTES` where the newest can't be read or there is none. Raise OSError if they can't be
     listed.
     """
     for path in published(run.checkpoints)[:1]:
         with contextlib.suppress(OSError, ValueError, KeyError):
             sizes = [facts["size"] for facts in read_manifest(path)["files"].values()]
-            return max(NEEDED_BYTES, 2 * int(sum(sizes)))
+            return int(sum(sizes))
     return NEEDED_BYTES
 
 
@@ -146,8 +147,9 @@ def main(argv: list[str]) -> int:
     """Make the preflight of the attempt in the environment, with `argv` as the command of its step.
 
     Outside of an attempt, in an allocation, it takes the next attempt's number. Return 0 if the
-    training can start, else 1. HpcDdpErrors and OSErrors are printed, and journalled as the
-    outcome.
+    training can start, else 1, also after a notice: SIGTERM, SIGINT or SIGHUP from now on, or the
+    attempt's file. HpcDdpErrors and OSErrors are printed, and journalled as the outcome. Raise
+    KeyError outside of both, KeyError or ValueError for a damaged file of the attempt.
     """
     environ = dict(os.environ)
     signals: list[str] = []

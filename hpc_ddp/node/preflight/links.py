@@ -24,7 +24,7 @@ PAYLOAD = 256 << 10  # bytes each way: more than fits into small packets
 
 
 def partners(nodes: Sequence[str], node: str) -> list[str]:
-    """Return the nodes that a node checks, at most `PARTNERS`; as many check it.
+    """Return the nodes that a node checks, at most `PARTNERS`, [] for a lone one; as many check it.
 
     They are at the same distances from each node, on a ring of all.
     """
@@ -86,7 +86,8 @@ def reach(node: str, address: str, port: int, secret: str) -> None:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return the addresses that a host's name resolves to here; raises OSError, UnicodeError."""
+    """Return the addresses that a host's name resolves to here, one at least; raise OSError if it
+    resolves to none, UnicodeError if it can't be a name."""
     addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in addresses))
 
@@ -99,7 +100,8 @@ def is_loopback(addresses: Iterable[str]) -> bool:
 def link_trouble(place: Place, peer: str, port: int, secret: str) -> str:
     """Return why this node does not reach a partner by its name, '' if it does.
 
-    `port` is that of the partner's `Listener`.
+    `port` is that of the partner's `Listener`, which is tried at the first address only, `TRIES`
+    times.
     """
     host = place.host_of(place.nodes.index(peer))
     try:
@@ -119,7 +121,7 @@ def link_trouble(place: Place, peer: str, port: int, secret: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's text, for an OSError without its number."""
+    """Return an error's text; for an OSError that has a number, without it."""
     return str(getattr(error, "strerror", None) or error)
 
 

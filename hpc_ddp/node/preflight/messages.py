@@ -24,9 +24,20 @@ TEXT_BYTES = 500  # of a reason: Slurm breaks lines of more than 1024
 
 
 def report(**message: Any) -> None:
-    """Print one message in one write: several threads of a node print. Texts are cut to
-    `TEXT_BYTES`."""
-    texts = {key: text for key, text in message.items() if isinstance(text, str)}
-    cut = {key: text.encode()[:TEXT_BYTES].decode(errors="ignore") for key, text in texts.items()}
+    """Print one message, with this node's name, in one write: several threads of a node print.
+
+    Texts are cut to `TEXT_BYTES`, as they are in JSON, but for those inside lists and dicts. Raise
+    KeyError without HPC_DDP_NODE, OSError where stdout is closed.
+    """
+    cut = {key: _cut(text) for key, text in message.items() if isinstance(text, str)}
     line = json.dumps({"node": os.environ["HPC_DDP_NODE"], **message, **cut}, ensure_ascii=False)
     os.write(1, f"{MARK}{line}\n".encode())
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of a text that has at most `TEXT_BYTES` in JSON, with ``?`` in place of
+    what is no Unicode, as a file's name may hold."""
+    text = text.encode(errors="replace")[:TEXT_BYTES].decode(errors="ignore")
+    while len(json.dumps(text, ensure_ascii=False).encode()) > TEXT_BYTES + 2:  # quotes
+        text = text[:-1]
+    return text

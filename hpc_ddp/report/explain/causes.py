@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
-from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.report.explain.explanation import Explanation, at_step, fill_hint, log_hint, shorten
 from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
@@ -112,8 +112,8 @@ def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 
 def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
-    """Explain the end of an attempt by its cause, a `Cause` or ``host out of memory``; '' for an
-    unknown one."""
+    """Explain the end of the newest attempt by its cause, a `Cause` or ``host out of memory``; ''
+    for an unknown one. After ``failed`` and these two a recorded failure of a rank explains it."""
     if facts.failure and cause in (Cause.FAILED, "", "host out of memory"):
         return _failed(facts, facts.failure)
     if cause == Cause.TIME_LIMIT:
@@ -139,18 +139,21 @@ def _unfit(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 
 def _time_limit(facts: RunFacts) -> Explanation:
-    """Explain an end by the time limit; a script that began anew each time is told how to save."""
+    """Explain an end by the time limit; of a script that saves by itself, if at all, with both ways
+    on."""
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
-    if facts.verdict and "starts from its beginning" in facts.verdict.why:
-        text += " It began anew in each attempt, and reported no step."
-        return Explanation("time limit", text, f"a longer --time; or save: {_MODULE}")
+    if facts.verdict and "its progress can't be seen" in facts.verdict.why:
+        text += " It reports no step, so that its progress can't be seen."
+        hint = f"{facts.again} --max-requeues 100, if it goes on by itself; else save: {_MODULE}"
+        return Explanation("time limit", text, hint)
     return Explanation("time limit", text, facts.again)
 
 
 def _end_in(verdict: VerdictGiven) -> str:
-    """Return how the attempt ended: the verdict's reason, without why the run was given up."""
+    """Return how the attempt ended: the verdict's reason, without the last part, behind a ``;``, by
+    which the run was given up."""
     if verdict.action != Action.GIVE_UP or "; " not in verdict.why:
         return verdict.why
     return verdict.why.rpartition("; ")[0]
@@ -230,14 +233,14 @@ def _describe_known(
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words, ``rank 3`` or ``ranks 0, 1``; at most eight of them."""
+    """Return ranks, one or more, in words, ``rank 3`` or ``ranks 0, 1``; at most eight of them."""
     numbers = ", ".join(map(str, ranks[:8])) + (" and others" if ranks[8:] else "")
     return f"{'ranks' if ranks[1:] else 'rank'} {numbers}"
 
 
 def _places(facts: RunFacts) -> str:
-    """Return a sentence on where the ranks stood as they hung, by place; '' where no rank wrote
-    it."""
+    """Return a sentence on where the ranks stood as they hung, by place, at most four; '' where no
+    rank wrote it."""
     ranks_at: dict[str, list[int]] = {}
     for rank, place in sorted(facts.stands.items()):
         ranks_at.setdefault(place, []).append(rank)
@@ -246,8 +249,8 @@ def _places(facts: RunFacts) -> str:
 
 
 def _odd_fabrics(facts: RunFacts) -> str:
-    """Return a sentence on the nodes with another interconnect than most; '' without any. NCCL
-    needs the same on all."""
+    """Return a sentence on the nodes with another interconnect than most, the first three by name;
+    '' without any. NCCL needs the same on all."""
     events = facts.select(FabricChosen, attempt=facts.newest)
     fabric_of = {event.node: event.name for event in events}
     if len(set(fabric_of.values())) < 2:
@@ -277,6 +280,9 @@ def _without_failure(facts: RunFacts, cause: str) -> Explanation:
     logs = f"{log_hint(facts)}; then {facts.again}"
     if cause in (Cause.NODE_LOST, Cause.SUPERSEDED):
         verdict = facts.verdict
+        if verdict and verdict.cause == Cause.SUPERSEDED and not verdict.bad_nodes:
+            text = f"was requeued{at}, by Slurm or with scontrol requeue."
+            return Explanation("stopped", text, facts.again)
         end = _end_in(verdict) if verdict else ""
         text = f"lost a node{at} ({end or 'so Slurm says'})."
         is_given_up = verdict is not None and verdict.action == Action.GIVE_UP

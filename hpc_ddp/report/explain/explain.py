@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpc_ddp.core.console.units import duration, plural
 from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
     Finished,
@@ -33,7 +34,6 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import is_finished, last_event, last_step
 from hpc_ddp.core.journal.stragglers import slow_rank
-from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.causes import REPEATING_KINDS, explain_attempt, explain_end
 from hpc_ddp.report.explain.explanation import (
@@ -63,8 +63,9 @@ def explain_run(run: RunFolder) -> Explanation:
 def explain(facts: RunFacts) -> Explanation:
     """Return what became of a run.
 
-    The order of the questions matters: an array, finished, over for good, live, rendered only,
-    ended.
+    The order of the questions matters: an array, unreadable, finished, over for good, live,
+    rendered only, ended. Where the user may start nothing of the run, a hint that would is
+    replaced, or left out while the run is live.
     """
     explanation = _explain_state(facts)
     if explanation.kind in ("waiting", "ending") and facts.newest is not None:
@@ -120,8 +121,8 @@ def _is_over(facts: RunFacts) -> bool:
 
 
 def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
-    """Return the explanation of a run that waits for its next attempt, with the end of the last
-    one."""
+    """Return the explanation of a run that waits for its next attempt, with the end of the last one
+    behind it. The hint is that end's where it will come again."""
     last_end = explain_attempt(facts)
     text, hint = f"{explanation.text} Its last attempt {last_end.text}", explanation.hint
     if last_end.kind in REPEATING_KINDS:
@@ -141,7 +142,7 @@ def _name(path: Path) -> str:
 
 def _explain_finished(facts: RunFacts) -> Explanation:
     """Explain a finished run by its steps, attempts, wall time and goodput; the hint exports its
-    model."""
+    model, '' where no checkpoint is on disk."""
     step = last_step(facts.events)
     steps = f" after {step} steps" if step is not None else ""
     attempts = plural(len(_ends(facts)), "attempt")
@@ -251,7 +252,7 @@ _ENDS = {
     Cause.FAILED: "failed",
     Cause.CANCELLED: "was cancelled",
     Cause.FINISHED: "finished",
-    Cause.SUPERSEDED: "was requeued by Slurm itself",
+    Cause.SUPERSEDED: "was requeued, by Slurm or with scontrol requeue,",
     Cause.NODE_LOST: "lost a node",
     Cause.BAD_NODE: "met a bad node",
 }
@@ -261,7 +262,8 @@ _NO_FAULT = ("preempted", "time limit", "stopped", "node lost", "waiting", "kill
 
 
 def _ends(facts: RunFacts) -> dict[int, str]:
-    """Return how each attempt ended, in words, by number."""
+    """Return how each attempt ended, in words, by number; an attempt that goes on has the words of
+    one without a verdict."""
     ends: dict[int, str] = {}
     started = facts.select(Started)
     standalone = {event.attempt for event in started if event.backend == "local"}
@@ -279,8 +281,8 @@ def _ends(facts: RunFacts) -> dict[int, str]:
 
 
 def _earlier_ends(facts: RunFacts) -> str:
-    """Return a sentence on how the attempts before the newest have ended; '' for a first
-    attempt."""
+    """Return a sentence on how the attempts before the newest have ended; '' for a first attempt,
+    and before it."""
     ends = [end for attempt, end in _ends(facts).items() if attempt != facts.newest]
     counts = [f"{end} {_times(count)}" for end, count in Counter(ends).items()]
     return f"Before that it {' and '.join(counts)}." if counts else ""
@@ -294,7 +296,8 @@ def _times(count: int) -> str:
 def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
     """Return the number of the newest attempt's steps that no checkpoint has, and their seconds.
 
-    Both are None where the attempt did not reach its training.
+    Both are None where the attempt did not reach its training, and 0 where it stopped or finished
+    in order. Without a checkpoint of the run all its steps count.
     """
     events = [event for event in facts.events if event.attempt == facts.newest]
     began = last_event(events, TrainingBegun) or last_event(events, FirstStep)
@@ -310,15 +313,17 @@ def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
 
 
 def _is_progress(event: JournalEvent) -> bool:
-    """Return whether an event came with a step. A hang is reported minutes after its last step."""
+    """Return whether an event came as its step ended. A verdict and the report of a hang have a
+    step, but come minutes after it."""
     is_hang = isinstance(event, RankFailed) and event.error.startswith("HangError")
     is_late = is_hang or isinstance(event, VerdictGiven)
     return step_of(event) is not None and not is_late
 
 
 def _loss(facts: RunFacts, explanation: Explanation) -> str:
-    """Return the sentence on lost steps; '' where the run goes on, is finished, or nothing is
-    known."""
+    """Return the sentence on lost steps; '' where the run goes on or is finished, and where its
+    newest attempt did not reach its training. Of a script that reports no steps it says that the
+    progress is unknown, unless the script failed by itself."""
     if explanation.kind in ("finished", "rendered", "array", "running", "suspended"):
         return ""
     if explanation.lost_steps is None:

@@ -29,9 +29,13 @@ class Explanation:
         for people: a paragraph, and one thing to do ('' where there is nothing to do)
     node, rank
         where it happened; None where that is not known
+    job_id, attempt
+        the job that counts now, and the newest attempt; None before the first
     step, lost_steps, lost_s
         the last step that is known to be done; the number of the last attempt's steps that no
         checkpoint has, and their seconds
+    tasks
+        the explanations of an array's tasks, by their number
     """
 
     kind: str
@@ -51,13 +55,15 @@ class Explanation:
 
 
 def paragraph(explanation: Explanation) -> str:
-    """Return the text for a terminal. The hint is one line, so that a command can be copied."""
+    """Return the text for a terminal, with the hint, if there is one, behind it. The hint is one
+    line, so that a command can be copied. Control characters are replaced."""
     text = textwrap.fill(explanation.text, WIDTH, break_long_words=False, break_on_hyphens=False)
     return printable(f"{text}\nhint: {explanation.hint}" if explanation.hint else text)
 
 
 def at_step(facts: RunFacts) -> str:
-    """Return `` at step n``, or `` before its first step``; '' where the progress is unknown."""
+    """Return `` at step n``, or `` before its first step``, of the newest attempt; '' without one,
+    and where the progress is unknown."""
     if not facts.has_progress or facts.newest is None:
         return ""
     if not facts.select(FirstStep, attempt=facts.newest):
@@ -83,7 +89,8 @@ def fill_hint(
     """Return a hint with its fields filled: ``{again}``, ``{path}``, ``{python}``, ``{logs}``, and
     `groups`.
 
-    `rank` is the one whose log may show the cause. Raise KeyError for another field.
+    ``{logs}`` is the command that shows the log of `rank`, or (None) the run's output. Raise
+    KeyError for another field.
     """
     option = "" if rank is None or facts.standalone else f" --rank {rank} --attempt {facts.newest}"
     fields = {
@@ -96,5 +103,5 @@ def fill_hint(
 
 
 def shorten(text: str) -> str:
-    """Return at most 240 characters of a text."""
+    """Return the first 240 characters of a text, with … where it is cut."""
     return text if len(text) <= 240 else f"{text[:240]}…"

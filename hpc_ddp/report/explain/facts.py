@@ -21,6 +21,7 @@ from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_tail
 from hpc_ddp.core.file_owners import is_executable
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import (
     JournalEvent,
     RankFailed,
@@ -42,7 +43,8 @@ E = TypeVar("E", bound=JournalEvent)
 
 
 def is_standalone(events: Sequence[JournalEvent]) -> bool:
-    """Return whether the newest attempt is a plain ``python X.py``, or torchrun.
+    """Return whether the last start of a run was a plain ``python X.py``, or torchrun; False
+    without a start.
 
     Its output was not kept, and its end has no verdict.
     """
@@ -78,7 +80,9 @@ class RunFacts:
     Attributes
     ----------
     path, spec
-        the run's folder, and the content of its ``job.json``
+        the run's folder, and the content of its ``job.json``, {} where that can't be read
+    now
+        when the facts were read, in unix seconds
     is_executable, problem
         whether the user may start something of it; why its journal can't be read, or ''
     events
@@ -88,9 +92,9 @@ class RunFacts:
     cancelled, live
         the user's mark; a process of this machine plays the run
     saved
-        the step of the newest checkpoint on disk
+        the step of the newest checkpoint on disk; None without one
     failure
-        the failure that ended the newest attempt, by the nodes' records
+        the failure that ended the newest attempt, by the nodes' records; None without one
     terminated
         the ranks that their supervisors ended, since others failed
     rank_log, agent_log, job_log
@@ -150,7 +154,8 @@ class RunFacts:
 
     @property
     def has_progress(self) -> bool:
-        """Whether the script uses hpc_ddp.training, so that its progress is known."""
+        """Whether the script uses hpc_ddp.training, so that its progress is known: the journal has
+        a step, of any attempt."""
         return last_step(self.events) is not None
 
     @property
@@ -159,7 +164,7 @@ class RunFacts:
 
     @property
     def again(self) -> str:
-        """The command that goes on with the run."""
+        """The command that goes on with the run; of a standalone script words for it."""
         if self.standalone:
             return "the same command again"
         command = {"local": "hpc-ddp dry-run", "salloc": "hpc-ddp submit --backend salloc"}.get(
@@ -172,8 +177,8 @@ class RunFacts:
 
 
 def gather(run: RunFolder) -> RunFacts:
-    """Read a run's folder, and query Slurm if the run has a job. Facts that can't be read have
-    their default."""
+    """Read a run's folder, and query Slurm if the run has a job; so for each task of an array.
+    Facts that can't be read have their default."""
     return _gather(run, _try(lambda: is_executable(run), False))
 
 
@@ -203,7 +208,7 @@ def _gather(run: RunFolder, can_start: bool) -> RunFacts:
             str(task.index): _gather(task, can_start) for task in _try(run.tasks, list[RunFolder]())
         },
     )
-    facts = replace(facts, **_read_record(_try(lambda: run.job_ids(events), list[str]())))
+    facts = replace(facts, **_read_record(_try(lambda: run.jobs(events), list[JobRef]())))
     if attempts:
         facts = replace(facts, **_read_end(facts, attempts[-1]))
     return facts
@@ -225,35 +230,38 @@ def _is_live(events: Sequence[JournalEvent]) -> bool:
 
 
 def _newest_checkpoint(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint, None without one; raise OSError where the folder
-    can't be listed."""
+    """Return the step of the newest checkpoint with its final name, None without one; raise OSError
+    where the folder can't be listed."""
     published = checkpoints.published(folder)
     return checkpoints.step_of(published[0]) if published else None
 
 
-def _read_record(jobs: Sequence[str]) -> dict[str, Any]:
-    """Ask Slurm for the job that counts: the link of a chain that runs, else the newest known.
+def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:
+    """Ask Slurm for the job that counts, of the last two: the link of a chain that runs, else the
+    newest that Slurm knows, else the newest.
 
-    `jobs` are the run's job ids, oldest first. Returns fields of `RunFacts`: ``job_id``, ``record``
-    (None without an answer) and ``refusal``, Slurm's last error.
+    `jobs` are the run's jobs, oldest first. Returns fields of `RunFacts`: ``job_id`` (None without
+    jobs), ``record`` (None without an answer) and ``refusal``, Slurm's last error, which is absent
+    for a job that runs.
     """
     records: dict[str, Record] = {}
     refusal = ""
     for job in jobs[-2:]:
         try:
-            records[job] = slurm.record(job)
+            records[job.id] = slurm.record(job)
         except HpcDdpError as error:
             refusal = error.message
             continue
-        if records[job].state in ("RUNNING", "COMPLETING"):
-            return {"job_id": job, "record": records[job]}
-    newest = jobs[-1] if jobs else None
+        if records[job.id].state in ("RUNNING", "COMPLETING"):
+            return {"job_id": job.id, "record": records[job.id]}
+    newest = jobs[-1].id if jobs else None
     last = next(reversed(records), newest)
     return {"job_id": last, "record": records.get(last or ""), "refusal": refusal}
 
 
 def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
-    """Read the records and logs that the nodes and ranks of an attempt left of its end.
+    """Read the records and logs that the nodes and ranks left of the end of the newest attempt,
+    `attempt`.
 
     Returns fields of `RunFacts`; what can't be read is empty.
     """
@@ -299,8 +307,9 @@ def _failures(node: NodeFolder) -> list[RecordedFailure]:
 
 
 def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
-    """Return the failure that the verdict names; without a verdict, the first that is a cause; None
-    without failures."""
+    """Return the failure that the verdict names, with what the `failures` say of it. Where no
+    verdict names a node, return the first of them that is no consequence, else the first; None
+    without any."""
     verdict = facts.verdict
     if verdict is None or verdict.node is None:
         return min(failures, key=lambda f: (f.is_consequence, f.time), default=None)

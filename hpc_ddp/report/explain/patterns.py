@@ -39,7 +39,8 @@ class Diagnosis(NamedTuple):
 
 
 def _read_rows(name: str) -> list[list[str]]:
-    """Return the blocks of a file of this folder, line by line, without comments."""
+    """Return the blocks of a file of this folder, which blank lines part, line by line, without
+    comments. Raise OSError where it can't be read."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     blocks = re.sub(r"^#.*\n", "", text, flags=re.M).strip().split("\n\n")
     return [block.strip().splitlines() for block in blocks]
@@ -74,7 +75,8 @@ _RESOURCES = {
 
 
 def recognise(text: str) -> Diagnosis | None:
-    """Return the first failure whose pattern is in a text; None without one."""
+    """Return the first row of the known failures whose pattern is in a text; None without one, and
+    for ''."""
     for row in FAILURES:
         match = re.search(row.pattern, text, re.M)
         if match:
@@ -87,7 +89,7 @@ def recognise(text: str) -> Diagnosis | None:
 
 def explain_pending(reason: str, job: str) -> tuple[str, str]:
     """Return the meaning of Slurm's reason for which a job waits, and a hint with the id `job`; an
-    unknown reason as it is."""
+    unknown reason as it is. For '' Slurm has not looked at the job yet."""
     for row in PENDING_REASONS:
         match = re.match(row.pattern, reason)
         if match:

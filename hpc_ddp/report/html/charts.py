@@ -67,7 +67,8 @@ class Chart:
 
 class Scale:
     """Maps numbers from `low` to `high` to 0 to 1, linearly or by their logarithm; that needs
-    numbers above 0."""
+    numbers above 0, and raises ValueError for others. Where both are the same, there is room on
+    either side."""
 
     def __init__(self, low: float, high: float, is_log: bool = False) -> None:
         if is_log:
@@ -83,8 +84,9 @@ class Scale:
         return min(1.0, max(0.0, (number - self.low) / (self.high - self.low)))
 
     def ticks(self, count: int, least: float = 0.0) -> list[Label]:
-        """Return about `count` labels at round numbers, at least `least` apart on a linear axis;
-        `at` is in percent."""
+        """Return about `count` labels at round numbers, at least `least` apart on a linear axis, a
+        power of ten on a logarithmic one; `at` is in percent. [] where no round number lies on
+        it."""
         unit = 1.0 if self.is_log else least
         distance = max(_round_up((self.high - self.low) / count), unit)
         first = math.ceil(self.low / distance - 1e-9)
@@ -97,7 +99,8 @@ class Scale:
 
 
 def _round_up(number: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number above 0."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number, but for a
+    thousandth of it. Raise ValueError for a number that is not above 0."""
     power = 10.0 ** math.floor(math.log10(number))
     return next(part * power for part in (1, 2, 5, 10) if part * power >= number * 0.999)
 
@@ -105,8 +108,9 @@ def _round_up(number: float) -> float:
 def charts(
     curves: Sequence[Curve], starts: Sequence[Start], ends: Mapping[int, str]
 ) -> list[Chart]:
-    """Return a chart of each curve. `starts` are the starts of the workers, `ends` has the end of
-    each attempt, in words."""
+    """Return a chart of each curve, which has a point or more; [] without curves. `starts` are the
+    starts of the workers, of which the first is not marked; `ends` has the end of each attempt, in
+    words."""
     count = max(20, min(300, MOST_COLUMNS // max(len(curves), 1)))
     return [_chart(curve, starts[1:], ends, count) for curve in curves]
 
@@ -150,7 +154,8 @@ def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count
 
 
 def _number_scale(curve: Curve) -> Scale:
-    """Return the scale of a curve's numbers: logarithmic, from zero, or with some room."""
+    """Return the scale of a curve's numbers: logarithmic, from zero, or with some room; that of 0
+    to 1 where none is finite."""
     finite = curve.finite
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     is_speed = curve.name == "samples_per_s"
@@ -163,9 +168,11 @@ def _number_scale(curve: Curve) -> Scale:
 
 
 def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) -> list[Path]:
-    """Return the line of the means, below it the band from the least to the greatest numbers.
+    """Return the line of the means, and before it, to be drawn first, the band from the least to
+    the greatest numbers.
 
-    `across` scales steps, `up` numbers; a line of steps that were redone has no band.
+    `line` has a column or more; `across` scales steps, `up` numbers. There is no band where all
+    columns are of one number, and for steps that were redone.
     """
 
     def place(step: float, number: float) -> str:
@@ -184,8 +191,9 @@ def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) ->
 
 
 def _marks(starts: Sequence[Start], ends: Mapping[int, str], across: Scale) -> list[Label]:
-    """Return a mark for each start; the text is '' where it would overlap another one. `ends` has
-    the end of each attempt, in words; `across` scales steps."""
+    """Return a mark for each start, ``↻`` for a restart within an attempt; the text is '' where it
+    would overlap the one before. `ends` has the end of each attempt, in words; `across` scales
+    steps."""
     marks: list[Label] = []
     last_text_at = -math.inf
     for start in starts:

@@ -71,7 +71,7 @@ class Curve:
 
     def segments(self) -> Iterator[Segment]:
         """Yield the curve's points, cut at each start, where steps were done again, and where it is
-        not finite."""
+        not finite; nothing without points."""
         redone_from: dict[int, float] = {}  # by start: the first step of all later ones
         first_step = math.inf
         for start, group in groupby(reversed(self.points), key=lambda point: point.start):
@@ -86,8 +86,8 @@ class Curve:
 
 
 def columns(points: Sequence[Point], width: float) -> list[Column]:
-    """Join points that lie in the same column of a picture; `width` is a column's, in steps, above
-    0."""
+    """Return points, with those that lie in the same column of a picture as one; [] without any.
+    `width` is a column's, in steps, above 0."""
     result = []
     for _, group in groupby(points, key=lambda point: int(point.step / width)):
         steps, numbers, _ = zip(*group, strict=True)
@@ -96,8 +96,8 @@ def columns(points: Sequence[Point], width: float) -> list[Column]:
 
 
 def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
-    """Return a run's metrics by name; the loss first, the speed last. Values that are no numbers
-    are left out."""
+    """Return a run's metrics by name, each with a point or more; the loss first, the speed last. {}
+    without any. Steps and epochs, and values that are no numbers, are left out."""
     curves: dict[str, Curve] = {}
     for index, start in enumerate(by_start(events)):
         for event in start:
@@ -113,7 +113,8 @@ def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
 
 
 def starts_of(events: Sequence[JournalEvent]) -> list[Start]:
-    """Return the starts of the workers that reached their training loop, in order."""
+    """Return the starts of the workers that reached their training loop, in order, each with the
+    last step before it. The first such start of an attempt is no restart; [] without events."""
     starts: list[Start] = []
     for start in by_start(events):
         trained = [e for e in start if isinstance(e, (TrainingBegun, FirstStep, MetricsLine))]

@@ -24,11 +24,12 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import by_attempt, last_event
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import read_queue
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import RunFacts, gather
 from hpc_ddp.report.status.run_status import Status, status_of
-from hpc_ddp.report.status.state import RunState, jobs_in_queue
+from hpc_ddp.report.status.state import RunState
 
 _SIGNS = {"preempted": "▼", "time limit": "▼", "notice": "▼", "finished": "✓", "cancelled": "⏹"}
 
@@ -50,12 +51,12 @@ class RunHistory:
 
     @property
     def begin(self) -> float:
-        """The begin of the wall time, in unix seconds; now for a run without events."""
+        """The begin of the wall time, in unix seconds; without wall time when the run was read."""
         return self.pieces[0].begin if self.pieces else self.facts.now
 
     @property
     def end(self) -> float:
-        """The end of the wall time, in unix seconds; now for a run without events."""
+        """The end of the wall time, in unix seconds; without wall time when the run was read."""
         return self.pieces[-1].end if self.pieces else self.facts.now
 
     @cached_property
@@ -65,18 +66,19 @@ class RunHistory:
 
 
 def read_run(run: RunFolder) -> RunHistory:
-    """Read a run's folder, and query Slurm; without an answer its jobs count as gone. Raise OSError
-    where the journal can't be read."""
+    """Read a run's folder, and query Slurm, also for its last jobs. Without an answer the state is
+    the journal's, or ``unknown`` where that leaves it open. Raise OSError where the journal can't
+    be read."""
     facts = gather(run)
-    status = status_of(run, jobs_in_queue())
+    status = status_of(run, read_queue())
     waits = status.state is RunState.WAITING
     pieces = goodput.pieces(facts.events, facts.now if status.state.is_live else None, waits)
     return RunHistory(run, facts, status, explain(facts), pieces)
 
 
 def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
-    """Return a row for each attempt: times (unix seconds and texts), nodes, steps, and its end, by
-    name."""
+    """Return a row for each attempt, in order: times (unix seconds and texts), nodes, steps, and
+    its end, by name; [] before the first."""
     rows = []
     end_before = history.begin
     for attempt, events in history.attempts.items():
@@ -104,8 +106,8 @@ def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
 def _bounds(
     history: RunHistory, attempt: int, events: Sequence[JournalEvent]
 ) -> tuple[float, float]:
-    """Return begin and end of an attempt, in unix seconds; one that goes on ends with the run's
-    wall time."""
+    """Return begin and end of an attempt, in unix seconds, by its events, one or more; one that
+    goes on ends with the run's wall time."""
     times = [event.time for event in events]
     workers = [event.began for event in events if isinstance(event, WorkerStarted)]
     begin = min([*times, *(began for began in workers if began)])
@@ -114,8 +116,8 @@ def _bounds(
 
 
 def _steps(events: Sequence[JournalEvent]) -> str:
-    """Return the first and the last step of an attempt, as text; ``–`` where its training never
-    began."""
+    """Return the first and the last step of an attempt, as ``1 to 400``; ``none`` where its
+    training began and did no step, ``–`` where it never began."""
     first = next((e for e in events if isinstance(e, (TrainingBegun, FirstStep))), None)
     if first is None:
         return "–"
@@ -125,8 +127,7 @@ def _steps(events: Sequence[JournalEvent]) -> str:
 
 
 def _end_of(history: RunHistory, attempt: int, events: Sequence[JournalEvent]) -> tuple[str, str]:
-    """Return the reason of an attempt's end, and a sign for it; for one that goes on these
-    words."""
+    """Return the reason of an attempt's end, and a sign for it; ``goes on`` for one that does."""
     status = history.status
     if verdict := last_event(events, VerdictGiven):
         return verdict.why or verdict.cause, _SIGNS.get(verdict.cause, "✕")
@@ -161,9 +162,11 @@ def clock(unix_s: float) -> str:
 
 
 def strip(history: RunHistory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the parts along the wall time, and where attempts begin, with places in percent.
+    """Return the parts along the wall time (``spans``), where attempts begin (``begins``), both in
+    percent, and ``begin`` and ``end`` of the wall time as text; {} for a run without wall time.
 
-    `rows` are those of `attempt_rows`. {} for a run without wall time.
+    `rows` are those of `attempt_rows`. A part that is too short to be seen is added to the one
+    before, and of attempts whose numbers would overlap the later one is left out.
     """
     wall_s = history.end - history.begin
     if wall_s <= 0:

@@ -16,7 +16,7 @@ from hpc_ddp import __version__
 from hpc_ddp.core.console.units import duration, measured
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import read_text
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import RankFailed
 from hpc_ddp.core.journal.fields import to_number
@@ -43,14 +43,15 @@ _WORKING, _BAD = ("▶", "busy"), ("✕", "bad")
 
 
 def render(run: RunFolder, templates: Path) -> str:
-    """Return a run's page as HTML; `templates` is the folder of the template.
+    """Read a run, query Slurm, and return the run's page as HTML; `templates` is the folder of the
+    template. Without a job.json that can be read the page lacks what is of the job.
 
     Raises
     ------
     UsageError
         the run is an array or a sweep, whose tasks have a page each
     OSError
-        the run's journal can't be read
+        the run's journal, or the template, can't be read
     """
     spec = _spec_of(run)
     if spec and spec.array and not run.is_task:
@@ -79,7 +80,8 @@ def _spec_of(run: RunFolder) -> JobSpec | None:
 
 
 def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
-    """Return the values of the template, by name; `spec` None: those of the job are left out."""
+    """Return the values of the template, by name; `spec` None: the GPU hours are left out. The page
+    has the first `MOST_CHARTS` metrics, and the last `MOST_ATTEMPTS` attempts."""
     rows = attempt_rows(history)
     curves = curves_of(history.facts.events)
     ends = {row["number"]: row["end"] for row in rows}
@@ -133,8 +135,11 @@ def _tiles(
 
 
 def _failure(history: RunHistory) -> dict[str, Any]:
-    """Return the failure that ended the newest attempt: rank, error, traceback, log; {} without
-    one."""
+    """Return the failure that ended the newest attempt: rank, node, error, traceback, log, and the
+    attempt's number, by name; {} without a failure. What is not known is '' or None.
+
+    Where the failed rank has journaled nothing, another rank's traceback stands for it.
+    """
     facts, failure = history.facts, history.facts.failure
     if failure is None:
         return {}
@@ -151,7 +156,8 @@ def _failure(history: RunHistory) -> dict[str, Any]:
 
 
 def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the parts of the wall time that are not zero, with their shares in percent."""
+    """Return the parts of the wall time that are not zero, with their shares in percent; [] without
+    wall time."""
     wall_s = sum(seconds.values())
     return [
         {
@@ -167,7 +173,7 @@ def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 def _settings(history: RunHistory) -> list[tuple[str, str]]:
     """Return name and text of the command, of the settings that are not the defaults, of the hosts
-    and the run's folder."""
+    and the run's folder. Without a job.json the first two are left out, without nodes the hosts."""
     spec = history.facts.spec
     defaults = {f.name: f.default for f in fields(JobSpec) if f.default is not MISSING}
     settings = []
@@ -195,5 +201,6 @@ def _as_text(setting: Any) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return a text without colours and other control characters."""
+    """Return a text without colours and other control characters but tabs and line breaks; a
+    carriage return becomes a line break."""
     return _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))

@@ -47,12 +47,14 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     """Return the files of the job's own output, or of a rank, oldest attempt first.
 
     The job's output has the launcher's lines and rank 0's, over all attempts. An `attempt` without
-    a rank means rank 0's. [] for a rank before the first attempt.
+    a rank means rank 0's, as does neither where the job has no output. [] for a rank before the
+    first attempt.
 
     Raises
     ------
     UsageError
-        no such rank or attempt (the message lists the existing ones), or nothing printed yet
+        no such rank or attempt (the message lists the existing ones), nothing printed yet, or a
+        script that was started by hand, whose output went to its terminal
     OSError
         an attempt's folder, or the journal, can't be read
     """
@@ -102,8 +104,9 @@ class LogFile:
         return not self.sizes or self.sizes[-1] > self._position
 
     def new_lines(self, is_last: bool) -> Iterator[tuple[float, bytes]]:
-        """Yield the new lines with their times, in unix seconds; a line without end only if
-        `is_last`. A file that can't be read has none."""
+        """Yield the new lines with their times, in unix seconds; the next call begins behind the
+        last one. A line has its line break; one without is yielded only if `is_last`. A file that
+        can't be read has none."""
         partial = b""
         while True:
             try:
@@ -127,13 +130,14 @@ class LogFile:
             yield self._time_of(self._position), partial
 
     def _last_drawn(self, line: bytes) -> bytes:
-        """Return the last state of a progress bar in a line; the line as it is unless `tidy`."""
+        """Return the last state of a progress bar in a line, which is all behind its last carriage
+        return; the line as it is unless `tidy`."""
         bar = line.rstrip(b"\r")
         return line[bar.rfind(b"\r") + 1 :] if self._tidy else line
 
     def _time_of(self, size: int) -> float:
-        """Return the time (unix seconds) at which the file had `size` bytes; beyond the notes that
-        of its last change."""
+        """Return the time (unix seconds) of the first note by which the file had `size` bytes;
+        beyond the notes that of its last change, or now where that can't be read."""
         index = bisect_left(self.sizes, size)
         if index < len(self.times):
             return self.times[index]

@@ -33,7 +33,8 @@ class Line(NamedTuple):
 
 @dataclass
 class AttemptLogs:
-    """The logs of one attempt, of a run or of a task of an array, by node and rank."""
+    """The logs of one attempt, of a run or of a task of an array, by node and rank. With `tidy`,
+    only the last state of a progress bar is a line."""
 
     run: RunFolder
     attempt: AttemptFolder
@@ -45,8 +46,11 @@ class AttemptLogs:
     _offsets: dict[Path, int] = field(default_factory=dict)  # bytes read of each `printed`
 
     def update(self, is_last: bool) -> None:
-        """Find new logs, and read the supervisors' notes of their sizes. Raise OSError where the
-        attempt's folder can't be listed."""
+        """Find new logs, and read the supervisors' new notes of their sizes.
+
+        New logs are looked for while there are none, in every `LIST_EVERY`-th call, and if
+        `is_last`. Raise OSError where the attempt's folder can't be listed.
+        """
         if is_last or not self._updates % LIST_EVERY or not self.logs:
             for node in self.attempt.nodes():
                 for path in node.path.glob("rank-*.log"):
@@ -61,8 +65,8 @@ class AttemptLogs:
             self._read_notes(path)
 
     def _read_notes(self, path: Path) -> None:
-        """Read the new lines of a supervisor's `printed` into the times and sizes of its logs;
-        damaged ones are left out."""
+        """Read the new lines of a supervisor's `printed` into the times and sizes of its logs.
+        Damaged ones, and those of logs that `update` has not looked for yet, are left out."""
         with contextlib.suppress(OSError), open_data(path) as file:
             file.seek(self._offsets[path])
             for line in file.read(MOST_TEXT_BYTES).splitlines(keepends=True):
@@ -84,8 +88,9 @@ class AttemptLogs:
         return [event for event in events if event.attempt == self.attempt.number]
 
     def new_lines(self, is_last: bool) -> Iterator[Line]:
-        """Yield the new lines of all ranks in order of time; `is_last`: also lines without an end.
-        Logs that can't be read have none."""
+        """Yield the new lines of all ranks in order of time, by what `update` has read last;
+        `is_last`: also lines without an end. The next call begins behind them. Logs that can't be
+        read have none."""
         # Every so often all logs are read: a supervisor may not be able to note their sizes.
         read_all = is_last or self._updates % LIST_EVERY == 1
         now = time.time()
@@ -98,8 +103,8 @@ class AttemptLogs:
 
 
 def _stream(node: str, rank: int, log: LogFile, is_last: bool, now: float) -> Iterator[Line]:
-    """Yield a rank's new lines. Their times do not go back, nor beyond `now` in unix seconds (a
-    clock may be ahead)."""
+    """Yield a rank's new lines. Within a call their times do not go back, nor beyond `now` in unix
+    seconds (a clock may be ahead)."""
     latest = 0.0
     for seconds, text in log.new_lines(is_last):
         latest = max(latest, min(seconds, now))
@@ -110,7 +115,8 @@ class LineFolder:
     """Folds equal lines that several ranks print at about the same time into one; unless `fold`,
     shows each.
 
-    No rank's lines change their order: those before an equal one are shown first.
+    No rank's lines change their order: those before an equal one are shown first. A line is taken
+    in, and lines are forgotten, only as the caller iterates over the result.
     """
 
     def __init__(self, fold: bool) -> None:
@@ -118,7 +124,8 @@ class LineFolder:
         self._held: list[Line] = []
 
     def add(self, line: Line) -> Iterator[tuple[Line, list[int]]]:
-        """Add a line; yield those that are too old to be equal to it, with their ranks."""
+        """Add a line; yield those that are too old to be equal to it, and the lines behind them
+        that are held, with their ranks. Unless lines are folded, yield this one alone."""
         if not self._fold:
             yield line, [line.rank]
             return
@@ -138,7 +145,7 @@ class LineFolder:
             counts.setdefault(line.text, Counter())[line.rank] += 1
 
         def pop(rank: int) -> Line:
-            """Take the first line of a rank."""
+            """Remove the first line of a rank from its queue and the counts, and return it."""
             line = queues[rank].popleft()
             counts[line.text][rank] -= 1
             return line

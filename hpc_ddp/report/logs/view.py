@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import open_data
+from hpc_ddp.core.journal.enums import Action
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
-from hpc_ddp.core.journal.vocabulary import Action
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 from hpc_ddp.report.logs.files import CHUNK, LogFile, LogQuery, log_files
@@ -34,12 +34,14 @@ COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def show(run: RunFolder, query: LogQuery) -> None:
-    """Print the lines that there are now.
+    """Print the lines that there are now; none for a rank before the first attempt.
+
+    Where no rank has a log, the job's own output takes the place of merged lines.
 
     Raises
     ------
     UsageError
-        no such rank or attempt, or no log will ever exist
+        no such rank or attempt, nothing printed yet, or no log will ever exist
     OSError
         the run's folder or journal can't be read, or stdout is closed
     """
@@ -48,9 +50,11 @@ def show(run: RunFolder, query: LogQuery) -> None:
 
 
 def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> None:
-    """Print the lines and those that are added, until `has_ended` or Ctrl-C.
+    """Print the lines and those that are added, until `has_ended` says so, or Ctrl-C.
 
-    A rank or attempt that does not exist yet is waited for. Raises as `show`, but for that.
+    It is asked every `ASK_EVERY` polls. A rank or attempt that does not exist yet is waited for;
+    one that still does not exist at the end is no error. Raise UsageError where no log will ever
+    exist, OSError as `show` does, and what `has_ended` raises.
     """
     _check_has_logs(run, query)
     view = _open_view(run, query)
@@ -66,7 +70,8 @@ def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> No
 
 
 def _check_has_logs(run: RunFolder, query: LogQuery) -> None:
-    """Raise UsageError for a script that was started by hand and has no log: none will come."""
+    """Raise UsageError for a script that was started by hand and has no log: none will come; and
+    OSError where the journal or an attempt's folder can't be read."""
     if is_standalone(run.events()):
         log_files(run, query.rank or 0, query.attempt)
 
@@ -80,7 +85,7 @@ def _open_view(run: RunFolder, query: LogQuery) -> PlainView | MergedView:
 
 def _update(view: PlainView | MergedView, run: RunFolder, query: LogQuery, is_last: bool) -> None:
     """Print the new lines of a view. A merged one that has no log at the end shows the job's own
-    output instead."""
+    output instead. Raises as the view's `update`."""
     view.update(is_last)
     if is_last and view.is_empty:
         PlainView(run, query).update(is_last)
@@ -96,8 +101,8 @@ class PlainView:
         self._files: dict[Path, LogFile] = {}
 
     def update(self, is_last: bool) -> None:
-        """Print what is new in the files; raise UsageError where there is no such rank or
-        attempt."""
+        """Print what is new in the files, lines without an end at once (`is_last` changes nothing).
+        Raise UsageError and OSError as `log_files` does, and OSError where stdout is closed."""
         for path in log_files(self._run, self._query.rank, self._query.attempt):
             log = self._files.setdefault(path, LogFile(path))
             for _, line in log.new_lines(is_last=True):
@@ -125,8 +130,11 @@ class MergedView:
         return not any(group.logs for group in self._groups.values())
 
     def update(self, is_last: bool) -> None:
-        """Print what is new of all ranks; `is_last`: also lines without an end. Raise UsageError
-        where there is no such attempt."""
+        """Print what is new of all ranks; `is_last`: also lines without an end.
+
+        Raise UsageError as `_find_attempts` does for an attempt that the run does not have, and
+        OSError where the run's folder or journal can't be read, or stdout is closed.
+        """
         self._find_attempts()
         groups = [group for group in self._groups.values() if is_last or not group.end_shown]
         groups.sort(key=_begin_time)
@@ -138,8 +146,8 @@ class MergedView:
         sys.stdout.buffer.flush()
 
     def _find_attempts(self) -> None:
-        """Add the attempts that have begun since; raise UsageError where there is no such
-        attempt."""
+        """Add the attempts that have begun since, of all tasks for an array. Raise UsageError for a
+        run, but not for an array, that has attempts and none of the query's number."""
         number = self._query.attempt
         for run in self._run.tasks() or [self._run]:
             for attempt in run.attempts():
@@ -150,7 +158,8 @@ class MergedView:
             log_files(self._run, 0, number)  # raises, with the attempts that exist
 
     def _has_several_ranks(self, group: AttemptLogs) -> bool:
-        """Return whether any rank but 0 has printed a line that is shown."""
+        """Return whether any rank but 0, of those whose logs may have grown, has printed a line
+        that is shown, by the beginnings of the logs."""
         logs = [log for (_, rank), log in group.logs.items() if rank and log.may_have_grown]
         return any(self._has_output(log.path) for log in logs)
 
@@ -166,7 +175,9 @@ class MergedView:
         return self._query.raw or not NOISE.search(line)
 
     def _show(self, group: AttemptLogs, is_last: bool) -> None:
-        """Print the new lines of an attempt, with a heading where it begins and where it ends."""
+        """Print the new lines of an attempt, with a heading where it begins and where it ends, once
+        each. Lines of the last second may wait for equal ones until the next call. Raise OSError
+        where the journal can't be read, or stdout is closed."""
         folder = self._folders.setdefault(group.attempt.path, LineFolder(not self._query.raw))
         # Read before the lines, so that all lines from before the verdict are there.
         events = group.events()
@@ -185,7 +196,8 @@ class MergedView:
             group.end_shown = True
 
     def _print(self, group: AttemptLogs, lines: Iterable[tuple[Line, list[int]]]) -> None:
-        """Print folded lines, each with the mark of its ranks where marks are shown."""
+        """Print folded lines, each with the mark of its ranks where marks are shown. Raise OSError
+        where stdout is closed."""
         for line, ranks in lines:
             text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
             if self._has_marks:
@@ -193,7 +205,11 @@ class MergedView:
             sys.stdout.buffer.write(text)
 
     def _mark(self, group: AttemptLogs, line: Line, ranks: list[int]) -> str:
-        """Return the words before a line: task, node and rank, or the ranks that printed it."""
+        """Return the words before a line: task, node and rank, or the ranks that printed it.
+
+        The widest name of one rank so far sets their width, also of later ones; on a terminal they
+        have the colour of the line's rank.
+        """
         task = f"task {group.run.index} " if group.run.is_task else ""
         if len(ranks) == 1:
             origin = f"{line.node} rank {line.rank}"
@@ -219,15 +235,16 @@ class MergedView:
 
 
 def _begin_time(group: AttemptLogs) -> tuple[float, int]:
-    """Return what sorts attempts by when they began; one whose attempt.json can't be read comes
-    last."""
+    """Return what sorts attempts by when they began, the time of their attempt.json and their
+    number; one without the file comes last."""
     with contextlib.suppress(OSError):
         return (group.attempt.path / "attempt.json").stat().st_mtime, group.attempt.number
     return float("inf"), group.attempt.number
 
 
 def _beginning(events: Sequence[JournalEvent]) -> str:
-    """Return time, nodes and job of an attempt's beginning; '' before its first event."""
+    """Return time, nodes and job of an attempt's beginning, as `` began …``; '' without an event
+    `started`."""
     started = last_event(events, Started)
     if started is None:
         return ""

@@ -10,15 +10,15 @@ from typing import Any
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.file_io import read_text
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.report.tables import columns
-from hpc_ddp.slurm_text import QueuedJob
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Task:
 
     Attributes
     ----------
-    point
+    trial
         its values of the sweep's parameters, by name
     best
         the best value that its script passed to ``run.best``; None without one
@@ -36,7 +36,7 @@ class Task:
     """
 
     index: int
-    point: Mapping[str, str]
+    trial: Mapping[str, str]
     state: RunState
     best: float | None
     status: Status | None
@@ -50,22 +50,23 @@ class Task:
         """Return the task for JSON: its status, if it has begun, with index, parameters, state and
         best value."""
         status = self.status.to_dict() if self.status else {}
-        task = {"task": self.index, "point": dict(self.point), "state": self.state}
+        task = {"task": self.index, "trial": dict(self.trial), "state": self.state}
         return {**status, **task, "best": self.best}
 
 
-def tasks(run: RunFolder, queue: Mapping[str, QueuedJob]) -> list[Task]:
-    """Return all tasks of an array in the order of their indexes; [] for another run.
+def tasks(run: RunFolder, queue: Queue) -> list[Task]:
+    """Return all tasks of an array in the order of their indexes; [] for another run, also for a
+    task.
 
-    `queue` has the user's jobs in Slurm, by job id. Raise UsageError for a broken job.json, and
-    OSError where it or a journal can't be read.
+    `queue` has the user's jobs in Slurm. Raise UsageError for a broken job.json, of any run, and
+    OSError where it, a journal or a folder of checkpoints can't be read.
     """
     spec = JobSpec.from_json(read_text(run.job_json))
     if not spec.array or run.is_task:
         return []
     folders = {task.index: task for task in run.tasks()}
-    jobs = [queue[job] for job in run.job_ids(run.events()) if job in queue]
-    waits = any(state_of_job(job.state) is RunState.WAITING for job in jobs)
+    jobs = [queue.find(job, run) for job in run.jobs(run.events())]
+    waits = any(job and state_of_job(job.state) is RunState.WAITING for job in jobs)
     return [
         _task(index, spec.trials[index] if spec.trials else {}, folders.get(index), queue, waits)
         for index in spec.indexes(folders)
@@ -74,32 +75,35 @@ def tasks(run: RunFolder, queue: Mapping[str, QueuedJob]) -> list[Task]:
 
 def _task(
     index: int,
-    point: Mapping[str, str],
+    trial: Mapping[str, str],
     run: RunFolder | None,
-    queue: Mapping[str, QueuedJob],
+    queue: Queue,
     waits: bool,
 ) -> Task:
     """Return one task of an array.
 
-    `point` has its values of the sweep's parameters, `run` its folder (None: not begun), and
-    `waits` says that a job of the array is in the queue.
+    `trial` has its values of the sweep's parameters, `run` its folder (None: not begun), and
+    `waits` says that a job of the array waits in the queue. Raise OSError where the task's journal
+    or folder of checkpoints can't be read.
     """
     status = status_of(run, queue) if run else None
     if run is None or status is None or status.state is RunState.RENDERED:
         state = RunState.WAITING if waits else RunState.NOT_BEGUN
-        return Task(index, point, state, None, None)
+        return Task(index, trial, state, None, None)
     state = RunState.WAITING if waits and _is_resubmitted(run) else status.state
-    return Task(index, point, state, _best(run), status)
+    return Task(index, trial, state, _best(run), status)
 
 
 def _is_resubmitted(run: RunFolder) -> bool:
-    """Return whether a task was submitted again, and has not begun since."""
+    """Return whether a task was submitted again, and has not begun since. Raise OSError where its
+    journal can't be read."""
     submitted = last_event(run.events(), Submitted)
     return submitted is not None and submitted.first_attempt == len(run.attempts())
 
 
 def _best(run: RunFolder) -> float | None:
-    """Return the best value in the newest readable checkpoint; None without one."""
+    """Return the best value in the newest checkpoint whose manifest can be read; None without one.
+    Raise OSError where the folder of checkpoints can't be listed."""
     for folder in checkpoints.published(run.checkpoints):
         with suppress(OSError, ValueError):
             best = checkpoints.read_manifest(folder).get("best") or {}
@@ -109,8 +113,8 @@ def _best(run: RunFolder) -> float | None:
 
 def table(tasks: Sequence[Task]) -> str:
     """Return the tasks, one or more, as a table: parameters, state, step, results; without empty
-    columns."""
-    parameters = list(tasks[0].point)
+    columns, but with all parameters. Raise IndexError without tasks."""
+    parameters = list(tasks[0].trial)
     results = list(dict.fromkeys(name for task in tasks for name in task.results))
     header = ["task", *parameters, "state", "attempt", "step", "loss", "best", *results, "why"]
     rows = [_cells(task, results) for task in tasks]
@@ -128,14 +132,15 @@ def _cells(task: Task, results: Sequence[str]) -> list[Any]:
     attempt, progress, loss = None, None, None
     if status:
         attempt, progress, loss = status.attempt, status.progress, status.loss
-    cells = [task.index, *task.point.values(), task.state, attempt, progress]
+    cells = [task.index, *task.trial.values(), task.state, attempt, progress]
     cells += [_short(loss), _short(task.best), *(_short(task.results.get(n)) for n in results)]
     return [*cells, status.why if status else ""]
 
 
 def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
-    """Return the number of tasks in each state, and the used part of the budget. Raise UsageError
-    for a broken job.json, and OSError where it or a journal can't be read."""
+    """Return a line with the number of tasks in each state, the hours of all tasks until their last
+    events, and the budget, if there is one. Raise UsageError for a broken job.json, and OSError
+    where it or a journal can't be read."""
     counts = Counter(task.state for task in tasks)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     spec = JobSpec.from_json(read_text(run.job_json))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from hpc_ddp import __version__
 from hpc_ddp.core.file_io import read_json, write_whole
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
     JournalEvent,
@@ -28,9 +28,9 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
-from hpc_ddp.slurm_text import QueuedJob
 
 # No link: what it leads to may be another user's choice, and be changed by being opened.
 OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
@@ -40,11 +40,11 @@ FORMAT = [__version__, *(field.name for field in fields(Status))]
 class StatusCache:
     """Reads the status of runs below `root`; `save` keeps it for the next command.
 
-    `queue` has the user's jobs in Slurm, by job id. A cache that is damaged, another user's or
+    `queue` has the user's jobs in Slurm. A cache that is damaged, another user's or
     another version's is not read.
     """
 
-    def __init__(self, root: Path, queue: Mapping[str, QueuedJob]) -> None:
+    def __init__(self, root: Path, queue: Queue) -> None:
         self._path, self._queue = root / f".status-{os.geteuid()}.json", queue
         content = read_json(self._path) if _is_private(self._path) else {}
         entries = content.get("runs") if content.get("format") == FORMAT else None
@@ -52,21 +52,25 @@ class StatusCache:
         self._changed = False
 
     def status_of(self, run: RunFolder) -> Status:
-        """Return the status of one run, from the cache or from its journal; raise OSError where
-        that can't be read."""
+        """Return the status of one run, from the cache or from its journal.
+
+        The status of a run that has ended is taken into the cache, that of another one is removed;
+        `save` writes it. Raise OSError where a journal of the run or its tasks can't be read.
+        """
         files, name = _fingerprint(run), str(run.path)
         entry = self._entries.get(name, {})
         with suppress(KeyError, TypeError, AttributeError, ValueError):  # a damaged entry is none
-            if entry["files"] == files and not self._has_queued(entry["jobs"]):
+            if entry["files"] == files and not self._has_queued(run, entry["jobs"]):
                 return _restore(entry["status"], entry["saved_at"])
         events = read_briefly(run.journal_folder)
-        jobs = run.job_ids(events)
+        jobs = run.jobs(events)
         status = summarize(run, events, jobs, self._queue)
         saved = last_event(events, CheckpointSaved)
-        if _has_ended(status, events) and not self._has_queued(jobs):
+        names = [str(job) for job in jobs]
+        if _has_ended(status, events) and not self._has_queued(run, names):
             self._entries[name] = {
                 "files": files,  # from before: a later line of the journal is not in the status
-                "jobs": jobs,
+                "jobs": names,
                 "saved_at": saved.time if saved else None,
                 "status": asdict(status),
             }
@@ -75,12 +79,14 @@ class StatusCache:
             self._changed = True
         return status
 
-    def _has_queued(self, jobs: list[str]) -> bool:
-        """Return whether one of some job ids is in Slurm's queue."""
-        return any(job in self._queue for job in jobs)
+    def _has_queued(self, run: RunFolder, jobs: list[str]) -> bool:
+        """Return whether one of a run's jobs, as `JobRef.parse` reads them, is in Slurm's queue;
+        False where that can't be asked."""
+        return any(self._queue.find(JobRef.parse(job), run) for job in jobs)
 
     def save(self) -> None:
-        """Write the cache, if it has changed and its folder can be written: it only saves time."""
+        """Write the cache, if it has changed, without runs that are gone. A folder that can't be
+        written is passed over: the cache only saves time."""
         if self._changed:
             entries = {name: entry for name, entry in self._entries.items() if os.path.isdir(name)}
             text = json.dumps({"format": FORMAT, "runs": entries})
@@ -116,7 +122,8 @@ def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
 
 def _fingerprint(run: RunFolder) -> list[Any]:
     """Return values that change when a file changes from which a run's status is read; [] for a run
-    that is being removed. Raise OSError where a journal can't be opened."""
+    that is being removed. Raise OSError where a journal, also a task's, can't be listed or
+    opened."""
     try:
         names = os.listdir(run.path)
     except OSError:  # it is just being removed

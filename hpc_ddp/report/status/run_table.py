@@ -6,20 +6,21 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpc_ddp import slurm
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.core.run_index import all_runs, find_run
+from hpc_ddp.core.run_index import all_runs, find_run, linked_runs
+from hpc_ddp.live_jobs import Queue, read_queue
 from hpc_ddp.report.status import array_tasks
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
-from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
-from hpc_ddp.slurm_text import QueuedJob
 
 MOST_RUNS = 20  # shown without --all, unless more of them are live
 WIDEST = 64  # characters of a cell but "why": one run of a shared folder must not widen all rows
@@ -48,22 +49,24 @@ COLOURS = {
 
 
 def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str:
-    """Return the states of the runs of these names, or of all, as a table or as JSON.
+    """Query Slurm, and return the states of the runs of these names (as `find_run` takes them), or
+    of all, as a table or as JSON, a list.
 
-    Without names, live runs come first. JSON has all runs, also those that the table leaves out.
-    Without any run the text is empty, and a hint goes to stderr.
+    Without names, live runs come first; with one alone the tasks of an array are added. JSON has
+    all runs, also those that the table leaves out; `show_all` has the table show them. Without any
+    run the table is '', and a hint goes to stderr. The statuses are kept in a file in `root`.
 
     Raises
     ------
     UsageError
-        no run has one of the names
+        no run, or no single one, has one of the names
     OSError
-        the folder of the runs can't be read
+        the folder of the runs, or the journal of a run of these names, can't be read
     """
-    queue = jobs_in_queue()
+    queue = read_queue()
     older = 0
     if names:
-        runs = [find_run(root, name) for name in names]
+        runs = [find_run(root, name, slurm.own_cluster) for name in names]
     else:
         runs, older = select(root, queue, show_all or as_json)
     rows = read_statuses(root, runs, queue)
@@ -90,27 +93,25 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     return "\n\n".join(parts)
 
 
-def select(
-    root: Path, queue: Mapping[str, QueuedJob], show_all: bool
-) -> tuple[list[RunFolder], int]:
-    """Return the newest runs and those with a live job, newest first, and the number of others;
-    `queue` has the user's jobs by id."""
+def select(root: Path, queue: Queue, show_all: bool) -> tuple[list[RunFolder], int]:
+    """Return the `MOST_RUNS` newest runs and those with a live job, newest first, and the number of
+    others; all and 0 with `show_all`. `queue` has the user's jobs."""
     runs = all_runs(root)
     if show_all or len(runs) <= MOST_RUNS:
         return runs, 0
-    jobs = [job_id for job_id, job in queue.items() if state_of_job(job.state)]
-    live = {os.path.realpath(root / ".jobs" / job_id) for job_id in jobs}
-    live |= {os.path.dirname(path) for path in live}  # the array of a task
+    clusters = (queue.cluster, JobRef("", queue.cluster).cluster_name, "")
+    live = linked_runs(root, (JobRef(id, cluster) for id in queue.live for cluster in clusters))
     selection = runs[:MOST_RUNS]
     selection += [run for run in runs[MOST_RUNS:] if str(run.path.resolve()) in live]
     return selection, len(runs) - len(selection)
 
 
-def read_statuses(
-    root: Path, runs: Sequence[RunFolder], queue: Mapping[str, QueuedJob]
-) -> list[Status]:
-    """Return the status of each run, in their order; one that can't be read is `unreadable`. A bar
-    on stderr shows the progress."""
+def read_statuses(root: Path, runs: Sequence[RunFolder], queue: Queue) -> list[Status]:
+    """Return the status of each run, in their order; one that can't be read is `unreadable`.
+
+    A bar on stderr shows the progress, and the cache in `root` is read and written. Raises as
+    `_read_status`.
+    """
     cache = StatusCache(root, queue)
     statuses = []
     with ProgressBar("reading journals", len(runs)) as progress:
@@ -131,12 +132,13 @@ def _read_status(cache: StatusCache, run: RunFolder) -> Status:
 
 
 def table(rows: Sequence[Status], width: int | None = None, colours: bool = False) -> str:
-    """Return the rows as a table; empty columns are left out.
+    """Return the rows, one or more, as a table; most columns are left out where they are empty.
+    Raise TypeError without rows.
 
     Parameters
     ----------
     width
-        of the terminal, in characters: columns are dropped until the others fit
+        of the terminal, in characters: columns are dropped until the others fit; None: no limit
     colours
         of the states, as terminal codes
     """
@@ -167,12 +169,14 @@ def table(rows: Sequence[Status], width: int | None = None, colours: bool = Fals
 
 
 def _cut(text: str, width: int) -> str:
-    """Return a text in at most `width` characters, with … where it is cut."""
+    """Return a text in at most `width` characters, with … where it is cut, also for a width below
+    1."""
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
 def _cells(row: Status) -> dict[str, str]:
-    """Return the cells of a run's row by column; an unknown one is ``-``."""
+    """Return the cells of a run's row by column, without control characters; an unknown one is
+    ``-``, but ``why`` is ''."""
     age = None if row.last_checkpoint_s is None else f"{duration(row.last_checkpoint_s)} ago"
     cells = {
         "name": row.name,

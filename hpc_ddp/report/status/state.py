@@ -18,23 +18,16 @@ answer would be lost, or stopped until its next attempt.
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from hpc_ddp import slurm
 from hpc_ddp.core import process
-from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.file_owners import other_owner
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import Action, Cause, Word
 from hpc_ddp.core.journal.events import (
-    Finished,
     JournalEvent,
-    Queued,
     RankFailed,
     Started,
     Stopped,
@@ -42,9 +35,9 @@ from hpc_ddp.core.journal.events import (
     VerdictGiven,
 )
 from hpc_ddp.core.journal.journal import is_finished, last_event
-from hpc_ddp.core.journal.vocabulary import Action, Word
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.slurm_text import OVER, QueuedJob
+from hpc_ddp.live_jobs import process_of
+from hpc_ddp.slurm_text import QueuedJob
 
 
 class RunState(Word):
@@ -69,12 +62,13 @@ class RunState(Word):
 
     @property
     def is_live(self) -> bool:
-        """Whether the run has a job or a process now."""
+        """Whether the run has a job or a process now: it waits, starts, runs, ends or is
+        suspended."""
         return self in _LIVE
 
     @property
     def is_working(self) -> bool:
-        """Whether the job has its nodes."""
+        """Whether the run's job has its nodes, or its process runs."""
         return self in _LIVE and self is not RunState.WAITING
 
 
@@ -92,16 +86,18 @@ _LIVE = frozenset(_OF_JOB.values())
 
 
 def state_of_job(slurm_state: str) -> RunState | None:
-    """Return the state of a run whose job is in a state of Slurm's; None when the job is over."""
+    """Return the state of a run whose job is in a state of Slurm's; None when the job is over, was
+    preempted, or the state is not known."""
     return _OF_JOB.get(slurm_state)
 
 
 def find_state(
     run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[QueuedJob]
 ) -> tuple[RunState, str]:
-    """Return the state of a run, and the reason in words (Slurm's reason while it waits).
+    """Return the state of a run, and the reason in words (Slurm's reason while it waits), or ''.
 
-    Raise OSError where the journal of a task of it can't be read.
+    Raise OSError where the journal of a task of it can't be read. Of another user's run see the
+    module.
 
     Parameters
     ----------
@@ -124,10 +120,11 @@ def _find_state(
     """Return state and reason as `find_state` does, for a run of this user."""
     if is_finished(events):
         return RunState.FINISHED, ""
-    if run.cancelled.exists():
-        return RunState.CANCELLED, ""
-    last = last_event(events, Submitted, Started, VerdictGiven)
     job = next((job for job in queued if state_of_job(job.state)), None)
+    if run.cancelled.exists():
+        is_live = job is not None and _OF_JOB[job.state] is not RunState.ENDING
+        return RunState.CANCELLED, f"but its job is {job.state.lower()}" if job and is_live else ""
+    last = last_event(events, Submitted, Started, VerdictGiven)
     if job and not (run.is_task and _is_final(last)):
         is_waiting = _OF_JOB[job.state] is RunState.WAITING
         return _OF_JOB[job.state], job.reason if is_waiting else job.nodes
@@ -144,7 +141,7 @@ def _find_state(
 
 
 def _is_final(last: JournalEvent | None) -> bool:
-    """Return whether a verdict without a requeue is the last word of a task.
+    """Return whether the last event of a task is a verdict without a requeue; False for None.
 
     The last task of an array has the array's own job id, which is live while other tasks run.
     """
@@ -157,8 +154,9 @@ def _has_live_process(last: JournalEvent | None) -> bool:
 
 
 def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
-    """Return the state of an array of which `tasks` have begun, and a count: finished once all
-    tasks are. Raise OSError where a task's journal can't be read."""
+    """Return the state of an array of which `tasks` have begun, and a count in words: finished once
+    all tasks are, else ``array``, also where job.json is broken. Raise OSError where a task's
+    journal can't be read."""
     finished = sum(task.finished() for task in tasks)
     try:
         indexes = [task.index for task in tasks]
@@ -170,11 +168,14 @@ def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunStat
 
 
 def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
-    """Return the state after a verdict, and its reason; a cause that is no state is lost."""
+    """Return the state after a verdict, and its reason: stopped where it can go on, failed where it
+    was given up, else its cause; a cause that is no state is lost."""
     if verdict.action == Action.REQUEUE:
         return RunState.STOPPED, f"{verdict.why}; can go on with --run"
     if verdict.action == Action.GIVE_UP:
         return RunState.FAILED, verdict.why
+    if verdict.cause == Cause.SUPERSEDED:  # and Slurm has no job of it: the next start has failed
+        return RunState.LOST, "its job was started again, and ended before the next attempt began"
     try:
         return RunState(verdict.cause), verdict.why
     except ValueError:  # a damaged journal
@@ -182,8 +183,9 @@ def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
 
 
 def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple[RunState, str]:
-    """Return the state of a run on a machine, and the reason. A standalone script has no verdict,
-    only events."""
+    """Return the state of a run that a process plays, and the reason: running, unknown where that
+    can't be seen from here, or lost. A standalone script, which has no verdict, may by its events
+    also have stopped or failed."""
     if process.is_live(started.process):
         return RunState.RUNNING, "on this machine"
     if started.backend == "local":
@@ -196,105 +198,6 @@ def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple
             return RunState.STOPPED, f"{why}; can go on with the same command"
         if failed:
             return RunState.FAILED, f"rank {failed[0].rank}: {failed[0].error}"
+    if work := process_of(events):
+        return RunState.UNKNOWN, work.text
     return RunState.LOST, "ended without a word"
-
-
-# --- what works on a run -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Queue:
-    """The user's jobs by id, and the name of the cluster, '' where that is unknown."""
-
-    jobs: Mapping[str, QueuedJob]
-    cluster: str = ""
-
-    @property
-    def scripts(self) -> set[str]:
-        """The scripts of the jobs that are not over, also of those submitted without hpc-ddp."""
-        return {job.script for job in self.jobs.values() if job.state not in OVER}
-
-
-def jobs_in_queue() -> Mapping[str, QueuedJob]:
-    """Return the user's jobs by id; {} without a Slurm, or without an answer."""
-    try:
-        return slurm.queue()
-    except HpcDdpError:
-        return {}
-
-
-def read_queue() -> Queue | None:
-    """Ask Slurm for all that `describe_work` needs; None without a Slurm.
-
-    A Slurm that gives no answer is None, too, with a line on stderr.
-    """
-    if shutil.which("squeue") is None:
-        return None
-    try:
-        cluster = slurm.show_config().get("ClusterName", "")
-        return Queue(slurm.queue(), cluster)
-    except HpcDdpError as error:
-        say(f"{error.message}; runs that have a job are left alone")
-        return None
-
-
-def describe_work(run: RunFolder, queue: Queue | None) -> str:
-    """Return the job or process that works on a run, or on a task of its array, or will; or ''.
-
-    Unknown counts as work: a job where there is no Slurm (`queue` None), or a process of another
-    machine that has journaled no end. Raise OSError where a journal can't be read.
-    """
-    for folder in (run, *run.tasks()):
-        if work := _describe_work(folder, queue):
-            return work
-    return ""
-
-
-def _describe_work(run: RunFolder, queue: Queue | None) -> str:
-    """Return the job or process that works on one run, as `describe_work` does."""
-    events = run.events()
-    jobs = run.job_ids(events)
-    if queue is not None:
-        if work := _describe_job(run, events, jobs, queue):
-            return work
-    elif jobs or last_event(events, Started) is None:
-        # A run that was only rendered, too: any user may have given its script to sbatch.
-        return f"job {jobs[-1] if jobs else '?'}, of a Slurm that can't be asked from here"
-    return _describe_process(events)
-
-
-def _describe_job(
-    run: RunFolder, events: list[JournalEvent], jobs: Sequence[str], queue: Queue
-) -> str:
-    """Return the live job of a run, by its `jobs` (ids), its script or its cluster; '' without one.
-
-    A job of another cluster can't be asked for, and counts as live.
-    """
-    for job in jobs:
-        if job in queue.jobs and queue.jobs[job].state not in OVER:
-            return f"job {job}, {queue.jobs[job].state.lower()}"
-    if os.path.realpath(run.script) in queue.scripts:  # submitted by sbatch, without hpc-ddp
-        return "a job of its script"
-    if "(null)" in queue.scripts and not jobs:
-        return "perhaps a job whose script came through a pipe"
-    last = last_event(events, Queued, Started, VerdictGiven)
-    if not isinstance(last, Queued | Started) or not last.cluster or not queue.cluster:
-        return ""
-    if last.cluster == queue.cluster:
-        return ""
-    return f"job {last.job_id} of cluster {last.cluster}, which can't be asked from here"
-
-
-def _describe_process(events: list[JournalEvent]) -> str:
-    """Return the process of the newest start where it runs, or may run on another machine; ''
-    otherwise."""
-    started = last_event(events, Started)
-    if started is None or started.pid is None:
-        return ""
-    name = f"process {started.pid} on {started.host}"
-    if process.is_live(started.process):
-        return name
-    of_attempt = [event for event in events if event.attempt == started.attempt]
-    end = last_event(of_attempt, VerdictGiven, Finished, Stopped, RankFailed)
-    is_elsewhere = started.host != socket.gethostname()
-    return f"{name}, which can't be seen from here" if is_elsewhere and not end else ""

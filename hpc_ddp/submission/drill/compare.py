@@ -7,6 +7,7 @@ undisturbed run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,8 +88,8 @@ def first_difference(
     disturbed: Sequence[DrillRecord],
     earlier: Sequence[DrillRecord] = (),
 ) -> Difference | None:
-    """Return where the records of one attempt leave those of the undisturbed run; None if they do
-    not.
+    """Return where the records of one attempt leave those of the undisturbed run; None if no record
+    does.
 
     Parameters
     ----------
@@ -97,6 +98,9 @@ def first_difference(
     earlier
         of the attempts before `disturbed`: one of them has saved the state that `disturbed` begins
         with, which differs from the undisturbed run's where sums were rounded in another way
+
+    Raise KeyError for a record without its sizes, and ValueError for one of an unknown moment or
+    with an unknown kind of part: the recorder writes none.
     """
     pairs, has_drifted = _pairs(base, disturbed, earlier)
     # By the moment first, then by rank: later differences are consequences.
@@ -136,8 +140,9 @@ def _pairs(
 ) -> tuple[list[Pair], bool]:
     """Return the records of an attempt, each behind the one that it is compared with.
 
-    The start is compared with the state that an earlier attempt has saved. Also returns whether
-    that state differs from the undisturbed run's. Records without a counterpart are left out.
+    The start is compared with the state that an earlier attempt has saved (the last one of that
+    step), where there is one. Also returns whether that state differs from the undisturbed run's.
+    Records without a counterpart are left out.
     """
     base_of = _by_moment(base)
     saved = _by_moment(sorted(earlier, key=lambda record: -record.attempt))
@@ -159,7 +164,8 @@ def _difference_at_end(pairs: Sequence[Pair]) -> float | None:
     """Return the largest relative difference of values and weights at the last step of `pairs`,
     which has some.
 
-    1 where any position differs, None where there are no numbers to compare.
+    1 where any position differs, None where there are no numbers to compare. Raise KeyError as
+    `_distance`.
     """
     if any(_key(a) != _key(b) for a, b in pairs):
         return 1.0
@@ -219,9 +225,9 @@ def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[
 
 
 def _distance(pairs: Sequence[Pair], size: str) -> float | None:
-    """Return the largest relative difference of the values, and of one of the `sizes`
-    (``gradients`` or ``weights``); None without numbers. Raise KeyError for a record that lacks
-    it."""
+    """Return the largest relative difference of the values that both records have, and of one of
+    their `sizes` (``gradients`` or ``weights``); None without numbers. Raise KeyError for a record
+    that lacks the size."""
     distances = []
     for a, b in pairs:
         numbers = [(a.values[name], v) for name, v in b.values.items() if name in a.values]
@@ -235,10 +241,12 @@ def _is_number(scalar: Any) -> bool:
 
 
 def _relative(a: float, b: float) -> float:
-    """Return the relative difference of two numbers, from 0 on: 0 where both are NaN, inf where one
-    is."""
-    if a != a or b != b:
-        return 0.0 if a != a and b != b else float("inf")
+    """Return the difference of two numbers relative to the larger one, or to 1e-3: 0 where both are
+    NaN or the same, inf where one is NaN or infinite."""
+    if a == b or (a != a and b != b):
+        return 0.0
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
     return abs(a - b) / max(abs(a), abs(b), 1e-3)  # a loss of nearly nothing is all rounding
 
 

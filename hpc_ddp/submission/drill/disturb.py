@@ -44,15 +44,17 @@ class Leg:
 
 
 def choose(total: int, epoch_ends: Sequence[int]) -> Points:
-    """Return when to disturb a run of `total` steps, of which those of `epoch_ends` end an epoch.
+    """Return when to disturb a run of `total` steps, of which those of `epoch_ends` (ascending) end
+    an epoch.
 
-    The stop comes in mid-epoch, after an epoch's end where there is one. The save is at the next
-    epoch's end, which is a place of its own to go on from; the kill comes well after it.
+    The stop comes in mid-epoch, after an epoch's end where there is an early one. The save is at
+    the next epoch's end, which is a place of its own to go on from, or else a quarter of the rest
+    later; the kill comes well after it.
 
     Raises
     ------
     UsageError
-        the run is too short to be disturbed
+        the run has less than `LEAST_STEPS` steps
     """
     if total < LEAST_STEPS:
         raise UsageError(
@@ -86,13 +88,13 @@ def legs(points: Points, end: int | None) -> list[Leg]:
 
 
 def terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    """Ask a run to stop, by SIGTERM to its launcher; `run` is not used."""
+    """Ask a run to stop, by SIGTERM to its launcher, and do not wait for it; `run` is not used."""
     process.terminate()
 
 
 def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    """Kill all of a run at once, the launcher first, so that no process is left to react, and wait
-    for the launcher's end."""
+    """Kill all of a run at once, the launcher first, so that no process is left to react, then the
+    workers of the newest attempt; wait for the launcher's end. One that has ended is no error."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
     for attempt in run.attempts()[-1:]:
@@ -101,8 +103,8 @@ def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
 
 
 def flip(run: RunFolder) -> str:
-    """Flip a bit in the middle of the newest checkpoint's largest file; return the checkpoint's
-    name. Raise IndexError without a checkpoint, and OSError."""
+    """Flip a bit in the middle of the newest published checkpoint's largest file; return the
+    checkpoint's name. Raise IndexError without a checkpoint, and OSError where the disk refuses."""
     newest = checkpoints.published(run.checkpoints)[0]
     path = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())

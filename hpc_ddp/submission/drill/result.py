@@ -59,6 +59,7 @@ class DrillResult:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the result for JSON; ``folder`` is None after a good one, which removes it."""
         return {**asdict(self), "ok": self.ok, "folder": str(self.folder) if not self.ok else None}
 
 
@@ -66,7 +67,7 @@ HEAD = ["done", "survived", "went on from", "state"]
 
 
 def _cells(row: Row) -> list[str]:
-    """Return the row of a disturbance, by `HEAD`."""
+    """Return the row of a disturbance, by `HEAD`; the last two cells are '' without a resume."""
     if row.resumed_from is None:
         return [row.done, "yes" if row.survived else "NO", "", ""]
     damaged = ", ".join(text.partition(":")[0] for text in row.passed_over)
@@ -83,6 +84,6 @@ def _cells(row: Row) -> list[str]:
 
 
 def _aligned(rows: Sequence[list[str]]) -> list[list[str]]:
-    """Return rows with their cells filled up to the width of their column."""
+    """Return rows with their cells filled up to the width of their column, and one blank more."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [[cell.ljust(n + 1) for cell, n in zip(row, widths, strict=True)] for row in rows]

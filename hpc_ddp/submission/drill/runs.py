@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
+from hpc_ddp.core.journal.enums import StopReason
 from hpc_ddp.core.journal.events import (
     CheckpointRestored,
     DrillRecord,
@@ -34,7 +35,6 @@ from hpc_ddp.core.journal.events import (
     step_of,
 )
 from hpc_ddp.core.journal.journal import last_event, last_step, read_events
-from hpc_ddp.core.journal.vocabulary import StopReason
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.backends import LocalBackend
 from hpc_ddp.submission.drill import compare
@@ -65,15 +65,16 @@ Say = Callable[[str], None]
 
 
 def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> DrillResult:
-    """Play the job here, undisturbed and disturbed, and compare.
+    """Play the job here, undisturbed and disturbed, and compare; return the result, also of a
+    script that does not resume right.
 
     Parameters
     ----------
     cwd
         folder that the job's relative paths are seen from
     root
-        of the runs: all run folders of the drill are below ``<root>/.drills``, and stay only where
-        a comparison failed
+        of the runs: all run folders of the drill are below ``<root>/.drills``; a good result and a
+        UsageError remove them, a bad result and other errors leave them
     steps
         at which to end all runs; None: after `TRAINING_S` of training, or where the script ends
     say
@@ -88,7 +89,8 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
     HpcDdpError
         the script fails undisturbed
     OSError
-        the run folders can't be read, or a process not be started
+        the run folders can't be read, a log or checkpoint not be written, or a process not be
+        started
     """
     if steps is not None and steps < LEAST_STEPS:
         raise UsageError(
@@ -117,15 +119,17 @@ class _Drill:
     ) -> None:
         self._settings, self._cwd, self._folder = settings, cwd, folder
         self._steps, self._say = steps, say
-        self._limit_s: float | None = None  # how long an attempt may take
+        self._limit_s: float | None = None  # how long an attempt may take, once known
 
     def _write_run(self, name: str, code_of: PreparedRun | None = None) -> PreparedRun:
-        """Write the folder of a run, with the snapshot of `code_of`; None: with a new one.
+        """Write the folder of the run `name`, which runs the code of `code_of`, not copied; None:
+        a new snapshot, or as the settings have it.
 
         Raises
         ------
         UsageError
-            a setting is refused, or the code is too large for a snapshot
+            a setting is refused, the folder can't be written, or the code is too large for a
+            snapshot
         """
         values = {**self._settings.values, "job-name": name, "max-failures": 0}
         if code_of is not None:
@@ -136,7 +140,8 @@ class _Drill:
         return replace(prepared, code=code_of.code, script=code_of.script)
 
     def play(self) -> DrillResult:
-        """Play all runs and return the result; raises as `drill`."""
+        """Play the undisturbed run, then the disturbed one as far as `_disturb` does, and return
+        the result; called once. Raise UsageError, HpcDdpError and OSError as `drill`."""
         self._base = self._write_run("undisturbed")
         self._result = report = DrillResult(str(self._base.spec.script), self._folder)
         self._say(f"undisturbed: {Path(report.script).name}")
@@ -168,11 +173,11 @@ class _Drill:
         return report
 
     def _disturb(self, base: list[DrillRecord], points: Points, end: int | None) -> None:
-        """Play the attempts of the disturbed run, and take each into the result, until one is not
-        as it has to be.
+        """Play the attempts of the disturbed run until one is not as it has to be, and write the
+        outcome into the result: a row for each but the first, and a verdict.
 
         `base` are the undisturbed run's records; `end` is the step to end at, None: with the
-        script.
+        script. Raise UsageError and OSError as `drill`.
         """
         prepared = self._write_run("disturbed", self._base)
         run, before = prepared.run, ""
@@ -201,15 +206,21 @@ class _Drill:
                 self._result.verdict = "broken"
                 self._result.why = f"When it was {before or leg.name}, {fault}"
                 return
-            if difference and not self._is_harmless(difference, base, before):
+            if difference and not self._judge(difference, base, before):
                 return
             before = leg.name
             if number == 2:
                 before += f", and a byte flipped in {flip(run)}"
 
-    def _is_harmless(self, difference: Difference, base: list[DrillRecord], before: str) -> bool:
-        """Take a difference into the result; True when the drill can go on. `before` is the
-        disturbance before it, in words."""
+    def _judge(self, difference: Difference, base: list[DrillRecord], before: str) -> bool:
+        """Write the verdict on a difference into the result, with the reason and a hint; return
+        True where it is rounding, so that the drill can go on.
+
+        Before the first disturbance a difference is the script's own ("unsteady"), and at an
+        attempt's start it is not; for any other one the undisturbed run is played once more, until
+        that step, to tell. `base` are its records, `before` is the disturbance before the
+        difference, in words. Raise UsageError and OSError as `drill`.
+        """
         report = self._result
         if difference.is_rounding:
             report.verdict = "sums"
@@ -232,9 +243,10 @@ class _Drill:
     def _find_fault(
         self, run: RunFolder, number: int, leg: Leg, events: list[JournalEvent], code: int
     ) -> str | None:
-        """Return in what an attempt was not what it has to be, None when it was.
+        """Return, as the end of a sentence, in what an attempt was not what it has to be; None
+        when it was: it resumed from where it has to, and ended as `leg` says.
 
-        `number` is the attempt's, `events` are its events, and `code` is its exit code, or
+        `number` is the attempt's, from 0, `events` are its events, and `code` is its exit code, or
         `TOO_LONG`.
         """
         restored = last_event(events, CheckpointRestored)
@@ -265,11 +277,13 @@ class _Drill:
         plan: dict[str, Any],
         disturbance: Disturbance | None = None,
     ) -> int:
-        """Run the next attempt until it ends, and disturb it when it is ready; return its exit
-        code.
+        """Run the next attempt until it ends, disturb it once when it is ready, and say its step at
+        times; return its exit code.
 
-        `plan` is the recorder's. An attempt that takes too long is killed, and has the code
-        `TOO_LONG`.
+        `plan` is the recorder's. An attempt that takes longer than `_limit_s`, or without a limit
+        longer than `START_S` to its call of start(), is killed, and has the code `TOO_LONG`. One
+        that runs when an error comes is killed, too. Raise OSError where the process can't be
+        started, its log not be written or its journal not be read.
         """
         run, spec = prepared.run, prepared.spec
         ready = run.path / "drill" / f"ready-{len(run.attempts())}"
@@ -301,19 +315,22 @@ class _Drill:
         return process.returncode
 
     def _print_step(self, run: RunFolder) -> None:
-        """Say at which step the newest attempt is, or that it is starting."""
+        """Say at which step the newest attempt is, or that it is starting; raise OSError where the
+        journal can't be read."""
         number = len(run.attempts()) - 1
         events = [event for event in run.events() if event.attempt == number]
         step = last_step(events)
         self._say("  starting" if step is None else f"  step {step}")
 
     def _records(self, run: RunFolder) -> list[DrillRecord]:
-        """Return the recorder's records of a run, by attempt and time."""
+        """Return the recorder's records of a run, by attempt and time; [] without any. Raise
+        OSError where they can't be read."""
         events = read_events(run.path / "drill")
         return [event for event in events if isinstance(event, DrillRecord)]
 
     def _failed(self) -> HpcDdpError:
-        """Print the end of the undisturbed run's log, and return the error that it failed."""
+        """Say the end of the undisturbed run's log, and return the error that it failed; raise
+        OSError where log or journal can't be read."""
         run = self._base.run
         self._print_log(run)
         return HpcDdpError(
@@ -322,7 +339,7 @@ class _Drill:
         )
 
     def _print_log(self, run: RunFolder) -> None:
-        """Say the last `LOG_LINES` lines of a run's log."""
+        """Say the last `LOG_LINES` lines of a run's log; raise OSError where it can't be read."""
         lines = _log(run).read_text(errors="replace").splitlines()
         for line in lines[-LOG_LINES:]:
             self._say(f"| {line}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError, closest
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings.trust import read_toml
 
@@ -33,7 +33,8 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     Raises
     ------
     UsageError
-        there is no such tool; a path has a character that would cut a list of mounts
+        there is no such tool, or its file is broken; a path to mount has a comma or colon, which
+        would cut a list of mounts
     """
     if not spec.image:
         return Entry(command=tuple(shlex.split(spec.container or "")))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_ddp.core.job import checks
-from hpc_ddp.core.job.spec import OPTIONS, JobSpec
+from hpc_ddp.core.job.options import OPTIONS, JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.settings.operators import comment_pairs
 
@@ -15,8 +15,9 @@ from hpc_ddp.submission.settings.operators import comment_pairs
 def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Return all (option, value) pairs of the job: the user's, `more` of the same, and ours.
 
-    `more` are raw options, ``--name=value``; a flag's value is ''. Raise UsageError for a raw
-    option of another form.
+    `more` are raw options, ``--name=value``; a flag's value is ''. Without a comment of the user's,
+    also in sbatch's variable, there is ours. Raise UsageError for a raw option of another form, and
+    for one that hpc-ddp refuses.
     """
     warn_s = min(spec.warn_s, (spec.time_s or 3600) // 10)
     output = str(run.slurm_out).replace("%", "%%")
@@ -32,6 +33,9 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
         ("open-mode", "append"),
         *comment_pairs((*spec.sbatch, *more)),
         *([("no-kill", "")] if spec.elastic else []),
+        # Slurm would pass on the login shell's limits, of CPU time and open files above all. A
+        # node's own limit of core files may be none, and each crash would write the memory's size.
+        *([] if "propagate" in dict(pairs) else [("propagate", "CORE")]),
         # With --sbatch=--requeue=expedite it is there already.
         *([] if continues in dict(pairs) else [(continues, "")]),
         ("signal", f"B:USR2@{warn_s}"),
@@ -39,8 +43,8 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
 
 
 def directives(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the (option, value) pairs for sbatch that the user sets, without dashes; a flag's
-    value is ''."""
+    """Return the (option, value) pairs for sbatch that the user sets, without dashes, raw options
+    last; a flag's value is ''."""
     pairs = [("job-name", spec.job_name)]
     for name, declared in OPTIONS.items():
         value = getattr(spec, name.replace("-", "_"))

@@ -8,7 +8,8 @@ from typing import Any
 
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec, trial_args
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, sbatch_line
@@ -34,21 +35,21 @@ def step_options(spec: JobSpec) -> list[str]:
 
 
 def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
-    """Return the kind of launch of each task's supervisor, and its command before the arguments of
-    the script.
+    """Return the kind of launch of each task's supervisor (``worker`` or ``torchrun``), and the
+    command that it starts, without the arguments of the script.
 
     `node` is the path of node.py, `script` that of the script, as the job sees them.
     """
     if spec.launcher == "srun":
         return "worker", [spec.python, script]
-    return "torchrun", [spec.python, node, "agent", *torchrun_options(spec), script]
+    return "torchrun", [spec.python, node, "elastic_agent", *torchrun_options(spec), script]
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
     """Return the variables written into the script: the fabric's, then the user's over them.
 
     A job of one node needs no fabric, and some are not set up for one (Slingshot on Frontier).
-    Raise UsageError for an unknown fabric.
+    Raise UsageError for an unknown fabric, and for a broken profile.
     """
     fabric = fabric_env(spec.fabric)
     return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
@@ -60,9 +61,9 @@ class Rendering:
     Raises
     ------
     UsageError
-        the run's path has a character that the script can't hold, or there is no such fabric or
-        container tool; `whole` and `block`: the user's template is missing or broken, with file and
-        line
+        the run's path, or one to mount, has a character that the script can't hold, or there is no
+        such fabric or container tool, or its file is broken; `whole`, `block` and `left_out`: the
+        user's template is missing or broken, with file and line, or may not act for the user
     """
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
@@ -98,22 +99,22 @@ class Rendering:
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
-            "points": [trial_args(point) for point in spec.trials],
+            "trials": [trial_args(trial) for trial in spec.trials],
             "preflight": spec.preflight,
             "container": self.entry.command,
             "container_srun": self.entry.srun,
         }
 
     def whole(self) -> str:
-        """Return the whole script; raise UsageError for a broken template."""
+        """Return the whole script; raise UsageError for a user's template that can't be used."""
         return template.whole(self._spec.template, self._context)
 
     def left_out(self) -> list[str]:
         """Return sentences on what a user's template leaves out, and what follows from it; []
-        without one."""
+        without one. Raise UsageError as `whole`."""
         return template.missing(self.whole()) if self._spec.template else []
 
     def block(self, name: str) -> str:
-        """Return the block of one name; raise UsageError for a broken template, or one without
+        """Return the block of one name; raise UsageError as `whole`, and for a template without
         it."""
         return template.block(name, self._spec.template, self._context)

@@ -72,14 +72,14 @@ def block(name: str, user_template: str | None, values: Mapping[str, Any]) -> st
 
 def _load(user_template: str | None) -> jinja2.Template:
     """Return the template of a job, checked: the user's, or ours for None. Raise UsageError for one
-    that is missing or broken."""
+    that is missing or broken, or may not act for the user."""
     path = _normal(user_template) if user_template else None
     if path and not path.is_file():
         raise UsageError(f"template {str(path)!r} does not exist", hint="--template FILE")
     environment = _environment(path.parent if path else None)
 
     def checked() -> jinja2.Template:
-        """Return the template, after a check of the user's."""
+        """Return the template, after a check of the user's; raise UsageError or jinja's errors."""
         if path:
             _check(environment, str(path))
         return environment.get_template(str(path) if path else BASE)
@@ -90,8 +90,8 @@ def _load(user_template: str | None) -> jinja2.Template:
 def _guarded(work: Callable[[], T], user_template: str | None) -> T:
     """Return what `work` returns, which does something with a template.
 
-    What goes wrong in a user's becomes a UsageError with file and line; in ours it is raised as it
-    is.
+    Any exception of it becomes a UsageError, with file and line where they are known; without a
+    user's template it is a mistake of ours, and raised as it is.
     """
     try:
         return work()
@@ -138,7 +138,7 @@ def _normal(user_template: str) -> Path:
 
 
 def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
-    """Return file and line of the innermost template that an exception came through; None for both
+    """Return file and line of the innermost template that an exception came through; (None, None)
     without one."""
     file, line = None, None
     while trace:
@@ -150,12 +150,15 @@ def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
 
 
 def check_used(user_template: str | None, used: Collection[str]) -> None:
-    """Refuse a template that overrides blocks which a back-end has no use for; None is accepted.
+    """Refuse a template that overrides blocks of ours which the submitit back-end has no use for;
+    None is accepted.
 
     Raises
     ------
     UsageError
-        names the block, its line, and the `used` ones
+        names the block, its line, and the `used` ones; or a file may not act for the user
+    jinja2.TemplateError, OSError, ValueError
+        a template is missing, broken or can't be read, which `whole` refuses in words
     """
     if user_template is None:
         return
@@ -173,7 +176,8 @@ def check_used(user_template: str | None, used: Collection[str]) -> None:
 
 
 def missing(script: str) -> list[str]:
-    """Return sentences on what a rendered script leaves out, and what follows from it."""
+    """Return sentences on what a rendered script leaves out, and what follows from it; [] for one
+    that has all."""
     return [
         f"the template leaves out {word.strip('=').split('|')[0]!r}: {consequence}"
         for word, consequence in NEEDED.items()
@@ -184,8 +188,9 @@ def missing(script: str) -> list[str]:
 def _check(environment: jinja2.Environment, name: str) -> None:
     """Refuse what jinja would pass over in silence: an unknown block, and text outside of one.
 
-    `name` is a template's name or path; those that it extends are checked, too. Raise UsageError
-    with file and line, or jinja's own errors.
+    `name` is a template's name or path; those that it extends are checked, too, up to ours. One
+    that extends none, or one with a computed or missing name, passes. Raise UsageError with file
+    and line, or as `_source`.
     """
     text, file, _ = _source(environment, name)
     tree = environment.parse(text, name, file)
@@ -233,8 +238,8 @@ def _first_line(output: nodes.Output) -> int | None:
 
 
 def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
-    """Return the names of the blocks of a template and of those that it extends, ours first; raises
-    jinja's errors."""
+    """Return the names of the blocks of a template and of those that it extends, the outermost
+    one's first; raises as `_chain`."""
     trees = [tree for _, _, tree in _chain(environment, name)]
     names = (block.name for tree in reversed(trees) for block in tree.find_all(nodes.Block))
     return list(dict.fromkeys(names))
@@ -243,8 +248,8 @@ def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
 def _chain(
     environment: jinja2.Environment, name: str
 ) -> Iterator[tuple[str, str | None, nodes.Template]]:
-    """Yield name, file and content of a template and of those that it extends; raises jinja's
-    errors, and UsageError for a file that may not act for the user."""
+    """Yield name, file and content of a template and of those that it extends, itself first; raises
+    jinja's errors, RecursionError for one that extends itself, and as `_source`."""
     text, file, _ = _source(environment, name)
     tree = environment.parse(text, name, file)
     yield name, file, tree
@@ -261,8 +266,9 @@ def _constant(extends: nodes.Extends | None) -> str | None:
 
 
 def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None, Any]:
-    """Return text, file and a check of its age of a template; raise TemplateNotFound, or UsageError
-    for a file that may not act for the user."""
+    """Return text, file and a check of its age of a template; raise TemplateNotFound, UsageError
+    for a file that may not act for the user, and OSError or ValueError for one that can't be
+    read."""
     assert environment.loader
     return environment.loader.get_source(environment, name)
 
@@ -273,15 +279,16 @@ class _TrustedLoader(jinja2.FileSystemLoader):
     def get_source(
         self, environment: jinja2.Environment, template: str
     ) -> tuple[str, str, Callable[[], bool]]:
-        """Return text, file and a check of its age; raise TemplateNotFound, and UsageError for a
-        file that may not act for the user."""
+        """Return text, file and a check of its age; raise TemplateNotFound, UsageError for a file
+        that may not act for the user, and OSError or ValueError for one that can't be read."""
         _, file, is_current = super().get_source(environment, template)
         return trust.read(Path(file)).decode(), file, is_current
 
 
 @cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
 def _environment(beside: Path | None) -> jinja2.Environment:
-    """Return the environment of a user's template in the folder `beside`, or (None) of ours alone.
+    """Return jinja's environment of a user's template in the folder `beside`, or (None) of ours
+    alone; the same one for the same folder.
 
     Ours comes first under its name: a user's may be called the same, and extends it.
     """
@@ -308,6 +315,6 @@ def quoted(value: object) -> str:
 
 def in_double_quotes(word: str) -> str:
     """Return a word of ours so that the shell expands its variables, ``--x="$Y"``; one without a
-    ``$`` as it is."""
+    ``$`` behind a ``=`` as it is."""
     name, _, value = word.partition("=")
     return f'{name}="{value}"' if "$" in value else word

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 
 # torchrun's options; the variables are exported by `batch begin`, or by the local back-end.
 TORCHRUN_OPTIONS = (

@@ -20,7 +20,7 @@ from hpc_ddp.core.job.option_declaration import (
     option,
     options_of,
 )
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.defaults import default_python, name_for, working_directory
 from hpc_ddp.submission.settings.trust import read_toml
@@ -69,7 +69,8 @@ _KINDS = {"script": TEXT, "args": LIST} | {key: opt.kind for key, opt in OPTIONS
 
 
 def known_keys() -> list[str]:
-    """Return the keys that a project or site file may have: the options' own names."""
+    """Return the keys that settings may have, sorted: the options' names, ``script`` and ``args``;
+    not the tables of a file, such as ``when``."""
     return sorted(_KINDS)
 
 
@@ -115,7 +116,8 @@ class Settings:
 
 
 def find_project_file(start: Path) -> Path | None:
-    """Return the nearest ``hpc-ddp.toml``, from the folder `start` upwards; None without one."""
+    """Return the nearest ``hpc-ddp.toml``, from the absolute path `start` of a folder upwards; None
+    without one."""
     return next(
         (p / PROJECT_FILE for p in (start, *start.parents) if (p / PROJECT_FILE).is_file()), None
     )
@@ -127,17 +129,18 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
 
     `options` are those of the command line, by key; the project is looked for from `cwd` upwards,
     the user's own files in `home`. `env` is merged name by name, and a site's `setup`, `sbatch` and
-    `srun` come before the job's; all other values are taken whole. A file's tables for the job's
-    partition and QOS come before the rest of that file. The site is the one that is named, else the
-    user's own, else one that is recognised by the environment. Without `is_strict` a layer that
-    can't be used is a warning, and does not count: the commands for existing runs have to work with
-    broken settings.
+    `srun` come before the job's; all other values are taken whole, except that a site's
+    `cpus-per-node` is scaled to the job's GPUs, and its `continue-by` does not count for an array.
+    A file's tables for the job's partition and QOS come before the rest of that file. The site is
+    the one that is named, else the user's own, else one that is recognised by the environment.
+    Without `is_strict` no limits are read, and a layer that can't be used is a warning on stderr
+    and does not count: the commands for existing runs have to work with broken settings.
 
     Raises
     ------
     UsageError
-        a file can't be read or may not act for the user, has an unknown key or a value of the wrong
-        kind, or there is no such site
+        if `is_strict`: a file can't be read or may not act for the user, has an unknown key or a
+        value of the wrong kind, or there is no such site
     """
 
     def usable(read: Callable[[], T], default: T) -> T:
@@ -183,8 +186,9 @@ def _first(layers: Sequence[Layer], key: str) -> Any:
 
 
 def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
-    """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
-    `chosen` partition and QOS (names by key; '' for none)."""
+    """Return the layers without their ``[when]`` tables, and before each a layer for each of its
+    tables that counts for a job in the `chosen` partition and QOS (by key, names with commas
+    between them; '' for none)."""
     expanded: list[Layer] = []
     for layer in layers:
         when = layer.values.get("when", {})
@@ -198,8 +202,8 @@ def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Lay
 
 
 def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a job over those of its site, with both values of the `JOINED`
-    keys."""
+    """Return the settings of a job over those of its site; the `JOINED` keys have both values, the
+    site's first, and ``cpus-per-node`` is the job's share of the site's."""
     values = _over({**site, **_share(site, job)}, job)
     for key in JOINED:
         if key in job:
@@ -217,13 +221,13 @@ def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpu_count(settings: Mapping[str, Any]) -> int:
-    """Return the number in ``gpus-per-node``; 0 without one."""
+    """Return the number in ``gpus-per-node``, as 4 in ``a100:4``; 0 without one."""
     match = re.search(r"\d+$", str(settings.get("gpus-per-node", "")))
     return int(match[0]) if match else 0
 
 
 def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
-    """Return the values of some layers, of which the first has precedence."""
+    """Return the values of some layers, of which the first has precedence; {} without a layer."""
     values: dict[str, Any] = {}
     for layer in reversed(layers):
         values = _over(values, layer.values)
@@ -245,7 +249,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
     """Return the layer of a site file: the operators', the user's own, or a shipped profile. Raise
-    UsageError for a bad one."""
+    UsageError as `_read_layer`; an unknown key of the operators' is a warning."""
     if path == operators_file:
         return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
     is_user_file = path.parent == sites.own_folder(home)
@@ -255,9 +259,9 @@ def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
 def _read_layer(
     path: Path, more_keys: Sequence[str] = (), is_strict: bool = True
 ) -> dict[str, Any]:
-    """Return a file's values; it may have `more_keys`, which are none of a job's. Without
-    `is_strict` an unknown key is a warning: the operators' file may be for a newer hpc-ddp, and no
-    user can mend it.
+    """Return a file's values, with its ``when`` tables under that key, but without `more_keys`,
+    which it may have and which are none of a job's. Without `is_strict` an unknown key is a warning
+    and left out: the operators' file may be for a newer hpc-ddp, and no user can mend it.
 
     Raise UsageError for a file that can't be read or may not act for the user, and for a bad value.
     """
@@ -279,7 +283,8 @@ def _read_layer(
 
 
 def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a program's settings, checked as a file's values are; `where` is its name.
+    """Check a program's settings (`values`) as a file's values are, change them in place as
+    `_checked` does, and return them; `where` is the program's name, for errors.
 
     Raises
     ------
@@ -290,15 +295,16 @@ def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
-    """Return a file's keys and values, or those of one of its tables (`layer`), with paths made
-    absolute.
+    """Check a file's keys and values, or those of one of its tables (`layer`), and return it.
 
-    `keys` are the accepted ones; without `is_strict` another one is dropped with a warning.
+    It is changed in place: the paths of `script` and `template`, which are meant from the file's
+    folder, begin with that folder, and variables and `gpus-per-node` become texts. `keys` are the
+    accepted ones; without `is_strict` another one is dropped with a warning.
 
     Raises
     ------
     UsageError
-        a key is not one of the known, or has a value of the wrong kind
+        `layer` is no table; a key is unknown (if `is_strict`), or has a value of the wrong kind
     """
     if not isinstance(layer, dict):
         raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
@@ -326,12 +332,13 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
 
 
 def job_spec(settings: Settings, cwd: Path) -> JobSpec:
-    """Make the job of merged settings; `cwd` is the working directory that it will have.
+    """Return the job of merged settings, with defaults for its name and Python. `cwd` is the folder
+    that relative paths are seen from, and the working directory of a job without `chdir`.
 
     Raises
     ------
     UsageError
-        no script is named, it doesn't exist, or a value is refused
+        no script is named, it or the working directory doesn't exist, or a value is refused
     """
     if not settings.get("script"):
         raise UsageError(

@@ -20,7 +20,7 @@ def working_directory(cwd: Path, text: str) -> str:
     Raises
     ------
     UsageError
-        it doesn't exist
+        there is no such folder
     """
     path = (cwd / os.path.expanduser(text)).absolute()
     if not path.is_dir():
@@ -29,7 +29,8 @@ def working_directory(cwd: Path, text: str) -> str:
 
 
 def name_for(script: Path) -> str:
-    """Return a job name made of a script's file name, without what a job name can't have."""
+    """Return a job name made of a script's file name, without what a job name can't have; ``job``
+    where nothing is left."""
     return re.sub(r"[^\w.+=,@-]+", "-", script.stem).lstrip(".+=,@-")[:100] or "job"
 
 
@@ -37,7 +38,8 @@ def default_python(setup: Sequence[str], in_container: bool) -> str:
     """Return the interpreter for the workers when none is named.
 
     The one that runs now, where it has torch and no line of `setup` activates another environment.
-    Else the first one on PATH, once the set-up lines are through. In a container, its own.
+    Else the first one on PATH, once the set-up lines are through: ``python``, or ``python3`` where
+    there is no such line, nor a ``python`` here. In a container its own, ``python3``.
     """
     if in_container:
         return "python3"

@@ -16,7 +16,7 @@ def fabric_env(name: str) -> dict[str, str]:
     Raises
     ------
     UsageError
-        there is no such fabric; names those that there are
+        there is no such fabric (names those that there are), or its profile is broken
     """
     files_by_name = {path.stem: path for path in _files()}
     if name not in files_by_name:
@@ -41,5 +41,5 @@ def _files() -> list[Path]:
 
 
 def _env(values: dict[str, Any]) -> dict[str, str]:
-    """Return the variables of a profile's content, as texts."""
+    """Return the variables of a profile's content, as texts; {} without any."""
     return {key: str(value) for key, value in values.get("env", {}).items()}

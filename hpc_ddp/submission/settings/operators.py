@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError, closest
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.settings.trust import read_toml
 
 SITE_FILE = Path("/etc/hpc-ddp/site.toml")
@@ -56,8 +56,8 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
 
 @functools.cache  # one command may read a file twice
 def warn(message: str, hint: str | None) -> None:
-    """Print once on stderr which of the settings does not count, with a hint unless that is
-    None."""
+    """Print on stderr which of the settings does not count, with a hint unless that is None; the
+    same text is printed once in a process."""
     print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
 
 
@@ -98,7 +98,8 @@ class Limits:
     def _requests(self, spec: JobSpec) -> Iterator[tuple[str, float | None, float]]:
         """Yield key, value (None: unbounded) and bound, for each limit that applies to a job.
 
-        Times are in seconds.
+        Times are in seconds. A limit of time or of requeues does not apply to a job without that
+        option.
         """
         if "nodes" in self.bounds:
             yield "nodes", spec.node_range[1], self.job.node_range[1]
@@ -111,8 +112,9 @@ class Limits:
 
 
 def read_limits(path: Path) -> Limits:
-    """Return the limits of a site file, which may have none. An unknown one is a warning: no user
-    can mend the file, and it may be for a newer hpc-ddp.
+    """Return the limits of a site file; their `bounds` are empty for a file without any. An unknown
+    one is a warning on stderr and left out: no user can mend the file, and it may be for a newer
+    hpc-ddp.
 
     Raises
     ------

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.job.option_declaration import key_of
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.plan import Plan
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings.config import Layer, Settings
@@ -30,7 +30,8 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """The origin for a person: ``--nodes``, ``hpc-ddp.toml``, ``site lumi``, ``default``."""
+        """The origin for a person: ``--nodes``, ``command line`` (of the script and its arguments),
+        ``hpc-ddp.toml``, ``site lumi``, ``default``."""
         if self.source == "option":
             return {"script": "command line", "args": "command line", "sweep": "--set"}.get(
                 self.key, f"--{self.key.partition('.')[0]}"
@@ -58,7 +59,7 @@ def origins(plan: Plan, settings: Settings) -> list[Origin]:
             rows += _variables(plan, settings)
         elif isinstance(value, tuple):
             rows += [_origin(plan, settings, key, line, line) for line in value]
-        elif value not in (None, "", False) and value != {}:
+        elif value not in (None, "", {}) and value is not False:
             rows.append(_origin(plan, settings, key, str(value), None))
     return rows
 
@@ -71,7 +72,7 @@ def table(rows: list[Origin]) -> str:
 
 def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
     """Yield the origin of each environment variable of a job: its fabric's file, or the layer that
-    names it."""
+    names it. Raise UsageError for a broken fabric profile."""
     spec = plan.spec
     for name, value in plan.rendering.environment.items():
         if name not in spec.env and name in fabric_env(spec.fabric):
@@ -84,7 +85,8 @@ def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
 
 def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | None) -> Origin:
     """Return the origin of the value of a key. `entry` names one line of a list or one of the
-    variables; None: the value as a whole."""
+    variables; None: the value as a whole. In a run that goes on a value that no option sets, and
+    that is not the default, is the run's."""
     layer: Layer | None = settings.layer(key, entry)
     if plan.is_new or (layer and layer.kind == "option"):
         path = str(layer.path) if layer and layer.path else None
@@ -97,7 +99,7 @@ def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | N
 
 def _short(path: str) -> str:
     """Return a path relative to the working directory, or to the home folder as ``~/…``, where it
-    lies there."""
+    lies there; another one as it is."""
     for base, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
         if Path(path).is_relative_to(base):
             return sign + str(Path(path).relative_to(base))

@@ -10,11 +10,12 @@ from string import Template
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run
+from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission.settings.config import PROJECT_FILE, Settings, load
 
 
 def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of all runs.
+    """Return the folder of all runs, an absolute path; it is not made.
 
     That is ``runs-dir``, else ``HPC_DDP_RUNS``, else ``hpc-ddp`` below ``scratch`` (a site file
     has it) or ``$SCRATCH``, else ``./runs``. ``$NAME``, ``~`` and ``{account}`` are filled in.
@@ -33,8 +34,9 @@ def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Pa
 def runs_folder(option: str | None, is_strict: bool = False) -> Path:
     """Return the folder of all runs for a command that knows no other setting of a job.
 
-    `option` is the value of ``--runs-dir``, None without. Settings that can't be used are warnings;
-    with `is_strict` they raise UsageError. So does a variable in the folder's name that is not set.
+    `option` is the value of ``--runs-dir``, None without. Settings that can't be used are warnings
+    on stderr; with `is_strict` they raise UsageError. In both cases a folder's name that can't be
+    filled in raises it, as in `runs_root`.
     """
     layer = {"runs-dir": option} if option else {}
     return runs_root(load(layer, Path.cwd(), Path.home(), is_strict))
@@ -43,16 +45,24 @@ def runs_folder(option: str | None, is_strict: bool = False) -> Path:
 def run_of(text: str, option: str | None) -> RunFolder:
     """Return the run that a person means by `text`; a path needs no settings.
 
-    `option` is the value of ``--runs-dir``, None without. Raise UsageError where there is no such
-    run, and as `runs_folder`.
+    `option` is the value of ``--runs-dir``, None without. For a job's id Slurm may be asked which
+    cluster this is.
+
+    Raises
+    ------
+    UsageError
+        there is no such run, or a job id is not one run's alone; and as `runs_folder`
+    OSError
+        `text` is too long for a path, or a run's folder or journal can't be read
     """
     is_path = bool(text) and "\0" not in text and (Path(text) / "job.json").is_file()
-    return find_run(Path() if is_path else runs_folder(option), text)
+    return find_run(Path() if is_path else runs_folder(option), text, own_cluster)
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    """Return a folder's name with its variables filled in, as an absolute path; raise UsageError
-    for one that is not set, and for an unknown account."""
+    """Return a folder's name with its variables filled in, as an absolute path; one with a ``$``
+    that begins no variable is taken as it is. Raise UsageError for a variable that is not set, and
+    for an unknown account."""
     values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     try:
         filled = Template(text.replace("{account}", "${account}")).substitute(values)

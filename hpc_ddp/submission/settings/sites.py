@@ -32,14 +32,14 @@ def _folders(home: Path) -> tuple[Path, Path]:
 
 
 def files(site: str | None, home: Path, operators_file: Path | None) -> list[Path]:
-    """Return the files of a site: the user's own, the operators', then the shipped one.
+    """Return the files of a site that exist: the user's own, the operators', then the shipped one.
 
-    Without a name (None) the user's ``site.toml`` is the site, where there is one.
+    Without a name (None) they are the user's ``site.toml`` and the shipped ``generic.toml``.
 
     Raises
     ------
     UsageError
-        there is no such site
+        neither the user nor hpc-ddp has a file of that name
     """
     user_folder, shipped = _folders(home)
     paths = [user_folder / f"{site or 'site'}.toml", shipped / f"{site or 'generic'}.toml"]
@@ -56,7 +56,8 @@ def files(site: str | None, home: Path, operators_file: Path | None) -> list[Pat
 
 
 def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the name of the site that this is by its environment, and by which variables.
+    """Return the name of the site that this is by its environment, and by which variables, with
+    commas between them: of the first one that fits, the user's own files first.
 
     None where no site's ``match`` fits, or where the user has a ``site.toml`` anyway. A variable
     fits when its regular expression matches all of it; all variables of a site have to fit.
@@ -83,7 +84,8 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
 
 
 def shipped_keys(site: str) -> set[str]:
-    """Return the keys of the shipped file of a site; empty for a site without one."""
+    """Return the keys of the shipped file of a site; empty for a site without one. Raise UsageError
+    where it can't be read."""
     path = folder("templates") / "sites" / f"{site}.toml"
     return set(read_toml(path)) if path.is_file() else set()
 
@@ -94,15 +96,16 @@ def title(path: Path) -> str:
 
 
 def all_files(home: Path) -> list[Path]:
-    """Return all site files, the user's own first; raise UsageError where the operators' is named
-    and missing."""
+    """Return all site files: the user's own, the operators', then the shipped ones. Raise
+    UsageError where the operators' is named in the environment and missing."""
     user_files, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
     operators_file = operators.site_file(os.environ)
     return [*user_files, *([operators_file] if operators_file else []), *shipped]
 
 
 def write(home: Path, name: str, text: str, force: bool) -> Path:
-    """Write one of the user's own site files, and return it.
+    """Write one of the user's own site files, which others can only read, and return its path. Its
+    folder is made where it is missing.
 
     Raises
     ------

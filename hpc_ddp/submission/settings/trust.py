@@ -36,8 +36,9 @@ def read(path: Path) -> bytes:
     Raises
     ------
     UsageError
-        the file or its folder is another user's, or can be written by one, and the user has not
-        accepted it as it is
+        the file or its folder is another user's, or can be written by one, or it is no regular
+        file, and the user has not accepted it as it is; or the record of accepted files can't be
+        used
     OSError
         it can't be read
     """
@@ -66,8 +67,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        it can't be read, or isn't TOML; the message has the line. Or it may not act for the user
-        (see `read`); a file that came with hpc-ddp always may
+        it is missing or can't be read, or isn't TOML; the message has the line. Or it may not act
+        for the user (see `read`); a file that came with hpc-ddp always may
     """
     try:
         content = path.read_bytes() if is_shipped(path) else read(path)
@@ -83,7 +84,7 @@ def accept(path: Path) -> None:
     Raises
     ------
     UsageError
-        it can't be read, or is no regular file
+        it can't be read, or is no regular file; or the record so far can't be used
     HpcDdpError
         the record can't be written
     """
@@ -109,8 +110,8 @@ def _open(path: Path) -> tuple[bytes, os.stat_result]:
 
 
 def _fault(path: Path, status: os.stat_result) -> str:
-    """Return what is wrong with an opened file, or with the link that led to it; '' for a good one.
-    Raise OSError where it is gone."""
+    """Return what is wrong with an opened file of this `status`, with its folder or with the link
+    that led to it; '' for a good one. Raise OSError where it is gone."""
     uid = os.geteuid()
     link = path.lstat()
     if file_io.is_link_of_another(link):
@@ -119,7 +120,7 @@ def _fault(path: Path, status: os.stat_result) -> str:
 
 
 def _key(path: Path) -> str:
-    """Return the name of a file in the record."""
+    """Return the name of a file in the record: its own, below the real path of its folder."""
     # However the way to it is spelt; but a link by its own name: paths in it are meant from there.
     return os.path.join(os.path.realpath(path.absolute().parent), path.name)
 
@@ -139,7 +140,7 @@ def _accepted() -> dict[str, Any]:
     Raises
     ------
     UsageError
-        the record itself is not the user's alone, or is broken
+        the record itself can't be read, is not the user's alone, or is broken
     """
     path = Path.home() / RECORD
     try:

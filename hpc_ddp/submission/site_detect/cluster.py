@@ -62,12 +62,13 @@ class ClusterFacts:
     containers: Sequence[str] = ()
 
     def value(self, name: str) -> str:
-        """Return a value of slurm.conf, '' where it is not set."""
+        """Return a value of slurm.conf; '' where it is not set, or is one of `_NOTHING`."""
         return _set_value(self.config, name)
 
 
 def probe(environ: Mapping[str, str]) -> ClusterFacts:
-    """Return the values of the cluster that Slurm and this shell have.
+    """Return the values of the cluster that Slurm and this shell have. The accounting's are empty
+    where it does not answer.
 
     Raises
     ------
@@ -87,8 +88,8 @@ def probe(environ: Mapping[str, str]) -> ClusterFacts:
 
 
 def _scratch(environ: Mapping[str, str]) -> list[tuple[str, str, bool]]:
-    """Return name, folder and whether it can be written, for each variable of `SCRATCH` that is
-    set."""
+    """Return name, folder and whether it can be written, for each variable of `SCRATCH` that is set
+    and not empty."""
     named = [(name, environ[name]) for name in SCRATCH if environ.get(name)]
     return [(name, path, Path(path).is_dir() and os.access(path, os.W_OK)) for name, path in named]
 
@@ -119,8 +120,8 @@ class NodeKind(NamedTuple):
 
 
 def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
-    """Return type and number of the GPUs in a Gres value such as ``gpu:a100:4(S:0-1),nvme:1``; the
-    type is '' where it has none."""
+    """Return type and number of the GPUs in a Gres value such as ``gpu:a100:4(S:0-1),nvme:1``: type
+    '' and number 1 where it has none, and () without GPUs."""
     gpus = []
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         match = _GRES.match(part)
@@ -167,7 +168,7 @@ class Partition:
         return list(dict.fromkeys(text for kind in self.kinds for text in kind.gpu_requests))
 
     def value(self, name: str) -> str:
-        """Return a value of the partition, '' where it is not set."""
+        """Return a value of the partition; '' where it is not set, or is one of `_NOTHING`."""
         return _set_value(self.values, name)
 
     @property
@@ -223,7 +224,7 @@ class Preemption:
 
 def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
     """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s); []
-    where no job is."""
+    where no job is. Of preemption by QOS without accounting: one, of any job."""
     plugin = facts.value("PreemptType").rpartition("/")[2]
     if plugin == "partition_prio":
         return [row for p in partitions if (row := _of_partition(p, partitions))]
@@ -255,7 +256,8 @@ def _of_partition(partition: Partition, partitions: Sequence[Partition]) -> Pree
 
 
 def _set_value(record: Record, name: str) -> str:
-    """Return a value of a record, '' where it is not set."""
+    """Return a value of a record; '' where it is not set, or is one of `_NOTHING`, such as
+    UNLIMITED."""
     text = record.get(name, "")
     return "" if text in _NOTHING else text
 

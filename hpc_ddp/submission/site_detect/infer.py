@@ -68,6 +68,7 @@ def describe(facts: ClusterFacts, shipped_keys: Collection[str] = ()) -> Site:
     """Return the site file of a cluster.
 
     `shipped_keys` are the keys that the shipped file of this site has already: they are left out.
+    Partitions and QOS have a table only where they have a setting or may be preempted.
     """
     partitions = partitions_of(facts)
     threats = preemptions(facts, partitions)
@@ -114,8 +115,8 @@ def _title(facts: ClusterFacts, partitions: Sequence[Partition]) -> str:
 def _default_partition(
     partitions: Sequence[Partition], settings: Sequence[Setting]
 ) -> list[Setting]:
-    """Name Slurm's default partition, so that its table counts for jobs that name none; [] where it
-    has no table."""
+    """Return the setting that names Slurm's default partition, so that its table counts for jobs
+    that name none; [] where none of the `settings` is for it."""
     for p in partitions:
         table = [setting for setting in settings if setting.scope == ("partition", p.name)]
         if p.is_default and table:
@@ -158,7 +159,8 @@ def _expedited(facts: ClusterFacts) -> list[Setting]:
 
 
 def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Setting]:
-    """Return the requests for GPUs and CPUs by partition; certain only where jobs get whole nodes.
+    """Return the requests for GPUs and CPUs by partition; [] where none has GPUs. Certain are only
+    those for GPUs where jobs get whole nodes, all of one kind.
 
     Measured: in a partition with whole nodes a step without a request has no GPUs.
     """
@@ -184,7 +186,8 @@ def _default_cpus(facts: ClusterFacts, partition: Partition) -> str:
 
 
 def _scratch(facts: ClusterFacts) -> list[Setting]:
-    """Return the disk for runs; [] where it is hpc-ddp's default, or none is known."""
+    """Return the disk for runs, the first that can be written; [] where it is hpc-ddp's default,
+    none is known, or HPC_DDP_RUNS names the folder."""
     writable = [name for name, _, is_writable in facts.scratch if is_writable]
     if not writable or writable[0] == "SCRATCH" or facts.runs:
         return []
@@ -192,14 +195,15 @@ def _scratch(facts: ClusterFacts) -> list[Setting]:
 
 
 def _tool(facts: ClusterFacts) -> list[Setting]:
-    """Return the container tool that is installed; [] for hpc-ddp's default, or without one."""
+    """Return the first container tool that is installed; [] for hpc-ddp's default, or without
+    one."""
     if not facts.containers or facts.containers[0] == DEFAULT_TOOL:
         return []
     return [Setting("container-tool", facts.containers[0], "installed here, for --image")]
 
 
 def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
-    """Return sentences on what keeps jobs from starting, or needs a decision."""
+    """Return sentences on what keeps jobs from starting, or needs a decision; [] for neither."""
     remarks = []
     match = re.match(r"(\d+)\.(\d+)", facts.value("SLURM_VERSION"))
     if match and (int(match[1]), int(match[2])) < OLDEST:
@@ -218,7 +222,8 @@ def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
 
 
 def _runs_folder(facts: ClusterFacts) -> list[str]:
-    """Return sentences on where runs are kept, and on disks that can't be written."""
+    """Return sentences on where runs are kept, and, unless HPC_DDP_RUNS has the folder, on disks
+    that can't be written."""
     if facts.runs:
         return [f"Runs are kept in {facts.runs} (HPC_DDP_RUNS)."]
     remarks = [

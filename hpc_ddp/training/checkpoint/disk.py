@@ -27,11 +27,12 @@ from hpc_ddp.core.checkpoints import (
 
 
 def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
-    """Create a file with the bytes of `content` in a row, make it durable, and return its size and
-    CRC32.
+    """Create a file, or replace one, with the bytes of `content` in a row; make them durable, and
+    return their size and CRC32.
 
-    Writing, syncing and summing all release the interpreter lock, so a thread that does this takes
-    microseconds of it from a training beside it. Raise OSError; what was written then stays.
+    Its name is durable after `sync_folder` only. Writing, syncing and summing all release the
+    interpreter lock, so a thread that does this takes microseconds of it from a training beside it.
+    Raise OSError; what was written then stays.
     """
     views = [memoryview(part).cast("B") for part in content]
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
@@ -50,7 +51,7 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFac
     """Write the manifest, which makes the folder a checkpoint, and make both durable.
 
     `facts` are plain values for readers, such as the step; `files` has size and CRC32 by file name.
-    Raise OSError if the disk refuses.
+    Raise OSError if the disk refuses; the manifest may be there then.
     """
     value = {**facts, "files": {name: asdict(facts_of) for name, facts_of in sorted(files.items())}}
     value["crc32"] = manifest_crc(value)
@@ -59,9 +60,10 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFac
 
 
 def check_space(folder: Path, size: int, files: int) -> None:
-    """Raise the OSError (ENOSPC) that writing `size` bytes in `files` files would meet half-way.
+    """Raise OSError (ENOSPC) where a folder's file system lacks room for `size` bytes or `files`
+    files; any other OSError if it can't be asked.
 
-    Nothing is known where the file system reports no sizes.
+    A total that the file system reports as 0 is not checked.
     """
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
@@ -82,8 +84,8 @@ def publish(draft_folder: Path, attempt: int) -> Path:
     """Give a complete draft its final name, durably, and return its path.
 
     A folder that has the name already is moved aside, never written into. It is `.old-` when it
-    verifies: the same step before and after the code at the end of an epoch. Raise OSError if a
-    rename fails.
+    verifies: the same step before and after the code at the end of an epoch; else `.bad-`. Raise
+    OSError if a rename fails, or the sync after it: the draft has its final name then.
     """
     final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():
@@ -96,7 +98,8 @@ def publish(draft_folder: Path, attempt: int) -> Path:
 def set_aside(folder: Path, kind: str, attempt: int) -> Path:
     """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path.
 
-    `kind` is ``old``, which replaces one of that name, or ``bad``, which gets a number beside it.
+    `kind` is ``old``, which replaces one of that name, or ``bad``, which gets a further number
+    where the name is taken.
     Raise OSError if the rename fails.
     """
     stem = f"step-{step_of(folder)}.{kind}-{attempt}"
@@ -121,10 +124,11 @@ def clear_drafts(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, also while another process removes it; it raises nothing.
+    """Remove a folder, also while another process removes it, or where there is none.
 
-    It loses its name first, since a kill may come in between: half a checkpoint is none. A file
-    that can't be removed, as NFS keeps one while a process has it open, stays.
+    It loses its name first, since a kill may come in between: half a checkpoint is none. It raises
+    nothing: a folder that can't be renamed stays as it is, and a file that can't be removed, as NFS
+    keeps one while a process has it open, stays in ``step-<n>.tmp-gone``.
     """
     nameless = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
     with suppress(OSError):

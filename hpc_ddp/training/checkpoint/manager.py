@@ -12,10 +12,10 @@ import torch
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint import loading, state
+from hpc_ddp.training.checkpoint import put_back, state
 from hpc_ddp.training.checkpoint.rank_comparison import find_misfit, inventory_of, start_checksums
-from hpc_ddp.training.checkpoint.restorer import Restored
-from hpc_ddp.training.checkpoint.saver import Checkpoints, Content
+from hpc_ddp.training.checkpoint.restore import Restored
+from hpc_ddp.training.checkpoint.save import Checkpoints, Content
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
 from hpc_ddp.training.data.order import Position, derive
@@ -67,10 +67,12 @@ class CheckpointManager:
     def track(
         self, objects: Mapping[str, Any], data: Mapping[str, Any], per_rank: Sequence[str] = ()
     ) -> None:
-        """Name the objects, and put back the newest checkpoint if there is one.
+        """Name the objects, and put the newest checkpoint, if there is one, back into them, the
+        position and `best`; the generators follow in `start_random`.
 
         `data` is what decides the order of the training's samples, in plain values by name.
-        `per_rank` are the names of the objects that each rank has its own of.
+        `per_rank` are the names of the objects that each rank has its own of; they stay as they are
+        where another number of ranks wrote the checkpoint. After an error some may be loaded.
 
         Raises
         ------
@@ -100,7 +102,7 @@ class CheckpointManager:
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
-        loading.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
+        put_back.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
         vars(self._position).update(checkpoint.shared["position"])
         self.best = Best(**checkpoint.shared["best"])
         self._written = self._now()
@@ -115,8 +117,9 @@ class CheckpointManager:
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had.
 
-        On another number of ranks, objects that ranks had of their own are left out, with a warning
-        of rank 0; raise HpcDdpError if a model or an optimizer is among them.
+        Where another number of ranks wrote it, objects that ranks had of their own are left out,
+        with a warning that rank 0 prints; raise HpcDdpError if a model or an optimizer is among
+        them.
         """
         tree: dict[str, Any] = checkpoint.shared["tree"]
         trees = {rank: record.get("objects", {}) for rank, record in checkpoint.ranks.items()}
@@ -143,7 +146,8 @@ class CheckpointManager:
         Raises
         ------
         HpcDdpError
-            only some ranks have an object, or a DTensor is not sharded alike on all of them
+            only some ranks have an object, or a DTensor is not sharded alike on all of them, or has
+            a pending reduction
         """
         sharded = {name: tensor for name, tensor in current.shared.items() if is_sharded(tensor)}
         parts = my_parts(State(tensors=sharded), self._dims)
@@ -152,7 +156,8 @@ class CheckpointManager:
             raise misfit
 
     def start_random(self) -> None:
-        """Give the generators the state of the checkpoint, or one of this rank's own.
+        """Give the generators the state of the checkpoint; without one, or at a second call, seed
+        them for the present step and this rank's stream.
 
         Called at the start of the loop, so that whatever the script draws before it makes no
         difference to a resume. No collective.
@@ -167,8 +172,9 @@ class CheckpointManager:
     def save(self, *, is_last: bool = False) -> None:
         """Copy the state and begin to write it, once the save before is done.
 
-        Nothing is done where this very position is saved. A failure shows at the next call: it has
-        been printed on stderr by then. Tensors that are to be the same on all ranks are compared
+        Where this very position and best value are saved already, it only waits. A best value
+        without a checkpoint gets this one. A save that fails is printed on stderr by its thread;
+        the next call then saves again. Tensors that are to be the same on all ranks are compared
         now and then, and with `is_last`, since there may be no other save.
 
         Raises
@@ -192,8 +198,9 @@ class CheckpointManager:
         self._checkpoints.begin(replace(content, stall_s=time.monotonic() - began))
 
     def _copy(self, compares: bool) -> Content:
-        """Begin to copy the state, and with `compares` to sum up what all ranks have alike; raise
-        HpcDdpError for a state that can't be saved."""
+        """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
+        have alike; return the content of a save. Raise HpcDdpError for a state that can't be
+        saved."""
         current = state.collect(self._objects, self._per_rank)
         wait_for_checksums = start_checksums(current.equal if compares else {})
         parts = my_parts(current, self._dims)
@@ -220,7 +227,7 @@ class CheckpointManager:
 
     def _rank_values(self, current: State) -> dict[str, Any]:
         """Return the plain values for this rank's file: generators, its data file's pieces, its own
-        objects."""
+        objects; from the first rank of a later pipeline stage also the tree."""
         values = {
             "rank": self._dims.rank,
             "stream": self._dims.stream,
@@ -233,10 +240,11 @@ class CheckpointManager:
         return values
 
     def judge(self, value: float, higher: bool) -> bool:
-        """Compare a value (rank 0's) with the best so far; return whether it is better, the same on
-        all ranks.
+        """Take in a value (rank 0's): it becomes the best one, still without a checkpoint, or
+        `best.stale` grows by 1. Return whether it is the best, the same on all ranks.
 
-        `higher`: greater values are better. The first value is the best one, NaN never is.
+        It is a collective. `higher`: greater values are better. The first value is the best one,
+        NaN never is.
         """
         best = self.best
         value = self._checkpoints.control.from_first(value)
@@ -246,14 +254,15 @@ class CheckpointManager:
         return is_best
 
     def load_best(self, model: torch.nn.Module) -> int:
-        """Load the best checkpoint's state into a tracked model, after a save; return its step.
+        """Save, then load the best checkpoint's state into a tracked model; return its step.
 
         Raises
         ------
         UsageError
             the model is not tracked, or the run has no best value
         HpcDdpError
-            as `save_surely`; or the checkpoint is not there, damaged, or of another model
+            as `save_surely`; or the checkpoint is not there, damaged, or of another model; or
+            another number of ranks wrote it, each with weights of its own
         """
         names = [
             name for name, tracked in self._objects.items() if unwrap(tracked) is unwrap(model)
@@ -272,13 +281,14 @@ class CheckpointManager:
         assert self.best.step is not None  # the save has seen to that
         checkpoint = self._checkpoints.load(self.best.step)
         tree = {names[0]: self._tree_of(checkpoint)[names[0]]}
-        loading.put_back(
+        put_back.put_back(
             {names[0]: model}, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1
         )
         return checkpoint.step
 
     def settle(self) -> bool:
-        """Wait for the save under way; return False after a failure. Raises as
+        """Wait for the save under way; return False if it has failed, once: the next `save` then
+        writes again, and the next `settle` returns True. True without a save. Raises as
         `Checkpoints.settle`."""
         done = self._checkpoints.settle()
         if not done:
@@ -288,8 +298,8 @@ class CheckpointManager:
         return done
 
     def save_surely(self) -> None:
-        """Save and wait, trying again after a failure until the run has to give up; raises as
-        `save` does."""
+        """Save and wait until it is durable, trying again after a failure until the run has to give
+        up; raises as `save` does."""
         self.save(is_last=True)
         while not self.settle():
             time.sleep(RETRY_S)
@@ -300,6 +310,7 @@ class CheckpointManager:
         return bool(self._objects)
 
     def _now(self) -> tuple[Position, Best]:
+        """Return copies of the position and the best value, by which two saves are the same."""
         return replace(self._position), replace(self.best)
 
     def _facts(self) -> dict[str, Any]:

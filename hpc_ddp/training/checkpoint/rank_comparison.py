@@ -79,8 +79,8 @@ def inventory_of(
 ) -> Inventory:
     """Return the inventory of a rank of a pipeline stage (0 without one), without checksums.
 
-    `tensors` are those it shares by name, `parts` those that it writes, `objects` the names of the
-    tracked objects.
+    `tensors` are those it shares by name, `parts` those that it writes (private ones do not count),
+    `objects` the names of the tracked objects.
     """
     return Inventory(
         stage,
@@ -104,8 +104,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, int]]:
-    """Begin to sum up tensors in the current streams; return a function that waits for the sums by
-    name.
+    """Begin to sum up tensors in the current streams; return a function that waits for the sums and
+    returns them by name, {} without tensors.
 
     The training may go on meanwhile and change the tensors, and another thread may wait.
     """
@@ -130,7 +130,7 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
 def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
     """Return on all ranks the error for tensors that would not make a whole, None for a whole.
 
-    Every rank must call it: it is a collective.
+    Every rank must call it: it is a collective. Raise RuntimeError if a peer is gone.
     """
     digests = control.to_first(inventory.digest)
     if control.from_first(control.rank != 0 or fit_together(digests)):
@@ -141,7 +141,8 @@ def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
 
 
 def fit_together(digests: Sequence[Digest]) -> bool:
-    """Return whether all ranks have what they should, and write each number of a tensor once."""
+    """Return whether the digests, by rank, say that all ranks share the same objects, all ranks of
+    a stage the same tensors, and that each number of a tensor is written once."""
     written = Counter[Digest]()
     for digest in digests:
         written[digest._replace(written=0)] += digest.written
@@ -172,8 +173,8 @@ def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
 def _different_names(
     items: Mapping[int, Set[Any]], difference: str, kind: type[HpcDdpError] = HpcDdpError
 ) -> HpcDdpError | None:
-    """Return an error that names what some rank has, and the first has not, or the reverse; None if
-    all are equal.
+    """Return an error that names what some rank has, and the first rank has not, or the reverse;
+    None if all are equal.
 
     `items` are names, or pairs of a name and a shape, by rank; `difference` is the verb of the
     message.
@@ -214,8 +215,8 @@ def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
 
 
 def _uncovered(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    """Return an error for the first tensor that the ranks together would not write once, None
-    without one."""
+    """Return an error for the first tensor of which the ranks together would not write as many
+    numbers as it has, None without one. `members` are as in `_different_numbers`."""
     counts = Counter[str]()
     for inventory in members.values():
         counts.update(inventory.written)

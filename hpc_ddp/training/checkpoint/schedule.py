@@ -22,7 +22,7 @@ from hpc_ddp.core.journal.journal import by_attempt, last_event
 from hpc_ddp.training.checkpoint.disk import remove
 
 if TYPE_CHECKING:
-    from hpc_ddp.training.checkpoint.saver import Checkpoints
+    from hpc_ddp.training.checkpoint.save import Checkpoints
 
 FIRST_SAVE_S = 5.0  # a guess, until a save has been measured
 RETRY_AFTER_S = 30.0
@@ -42,10 +42,11 @@ def young_daly(stall_s: float, between_failures_s: float) -> float:
 
 
 def between_failures(events: Sequence[JournalEvent]) -> float:
-    """Return the mean time between failures in seconds, from a run's earlier attempts; `PRIOR_S`
-    without any.
+    """Return the mean time between failures in seconds, from a run's earlier attempts, as if there
+    had been one more in a time of `PRIOR_S`; so that is the result without any.
 
-    A failure is an attempt that ended without a stop: it lost what came after its last save.
+    A failure is an attempt that ended without a stop: it lost what came after its last save. Only
+    attempts that made a step count.
     """
     spent, failures = PRIOR_S, 1
     for of_attempt in by_attempt(events).values():
@@ -96,14 +97,14 @@ class SaveSchedule:
         self._slowest_before_s = slowest_save_s
 
     def after_step(self, step: int) -> bool:
-        """Return whether a save belongs to this step; the same on all ranks."""
+        """Return whether a save belongs to this step, by `every_steps`; the same on all ranks."""
         return self._steps is not None and step % self._steps == 0
 
     def is_due(self) -> bool:
-        """Return whether rank 0's clock wants a save; False on other ranks. A failed one is tried
-        again soon.
+        """Return whether rank 0's clock wants a save; False on other ranks.
 
-        Not while one is under way: a clock that runs faster than the disk skips beats.
+        Not while one is under way: a clock that runs faster than the disk skips beats. After a
+        failed one, within `RETRY_AFTER_S`, even without a clock.
         """
         if self._rank != 0 or self._checkpoints.in_flight:
             return False
@@ -116,15 +117,16 @@ class SaveSchedule:
         return every is not None and since >= every
 
     def saved(self) -> None:
-        """Start the clock anew after a save has begun; with ``"auto"``, choose the interval once
-        one is measured."""
+        """Start the clock anew after a save has begun; with ``"auto"``, rank 0 chooses and prints
+        the interval, once, as soon as a save is measured."""
         self._last = time.monotonic()
         if self._auto and self._rank == 0 and self._checkpoints.slowest_save_s:
             self._auto = False
             self._choose(self._checkpoints.stall_s)
 
     def save_s(self) -> float:
-        """Return how long a save may take from now until it is durable, in seconds."""
+        """Return how long a save may take from now until it is durable, in seconds: as long as the
+        slowest so far, twice that behind one that is under way."""
         slowest = self._checkpoints.slowest_save_s or self._slowest_before_s
         return slowest * (2 if self._checkpoints.in_flight else 1)
 
@@ -154,10 +156,11 @@ class Retention:
 
 
 def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
-    """Remove what `keep` does not name; call it after a newer one is durable.
+    """Remove the checkpoints that `keep` does not name, and all `.old-` ones; call it after a newer
+    one is durable.
 
     `pinned` are steps that stay whatever their age: the best one. Raise OSError if the folder can't
-    be listed.
+    be listed; a checkpoint that can't be removed stays.
     """
     newest_first = published(folder)
     stays = set(newest_first[: keep.last])

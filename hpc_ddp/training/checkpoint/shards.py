@@ -97,7 +97,8 @@ class StagingBuffer:
         self.pieces: list[StoredShard] = []
 
     def fill(self, parts: Mapping[str, LocalShard]) -> None:
-        """Begin to copy the parts in; no thread may read the buffer before `wait`.
+        """Begin to copy the parts in, over those before; no thread may read the buffer until
+        `wait`.
 
         The copies take their place in the devices' current streams. So what the training does
         there afterwards comes after them, and the host waits for nothing.
@@ -114,8 +115,8 @@ class StagingBuffer:
         self._copies = list(zip(begins, ends, strict=True))
 
     def wait(self) -> float:
-        """Wait until the parts are here, in any thread; return how long a device copied, in s, 0 on
-        the CPU."""
+        """Wait until the parts are here, in any thread, whose current device is then the rank's;
+        return how long the slowest device copied, in s, 0 on the CPU."""
         if self._copies:
             devices.use(self._device)  # a thread begins with the node's first one
         for _, end in self._copies:
@@ -131,8 +132,10 @@ class StagingBuffer:
         self.pieces = pieces
 
     def is_finite(self, names: Container[str]) -> bool:
-        """Return whether the numbers of these tensors are, after `wait`; takes about the time of
-        reading them."""
+        """Return whether this rank's numbers of the tensors `names` are finite; True without any.
+
+        Call it after `wait`. It takes about the time of reading them.
+        """
         for piece, segments in zip(self.pieces, self._segments, strict=True):
             if piece.name.partition(OWN)[0] in names and not all(map(_is_finite, segments)):
                 return False
@@ -145,7 +148,10 @@ class StagingBuffer:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor; without numpy, which not every torch has."""
+    """Return the memory of a contiguous tensor on the CPU, which the caller keeps alive.
+
+    Without numpy, which not every torch has.
+    """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -234,7 +240,8 @@ class Reader:
     files
         data files, and the pieces in each, as tuples of `StoredShard`; opened at the first read
     rank
-        whose copy is read of what each rank has a copy of its own; None for rank 0's
+        whose copy is read of what each rank has a copy of its own; None: only buffers are there,
+        those of rank 0
     """
 
     def __init__(
@@ -276,6 +283,8 @@ class Reader:
 
         Raises
         ------
+        KeyError
+            the name is not stored for this rank
         UnreadableError
             the disk does not answer, and was waited for
         HpcDdpError
@@ -323,8 +332,8 @@ class Reader:
             part.copy_(rows[inner])
 
     def _read(self, path: Path, offset: int, memory: memoryview) -> None:
-        """Fill memory from byte `offset` of a file on; after an OSError the next call opens it
-        anew."""
+        """Fill memory from byte `offset` of a file on. Raise OSError if it can't be read, or ends
+        too early; the next call opens it anew."""
         file = self._files.pop(path, None) or FileIO(path)
         try:
             file.seek(offset)

@@ -94,6 +94,8 @@ class State:
 def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
     """Return the state of each object by name; `per_rank` names those that ranks do not share.
 
+    Modules that FSDP2 has sharded get their shards back for parameters (`reshard`).
+
     Raises
     ------
     UsageError
@@ -150,10 +152,12 @@ def _content_of(name: str, plain: Any, labels: Mapping[int, str], state: State) 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     """Return the parts of the tensors that this rank writes; a stage's ranks have the same names.
 
-    - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them -
-    what each rank has its own of: all of that - replicated: its share; the ranks' shares of all
-    bytes together are equal, cut between rows - buffers: its own; a run on another number of ranks
-    goes on from the first rank's - anything else: the first rank of the stage all of it
+    Sharded (FSDP2, tensor parallel): its own shard; of equal ones the first rank's.
+    Private, what each rank has its own of: all of it, as ``NAME@rank-R``.
+    Replicated: its share; the ranks' shares of all bytes together are equal, cut between rows.
+    Buffers: its own, as ``NAME@rank-R``; but ``NAME`` from the first rank of the stage, from which
+    a run on another number of ranks goes on.
+    Anything else: all of it from the first rank of the stage, nothing from others.
 
     Raise HpcDdpError for a DTensor with a pending reduction.
     """
@@ -193,10 +197,12 @@ def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
 
 
 def joined(first: Any, second: Any, key: object = None) -> Any:
-    """Return the tree of a whole model from the trees `first` and `second` of two of its stages.
+    """Return the tree of a whole model from the trees `first` and `second` of two of its stages, or
+    of what all ranks share and what one rank has of its own.
 
-    `key` is where they lie in their parents. An entry of both is the same in both; the parameters
-    in an optimizer's groups are put together.
+    `key` is where they lie in their parents. Where both have a plain entry, that of `first` stays;
+    the parameters in an optimizer's groups are put together. Raise ValueError where two lists of
+    dicts, as an optimizer's groups, differ in length.
     """
     if isinstance(first, dict):
         common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}

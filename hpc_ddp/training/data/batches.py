@@ -59,7 +59,7 @@ def _pinned(value: Any) -> Any:
 def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a batch whose parts are changed; other objects in it stay the same.
 
-    `change` returns the new part, or None for an object that is none.
+    `change` returns the new part, or None for an object to look into, or to leave alone.
     """
     changed = change(batch)
     if changed is not None:

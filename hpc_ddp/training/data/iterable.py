@@ -44,7 +44,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this worker's pairs of micro-batch and collated samples, to the end of the epoch.
 
-        Errors of the data set and of `collate` come through.
+        The data set sees no loader worker: torch's ``get_worker_info`` is None from here on. Errors
+        of the data set and of `collate` come through.
         """
         worker = get_worker_info()
         turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -67,8 +68,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
             block, samples = later, its_samples
 
     def _open(self) -> Iterator[Any]:
-        """Return the rest of the stream, from the current position on; without a ``skip`` it is
-        read up to there."""
+        """Return the rest of the stream, from the current position on, after its ``set_epoch``;
+        without a ``skip`` it is read up to there."""
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self._dataset
         skips = start > 0 and hasattr(stream, "skip")
@@ -99,8 +100,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         return range(first, number), samples
 
     def _next(self, source: Iterator[Any], number: int) -> Any:
-        """Return the sample at place `number`, drawn with a seed of its own; `_END` after the
-        last."""
+        """Return the sample at place `number`, drawn with a seed of its own; `_END` after the last.
+        Changes the global generators."""
         rng.seed_all(order.derive(self._seed, self._position.epoch, number))
         return next(source, _END)
 

@@ -25,7 +25,7 @@ from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Positio
 from hpc_ddp.training.data.worker_death import watched
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models import rng
-from hpc_ddp.training.process.watchdog import beat
+from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.signals import ignore_in_loader
 
 
@@ -34,8 +34,8 @@ class Loader:
 
     Made by `Run.loader`. Batches are on the run's device; `micro_batch` describes the one last
     yielded in the epoch. `samples` is the size of the data set, None for a stream. `check` is
-    called at each iteration, `sync` before each micro-batch with whether it ends a step; `timed`
-    wraps the batches.
+    called at each iteration, `sync` before each micro-batch with whether it ends a step,
+    `batch_done` when the loop asks for another one; `timed` wraps the batches.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Loader:
         device: torch.device,
         check: Callable[[], None],
         sync: Callable[[bool], None],
+        batch_done: Callable[[], None],
         timed: Callable[[Iterator[Any]], Iterator[Any]] = iter,
         shuffle: bool | None = None,
         **options: Any,
@@ -59,7 +60,7 @@ class Loader:
         self.samples = size_of(dataset)
         self.micro_batch = NO_BATCH
         self._plan, self._position, self._device = plan, position, device
-        self._check, self._sync, self._timed = check, sync, timed
+        self._check, self._sync, self._batch_done, self._timed = check, sync, batch_done, timed
         if self.samples is not None and not plan.steps(self.samples):
             raise UsageError(
                 f"the training set has {self.samples} samples; accepted: enough for one step"
@@ -88,14 +89,23 @@ class Loader:
         stream."""
         return None if self.samples is None else self._plan.steps(self.samples - start)
 
+    def total_steps(self, epochs: int) -> int | None:
+        """Return the steps of a whole run of some epochs, None for a stream."""
+        steps_left = self.steps(self._position.samples)
+        if steps_left is None:
+            return None
+        later_epochs = epochs - self._position.epoch - 1
+        return self._position.step + steps_left + later_epochs * len(self)
+
     def __iter__(self) -> Iterator[Any]:
         """Yield batches on the device, and move the run's position on with the last one of each
-        step.
+        step, before it is yielded.
 
         Raise UsageError outside of `Run.epochs`, HpcDdpError for a loader worker that died; errors
-        of the data set come through.
+        of the data set come through, and what `batch_done` raises.
         """
         self._check()
+        self._batch_done()  # of an iteration that the loop has left
         for micro_batch, batch in self._timed(watched(self._batches)):
             self.micro_batch = micro_batch
             self._sync(micro_batch.ends_step)
@@ -103,6 +113,7 @@ class Loader:
                 self._position.samples += micro_batch.total
             beat()
             yield to_device(batch, self._device)
+            self._batch_done()
 
 
 class Shard:
@@ -140,7 +151,10 @@ class Shard:
         return len(numbers[:: self._plan.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches on the device; raise HpcDdpError for a loader worker that died."""
+        """Yield batches on the device, and set `counts` for each of them.
+
+        Raise HpcDdpError for a loader worker that died; errors of the data set come through.
+        """
         for micro_batch, batch in watched(self._batches):
             beat()
             self.counts = micro_batch.weight > 0
@@ -153,7 +167,8 @@ class UnknownLengthError(UsageError, TypeError):
 
 
 def size_of(dataset: Dataset[Any]) -> int | None:
-    """Return the number of samples; None for a stream, which need not know it."""
+    """Return the number of samples; None for a stream, which need not know it. Raise TypeError for
+    a map-style data set without a length."""
     return None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
 
 
@@ -287,6 +302,7 @@ class _Seeded(Dataset[tuple[MicroBatch, Any]]):
         return self._collate(samples)
 
     def _sample(self, epoch: int, index: int) -> Any:
+        """Seed the global generators for this sample, and return it."""
         rng.seed_all(order.derive(self._seed, epoch, index))
         return self._dataset[index]
 

@@ -71,7 +71,8 @@ def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpErro
 
     torch's handler of SIGCHLD names the signal, also of another loader's worker, if it is the first
     to notice. It raises wherever the main thread happens to be, also where Python drops the
-    exception; then the exit codes of this loader's `workers` show it.
+    exception; then the exit codes of this loader's `workers` show it, for which it waits `DEATH_S`
+    at most.
     """
     report = _REPORT.match(str(error.__cause__)) or _REPORT.match(str(error))
     if report is not None:

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 def compile_for_resume(model: torch.nn.Module) -> None:
     """Compile a model in place, so that a resumed process computes with the same kernels.
 
-    The first forward with a shape compiles.
+    The first forward with a shape compiles. A torch without the option ``deterministic`` compiles
+    without it.
     """
     # Static shapes: a kernel for any shape, made at the epoch's shorter last batch, would take over
     # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.

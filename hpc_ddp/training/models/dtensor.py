@@ -166,7 +166,7 @@ def clip_(
     """Scale the gradients down to the norm `limit` over all ranks; return the norm before, a
     scalar.
 
-    With parameters over several ranks it is a collective.
+    With parameters over several ranks it is a collective; else the norm is of this rank's alone.
     """
     if not _is_spread(parameters, dims):
         return clip_grad_norm_(parameters, limit)
@@ -185,9 +185,11 @@ def clip_(
 def total_norm(
     tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of all tensors of all ranks, each counted once: a scalar, equal on all.
+    """Return the norm of all tensors of all ranks, each counted once: a scalar, equal on all; 0
+    without any.
 
-    With tensors over several ranks it is a collective.
+    With tensors over several ranks it is a collective; else this rank's are taken to be the same on
+    all. Raise HpcDdpError for a tensor with a pending reduction.
     """
     return _norm(tensors, dims, device) if _is_spread(tensors, dims) else get_total_norm(tensors)
 

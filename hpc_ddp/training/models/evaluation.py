@@ -17,7 +17,8 @@ from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, without gradients, and each part back as it was."""
+    """Put a model into eval mode, without gradients; at the end, also after an error, put back into
+    training mode the parts that were in it."""
     were_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -63,7 +64,7 @@ class Average(AveragedModel):
     def update_parameters(self, model: torch.nn.Module) -> None:
         """Average the weights, and the statistics, of a model in; the first time copy them.
 
-        Raise ValueError for a model with another number of tensors.
+        Raise ValueError for a model with another number of tensors; nothing is averaged then.
         """
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for mean, new in zip(_tensors(self.module), _tensors(model), strict=True):

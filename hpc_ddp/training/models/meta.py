@@ -18,14 +18,14 @@ def materialize(module: nn.Module, device: torch.device, init: Init | None = Non
     """Give the ``meta`` tensors of a module memory on a device, and their first numbers.
 
     The numbers are those of a module that is made on the device: each submodule's
-    ``reset_parameters`` draws them, as its constructor would, and then `init`, called with the
-    submodule. They are whole tensors, so they do not depend on the number of ranks that will share
-    them. Modules without ``meta`` tensors stay as they are.
+    ``reset_parameters`` draws them from the global generators, as its constructor would, and then
+    `init`, called with the submodule. They are whole tensors, so they do not depend on the number
+    of ranks that will share them. Modules without ``meta`` tensors stay as they are.
 
     Raises
     ------
     UsageError
-        a parameter or buffer has no numbers after that
+        a parameter or buffer has no numbers after that; the module is in part changed
     """
     materialized: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay one
     for path, submodule in module.named_modules():

@@ -64,8 +64,11 @@ class Precision:
     def update(
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scheduler: Any
     ) -> torch.Tensor | None:
-        """Clip, step and zero the gradients, and step the scheduler; return as `Run.update`
-        documents it."""
+        """Clip, step and zero the gradients, and step the scheduler unless fp16's scaler skips the
+        step; return the norm before clipping, a scalar, None without `clip_norm`.
+
+        With `clip_norm` and parameters over several ranks it is a collective.
+        """
         norm = None
         if self._scaler and id(optimizer) in self._updated:  # twice in a step: a GAN's critic
             self._lost_overflow = self._lost_overflow or self._overflowed
@@ -98,7 +101,8 @@ class Precision:
         return not skipped
 
     def _choose_scale(self) -> None:
-        """Choose fp16's next scale, once all optimizers of a step have unscaled by this one."""
+        """Choose fp16's next scale, once all optimizers of a step have unscaled by this one; with
+        another precision, or without an update, nothing."""
         if self._scaler is None or not self._updated:
             return
         self._scaler.update()
@@ -108,8 +112,8 @@ class Precision:
         self._overflowed = self._lost_overflow = False
 
     def end_step(self) -> None:
-        """End a step; raise UsageError if an ``optimizer.step()`` of the script's own took scaled
-        gradients."""
+        """End a step, and choose fp16's next scale. Raise UsageError if `backward` scaled gradients
+        and no `update` followed: the script's own ``optimizer.step()`` may have taken them."""
         if self._left_scaled:
             raise UsageError(
                 "with precision='fp16' the gradients are scaled, and run.update was not called",
@@ -128,7 +132,8 @@ class Precision:
 
         It reads the weights, not each step's gradients: what is not finite there ends up in the
         weights and stays. That costs the device the time of reading them once. The host waits for
-        nothing: `has_non_finite` has the answer, some steps later.
+        nothing: `has_non_finite` takes the answer, some steps later. Nothing is read without
+        `stop_on_nan`, or without a model to watch.
         """
         parameters = (weight for model in self._watched for weight in model.parameters())
         # Those in 8 bits, of which torch has no norm, are looked at by each save alone.
@@ -139,10 +144,11 @@ class Precision:
                 self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})
 
     def has_non_finite(self) -> bool:
-        """Return whether the last `look` found NaN or infinity; the same answer on all ranks.
+        """Take the answer of the last `look`: True for NaN or infinity, the same on all ranks.
 
-        With fp16 the scaler keeps the weights finite by skipping steps: True once it does nothing
-        else.
+        It waits for the device. False without a `look` since the last call, and without
+        `stop_on_nan`. With fp16 the scaler keeps the weights finite by skipping steps: True, at
+        each call, once it does nothing else.
         """
         if not self._stop_on_nan:
             return False
@@ -163,7 +169,8 @@ class Precision:
 
 
 def make_deterministic() -> None:
-    """Have torch use deterministic algorithms only; call it before anything uses a GPU.
+    """Have torch use deterministic algorithms only, in the process; call it before anything uses a
+    GPU. A ``CUBLAS_WORKSPACE_CONFIG`` that is set stays.
 
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """

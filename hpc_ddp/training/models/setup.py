@@ -21,7 +21,7 @@ from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.options import Options
-from hpc_ddp.training.process.watchdog import beat
+from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.worker import Worker
 
 if TYPE_CHECKING:
@@ -56,16 +56,17 @@ class ModelSetup(Worker):
         compile: bool = False,
         **options: Any,
     ) -> torch.nn.Module:
-        """Move a model to the device and wrap it in DistributedDataParallel.
+        """Move a model to the device and wrap it in DistributedDataParallel; return the wrapper.
 
-        `options` go to DDP as they are. A model with nothing to train is only moved; one over
-        several devices of the worker stays where it is. A pipeline's `model` is this rank's stage.
-        All ranks call it.
+        `options` go to DDP as they are. A model with nothing to train is returned without a
+        wrapper; one over several devices of the worker stays where it is. A pipeline's `model` is
+        this rank's stage. All ranks call it.
 
         Parameters
         ----------
         sync_batchnorm
-            takes batch norm's statistics over the global batch; torch can do that on GPUs only
+            takes batch norm's statistics over the global batch; torch can do that on GPUs only,
+            and on CPUs a message says that it is off
         compile
             compiles the model in place, so that the keys of its state stay as they are; once for
             each shape of a batch, of which there should be few
@@ -126,7 +127,7 @@ class ModelSetup(Worker):
         *,
         init: Init | None = None,
     ) -> torch.nn.Module:
-        """Split a model's layers among the tensor parallel ranks, on the device.
+        """Split a model's layers among the tensor parallel ranks, on the device; return the model.
 
         `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
         what the plan does not name stays where it is until then. All ranks call it.
@@ -141,7 +142,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            the model has no module of a name in the plan
+            the model has no module of a name in the plan; or nothing gives numbers to a tensor that
+            is on ``meta``
         """
         from hpc_ddp.training.models.sharding import share_layers
 
@@ -160,7 +162,8 @@ class ModelSetup(Worker):
         offload: bool = False,
         init: Init | None = None,
     ) -> torch.nn.Module:
-        """Shard a model over the data parallel ranks (FSDP2), each part of it on its device.
+        """Shard a model over the data parallel ranks (FSDP2), each part of it on its device; return
+        it.
 
         In place, and in the run's precision: with "bf16" computing gathers the weights in bf16, and
         the optimizer sees fp32. One unit after the other comes to the device, so the model may be
@@ -203,7 +206,8 @@ class ModelSetup(Worker):
         schedule: str = "GPipe",
         n_microbatches: int = 4,
     ) -> Pipeline:
-        """Return what trains a model whose stages lie on the ranks of ``run.mesh["pp"]``.
+        """Return what trains a model whose stages lie on the ranks of ``run.mesh["pp"]``. All ranks
+        call it.
 
         Parameters
         ----------
@@ -233,7 +237,8 @@ class ModelSetup(Worker):
         return loss if self._micro_batch.weight == 1.0 else loss * self._micro_batch.weight
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
-        """Return a copy of the model whose weights follow it: an exponential moving average.
+        """Return a copy of the model, without its wrapper, whose weights follow it: an exponential
+        moving average.
 
         Name it in `track`, and call its ``update_parameters(model)`` after each optimizer step.
 
@@ -269,7 +274,8 @@ class ModelSetup(Worker):
 
     @contextmanager
     def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:
-        """Give the plain model, in eval mode and without gradients, the same on all ranks.
+        """Give the plain model inside the block, in eval mode and without gradients, the same on
+        all ranks; of a `Pipeline`, itself.
 
         The plain one, because the DDP wrapper may have collectives in every forward, and
         they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,

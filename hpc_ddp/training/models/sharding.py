@@ -36,7 +36,8 @@ SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
     """Return the ranks as torch's mesh; all ranks make it at the same time.
 
-    `timeout` is that of the run's collectives.
+    `timeout` is that of the run's collectives, which the mesh's groups get. On accelerators
+    DTensor's random generator is set, too, for the process.
     """
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -154,8 +155,8 @@ class Pipeline:
         schedule: str,
         n_microbatches: int,
     ) -> None:
-        """Connect this rank's `stage` with those of the other ranks; arguments as in
-        `Run.pipeline`."""
+        """Prepare this rank's `stage`; arguments as in `Run.pipeline`. All ranks make it at the
+        same time, since it asks for `run.mesh`."""
         self.stage = stage
         self._schedule, self._count = schedule, n_microbatches
         self._device, self._autocast = run.device, run.autocast
@@ -176,7 +177,7 @@ class Pipeline:
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run forward and backward of a batch, as `Run.backward` would; return its mean loss, a
-        scalar.
+        scalar, the same on all ranks of the pipeline.
 
         Raises
         ------

@@ -27,12 +27,12 @@ class DistEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> DistEnv:
-        """Read torchrun's variables.
+        """Read torchrun's variables; without ``RANK`` return a world of one.
 
         Raises
         ------
         UsageError
-            only some of them are set, or one is not a number
+            ``RANK`` is set and another one is not, or one is not a number
         """
         if "RANK" not in environ:
             return cls()
@@ -65,7 +65,8 @@ class LaunchEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> LaunchEnv:
-        """Read the ``HPC_DDP_*`` variables; raises UsageError for a value that is no number."""
+        """Read the ``HPC_DDP_*`` variables. Raise UsageError for a value that is no number where it
+        has to be one, and for a run without ``HPC_DDP_ATTEMPT``."""
         run, notice = environ.get("HPC_DDP_RUN"), environ.get("HPC_DDP_NOTICE")
         script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
         auto = "auto" if environ.get("HPC_DDP_SAVE_EVERY") == "auto" else None
@@ -102,7 +103,8 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
 
 
 def _window(text: str) -> tuple[int, ...]:
-    """Return the steps of a text like ``10:15``; raise ValueError for other texts than numbers."""
+    """Return the numbers of a text like ``10:15``, as many as it has; raise ValueError for other
+    texts than numbers."""
     return tuple(int(step) for step in text.split(":"))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.journal.events import RankFailed
 from hpc_ddp.core.journal.journal import Journal
-from hpc_ddp.training.checkpoint.saver import SupersededError
+from hpc_ddp.training.checkpoint.save import SupersededError
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.process.environment import DistEnv
 
@@ -89,8 +89,8 @@ class FailureHook:
             os._exit(code)
 
     def report(self, error: BaseException, text: str) -> None:
-        """Journal and print an error with the traceback `text`, unless another one came before
-        it."""
+        """Journal and print an error with the traceback `text`, and pass it on to torchrun; nothing
+        if this hook has reported one already."""
         if self._is_reported:
             return
         self._is_reported = True
@@ -101,8 +101,8 @@ class FailureHook:
         sys.stderr.flush()
 
     def _write(self, error: BaseException, text: str) -> None:
-        """Journal an error; `text` is its traceback. A superseded attempt writes nothing: the files
-        belong to its successor."""
+        """Journal an error; `text` is its traceback. Nothing without a journal, or in a superseded
+        attempt."""
         # A superseded attempt writes nothing: the files belong to its successor.
         if self.journal is None or isinstance(error, SupersededError):
             return
@@ -124,8 +124,8 @@ class FailureHook:
 
 
 def leave_quickly() -> None:
-    """Have the exit run all exit functions, the script's own too, and then end with 0 without a
-    teardown."""
+    """Register an exit function: it runs all the others, the script's own too, and then ends the
+    process with 0, without a teardown."""
 
     def leave() -> None:
         """Call the exit functions registered before, and exit with 0."""

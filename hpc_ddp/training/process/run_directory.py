@@ -5,29 +5,38 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpc_ddp.core import process
 from hpc_ddp.core.checkpoints import published
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import write_json
-from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import Started
+from hpc_ddp.core.file_io import check_links, write_json
+from hpc_ddp.core.file_owners import check_executable, check_folder
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.events import Finished, RankFailed, Started, Stopped
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.process_group import Control, on_first
+
+SILENT_S = 300.0  # a live run of another host writes its journal more often
 
 
 def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder, int]:
     """Return the run's folder and this attempt's number, the same on all ranks; it is a collective.
 
+    They are the launcher's. Under a plain start rank 0 makes the folder and claims the attempt.
+
     Raises
     ------
     HpcDdpError
-        another process is at work in the folder, it is another script's, or can't be made
+        under a plain start: another process is at work in the folder, it is another script's or
+        user's, can be written or renamed by others, or can't be made, read or written
     """
     if env.run is not None and env.attempt is not None:
         return RunFolder(env.run), env.attempt
@@ -36,14 +45,21 @@ def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder
 
 
 def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
-    """On rank 0: make ``<runs>/<script's name>/local``, or take it up again where it is unfinished.
+    """On rank 0: make ``<runs>/<script's name>/local``, or take it up again where it is unfinished;
+    a finished one is renamed. Claim an attempt, print the folder, and journal the start.
 
-    Return the folder and the attempt's number; raises as `find`.
+    Return the folder and the attempt's number. Raise HpcDdpError if another process is at work in
+    it, or it is another script's or user's, OSError if the disk refuses.
     """
     run = RunFolder(env.runs / env.stem / "local")
+    check_folder(run)
+    if os.path.lexists(run.path):
+        check_links(run.path)
+        check_executable(run)
     finished = _move_away(run.path) if run.path.exists() and run.finished() else None
     run.make()
-    attempt = run.claim_attempt(process.identity(), process.is_live)
+    info = {**process.identity(), "job": os.environ.get("SLURM_JOB_ID")}
+    attempt = run.claim_attempt(info, partial(_may_be_live, run, info))
     job = JobSpec(
         script=os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else env.stem,
         args=tuple(sys.argv[1:]),
@@ -62,12 +78,29 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     return run.path, attempt.number
 
 
+def _may_be_live(run: RunFolder, own_info: dict[str, Any], info: dict[str, Any]) -> bool:
+    """Return whether the attempt that `info` describes runs, or may on another host: there it is
+    taken for live while its journal changes, unless it has ended by it, or is an earlier start of
+    this very Slurm job. Raise OSError where the journal can't be read."""
+    if process.is_live(info):
+        return True
+    is_same_job = info.get("job") is not None and info.get("job") == own_info["job"]
+    if info.get("host") in (None, own_info["host"]) or is_same_job:
+        return False
+    events = run.events()
+    newest = [event for event in events if event.attempt == events[-1].attempt] if events else []
+    if last_event(newest, Finished, Stopped, RankFailed):
+        return False
+    changed = max((path.stat().st_mtime for path in run.journal_folder.glob("*")), default=0.0)
+    return time.time() - changed < SILENT_S
+
+
 def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
     """Refuse to go on with another script's run. Other arguments are the run's from here on: the
     script has them in any case; with a checkpoint a warning names the earlier ones.
 
     `begun` is the job in the run's folder. Raise UsageError for another script, OSError if the new
-    arguments can't be written.
+    arguments can't be written, or the checkpoints listed.
     """
     if begun.script != job.script:
         raise UsageError(

@@ -57,6 +57,8 @@ def start(options: Options) -> Run:
         made, or another process works in it
     RuntimeError
         the other ranks do not come (torch's own)
+    ValueError
+        it is called outside of the main thread (Python's own)
     """
     _refuse_in_child()
     if plan := os.environ.get("HPC_DDP_DRILL"):

@@ -35,6 +35,10 @@ class Decision:
     save: bool = False
     gather: bool = False
 
+    def joined(self, later: Decision) -> Decision:
+        """Return the decision that both ask for."""
+        return Decision(max(self.reason, later.reason), self.save or later.save)
+
 
 def next_period(current: int, step_us: int) -> int:
     """Return the number of steps until the next exchange: about 0.2 s of `step_us` microseconds
@@ -70,10 +74,11 @@ class StepTimes:
         self.longest_pause_s = max(self.longest_pause_s, seconds)
 
     def expect(self, steps: int, longest_pause_s: float) -> float:
-        """Return the seconds that `steps` steps and a pause may take, as the last ones did.
+        """Return the seconds that `steps` steps may take, one of them with a pause.
 
-        The pause is as long as the longest so far, and at most `longest_pause_s`. Without earlier
-        steps only the pause counts.
+        The others are as long as the last steps on average, without the slowest. The pause is as
+        long as the longest so far, and at most `longest_pause_s`. Without earlier steps only the
+        pause counts.
         """
         recent = list(islice(reversed(self._recent), steps))
         slowest_s = max(recent, default=0.0)
@@ -114,7 +119,7 @@ class StopConsensus:
         call it.
 
         `wait_for_all` see `decide_now`: before the last step of an epoch, where a stop would have
-        to wait for what the script does at the epoch's end.
+        to wait for what the script does at the epoch's end. Raise RuntimeError if a peer is gone.
         """
         now = time.monotonic()
         self._since_exchange.append(now - self._stepped_at)
@@ -131,10 +136,9 @@ class StopConsensus:
 
     def decide_now(self) -> Decision:
         """Return the decision of all ranks by all that any of them knows; it is a collective, of
-        some 0.2 ms."""
+        some 0.2 ms. Raise RuntimeError if a peer is gone."""
         first = self._exchange()
-        second = self._read()
-        return Decision(max(first.reason, second.reason), first.save or second.save)
+        return first.joined(self._read())
 
     def restart_step(self) -> None:
         """Start the clock of a step, after something that is no part of it, such as a save."""
@@ -146,7 +150,8 @@ class StopConsensus:
         self.restart_step()
 
     def _exchange(self) -> Decision:
-        """Return the result of the last exchange, and begin the next; it is a collective."""
+        """Return the result of the last exchange, as `_read` does, and begin the next; it is a
+        collective."""
         decision = self._read()
         self.exchanges += 1
         # A save that has just been decided is not due once more.
@@ -160,10 +165,11 @@ class StopConsensus:
         return decision
 
     def _read(self) -> Decision:
-        """Return the result of the last exchange, an empty decision without one.
+        """Take the result of the last exchange, an empty decision without one, or once it is taken.
+        It sets the period to the next.
 
-        Here, at the same step on all ranks, they gather figures. Raise RuntimeError if a peer is
-        gone.
+        Here, at the same step on all ranks, they report and gather figures, so it is a collective.
+        Raise RuntimeError if a peer is gone.
         """
         decision = Decision()
         if self._pending is not None:

@@ -20,7 +20,7 @@ from types import FrameType
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import read_seconds, read_word
-from hpc_ddp.core.journal.vocabulary import StopReason
+from hpc_ddp.core.journal.enums import StopReason
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {
@@ -62,8 +62,8 @@ class Notices:
         self._first_s = 0.0  # when the first signal came, on the monotonic clock
 
     def install(self) -> None:
-        """Take the signals over and start listening; main thread only, else ValueError is
-        raised."""
+        """Take the signals over and start a thread that listens. Raise ValueError outside of the
+        main thread."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -89,7 +89,8 @@ class Notices:
 
         Ignored and not handled, because Python gives handled signals back to their deadly
         default a good while before the process is gone. Where no supervisor is there and the
-        script has more to do (not `then_exit`), Ctrl-C is an ordinary one again.
+        script has more to do (not `then_exit`), Ctrl-C and SIGTERM are ordinary ones again. Raise
+        ValueError outside of the main thread.
         """
         self._ended = True
         for number in SIGNALS:
@@ -182,8 +183,8 @@ def _obey(parent: int) -> None:
 
 
 def _source(text: str) -> str:
-    """Return the ``source`` of a notice file's text; a text that is a plain word is its own
-    source."""
+    """Return the ``source`` of a notice file's text, ``notice`` without one; a text that is a plain
+    word is its own source."""
     try:
         value = json.loads(text)
     except ValueError:

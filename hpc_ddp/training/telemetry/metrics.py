@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,10 +54,11 @@ class Metrics:
         values: dict[str, Any],
         total_steps: int | None = None,
     ) -> None:
-        """Take in a step's values; `samples` is the size of its global batch, 0 where it is not
-        known.
+        """Take in a step's values, and write a line where one is due or has come; `samples` is the
+        size of its global batch, 0 where it is not known.
 
-        `total_steps` of the run are None where they are not known.
+        `total_steps` of the run are None where they are not known. Raises as `_write_line`, perhaps
+        some steps later.
         """
         if self._first:
             self._journal.write(FirstStep(position.step, **self._first))
@@ -72,12 +72,14 @@ class Metrics:
             self._write_line()
 
     def flush(self) -> None:
-        """Write the values that were added last, unless that has been done; waits for a device."""
+        """Write the values that were added last, unless that has been done; waits for a device, and
+        raises as `_write_line`. `Journal.drain` waits for the disk."""
         self._begin_line()
         self._write_line()
 
     def _begin_line(self) -> None:
-        """Take a line's fields, and begin to read the values that are on a device."""
+        """Take the latest values as a line's fields, and begin to read those that are on a device;
+        write the line before. Nothing without new values. Raises as `_write_line`."""
         if self._latest is None:
             return
         self._write_line()  # of half a second ago: waits for no step but that one
@@ -91,8 +93,11 @@ class Metrics:
         self._due = now + min(max(EVERY_S, (now - self._began) / 1000), SELDOM_S)
 
     def _write_line(self) -> None:
-        """Pass the fields on to the journal and the listeners; waits for values that are not
-        here."""
+        """Pass the fields that are not None on to the journal and the listeners, if a line is under
+        way; waits for values that are not here.
+
+        Raise RuntimeError, ValueError or TypeError for a value that is no scalar.
+        """
         if self._line is None:
             return
         numbers = self._line.numbers()
@@ -104,7 +109,8 @@ class Metrics:
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Raise UsageError for a value that is no scalar, or whose name the journal has already."""
+    """Raise UsageError for a value that is no number (None is none of this step), or whose name the
+    journal has already. Waits for the values of an accelerator."""
     if reserved := TAKEN & values.keys():
         raise UsageError(
             f"run.step was given {sorted(reserved)[0]!r}, which the journal has already",
@@ -112,13 +118,15 @@ def check_values(values: dict[str, Any]) -> None:
         )
     for name, value in values.items():
         try:
-            json.dumps(plain(value))
-        except Exception:
+            is_number = value is None or isinstance(plain(value), (int, float))
+        except Exception:  # a tensor of several numbers, or of an accelerator that has failed
+            is_number = False
+        if not is_number:
             raise UsageError(
-                f"run.step was given {name}, a {type(value).__name__} that is no scalar; accepted:"
+                f"run.step was given {name}, a {type(value).__name__} that is no number; accepted:"
                 " numbers, and tensors of one number",
                 hint=f"{name}.mean(), for instance",
-            ) from None
+            )
 
 
 def number(call: str, name: str, value: Any) -> float:

@@ -60,7 +60,7 @@ class Profiler:
         self._profile: torch.profiler.profile | None = None
 
     def step_done(self) -> None:
-        """Count a step; begin or end the trace where it is time to."""
+        """Count a step; begin the trace, or end and write it, where it is time to."""
         self._steps += 1
         if self._steps == self._first - 1:
             self._profile = torch.profiler.profile()

@@ -33,7 +33,7 @@ class ProgressLines:
         self._text = ""
 
     def show(self, fields: dict[str, Any]) -> None:
-        """Take in the fields of a metrics line."""
+        """Take in the fields of a metrics line, and print a line where one is due."""
         now = time.monotonic()
         self._first = self._first or (now, fields["step"])
         self._text = _line(fields, now, *self._first)

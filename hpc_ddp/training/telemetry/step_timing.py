@@ -97,7 +97,8 @@ class StepTimer:
             yield batch
 
     def end_forward(self) -> None:
-        """Count the time since the batch came, or since the step or the last backward began."""
+        """Count the time since the batch came, or since the step or the last backward began; only
+        in a step that is sampled."""
         if self._is_sampled:
             mark = self._mark()
             self._forwards.append((self._forward_start, mark))
@@ -174,5 +175,5 @@ def _excess(seconds: Sequence[float]) -> list[float]:
 
 
 def _round(seconds: float) -> float:
-    """Return seconds with `DIGITS` digits, 0 for less."""
+    """Return seconds with `DIGITS` significant digits, 0 for negative ones."""
     return float(f"{max(seconds, 0.0):.{DIGITS}g}")

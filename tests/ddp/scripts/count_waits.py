@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hpc_ddp.training import start, worker
-from hpc_ddp.training.process import watchdog
+from hpc_ddp.training.process import hang_watchdog as watchdog
 from hpc_ddp.training.telemetry import metrics
 
 parser = argparse.ArgumentParser()

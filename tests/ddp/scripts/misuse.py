@@ -60,7 +60,8 @@ for _ in run.epochs(2):
             run.update(optimizer, clip_norm=0.0)
         optimizer.step()
         optimizer.zero_grad()
-        run.step(loss=loss.expand(3) if case == "no scalar" else loss)
+        late = {"note": "a word"} if case == "late word" and run.position.step else {}
+        run.step(loss=loss.expand(3) if case == "no scalar" else loss, **late)
         if case == "two steps":
             run.step(loss=loss)
 if case in NOT_NUMBERS:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_ddp.core.journal.enums import StopReason
 from hpc_ddp.core.journal.events import Stopped
-from hpc_ddp.core.journal.vocabulary import StopReason
 from hpc_ddp.training import start
 
 parser = argparse.ArgumentParser()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from hpc_ddp.training import Run, start
-from hpc_ddp.training.checkpoint import saver
+from hpc_ddp.training.checkpoint import save as saver
 from hpc_ddp.training.models import setup
 from hpc_ddp.training.stops import signals
 
@@ -118,7 +118,8 @@ layers: list[nn.Module] = [nn.Linear(33, args.width)]
 for _ in range(args.layers):
     layers += [nn.ReLU(), nn.Dropout(0.1), nn.Linear(args.width, args.width)]
     layers += [nn.BatchNorm1d(args.width) if args.batch_size > 3 else nn.LayerNorm(args.width)]
-net = nn.Sequential(*layers, nn.Linear(args.width, 10))
+head: nn.Linear = nn.Linear(args.width, 10)
+net = nn.Sequential(*layers, head)
 if args.sharded:
     from torch.distributed.fsdp import fully_shard
 
@@ -153,6 +154,9 @@ for epoch in run.epochs(args.epochs):
         time.sleep(args.step_seconds)
         act(run)
         run.step(loss=loss)
+        if run.ends_step and run.position.step % 3 == 0:  # part of the step, too
+            with torch.no_grad():
+                head.bias.mul_(0.99)
     scheduler.step()
     run.print(f"END OF EPOCH {epoch} lr {scheduler.get_last_lr()[0]:.6f}")
     if args.scores and not run.best(args.scores[epoch]) and run.stale == 2:

@@ -170,7 +170,8 @@ def test_job_ids_are_listed_oldest_first(tmp_path: Path) -> None:
         assert attempt.number == number
         write_json(attempt.path / "next.json", {"job_id": link})
     events = [_event("queued", job_id="7"), _event("started", job_id=""), _event("cancelled")]
-    assert run.job_ids([*events, _event("started", job_id="6"), events[0]]) == ["7", "6", "8"]
+    jobs = run.jobs([*events, _event("started", job_id="6"), events[0]])
+    assert [job.id for job in jobs] == ["7", "6", "8", "9"]
 
 
 def test_gpu_hours_count_all_tasks(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import Queued, Started
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, find_run, link_job
@@ -35,19 +36,22 @@ def test_the_index_of_jobs_replaces_no_file(
     results = tmp_path / "results"
     results.mkdir()
     (results / "3").write_text("mine")
-    (run.root / ".jobs").symlink_to(results)
-    link_job("3", run)  # a link of this user's own: but what lies there is no link
+    index = run.root / f".jobs-{os.geteuid()}"
+    index.mkdir()
+    (index / "_").symlink_to(results)
+    link_job(JobRef("3"), run)  # a link of this user's own: but what lies there is no link
     assert (results / "3").read_text() == "mine"
     monkeypatch.setattr(file_io, "ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    link_job("4", run)
+    (run.root / f".jobs-{os.geteuid()}").symlink_to(results)
+    link_job(JobRef("4"), run)
     assert not (results / "4").exists()
     assert "job 4 can't be found by its id" in capsys.readouterr().err
 
 
 def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
     old, new = make_run(tmp_path, run_id="20250101-000000-aa"), make_run(tmp_path)
-    link_job("77", old)
+    link_job(JobRef("77"), old)
     for run, job in ((old, "77"), (new, "78")):
         run.journal("submit").write(Queued(job))
     assert find_run(tmp_path, str(old.path)) == old
@@ -76,8 +80,8 @@ def test_a_task_of_an_array_is_found_by_the_id_that_is_shown(tmp_path: Path) -> 
     array = make_run(tmp_path)
     task = RunFolder(array.path / "task-3").make()
     task.job_json.write_text("{}")
-    link_job("12", array)
-    link_job("15", task)
+    link_job(JobRef("12"), array)
+    link_job(JobRef("15"), task)
     array.journal("submit").write(Queued("12"))
     task.journal("batch").write(Started("n1", job_id="15"))
     assert (task.name, task.id, task.root) == ("n", f"{array.id}/task-3", tmp_path)
@@ -97,7 +101,7 @@ def test_an_unknown_run_is_an_error_with_a_hint(tmp_path: Path, text: str) -> No
 def test_a_link_of_a_job_to_another_run_does_not_count(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "train" / "1").make()
     run.job_json.write_text("{}")
-    link_job("7", run)
+    link_job(JobRef("7"), run)
     with pytest.raises(UsageError, match="no run '7'"):
         find_run(tmp_path, "7")
     run.journal("submit").write(Queued("7"))
@@ -108,7 +112,6 @@ def test_a_task_of_an_array_is_found_by_its_job_id(tmp_path: Path) -> None:
     array = Written(tmp_path, array="0-2")
     task = RunFolder(array.run.path / "task-1").make()
     task.job_json.write_text(array.run.job_json.read_text())
-    (tmp_path / ".jobs").mkdir()
-    (tmp_path / ".jobs" / "7").symlink_to(array.run.path)
+    link_job(JobRef("7"), array.run)
     array.run.journal("submit").write(Queued("7"))
     assert find_run(tmp_path, "7_1") == task

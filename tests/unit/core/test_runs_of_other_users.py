@@ -15,7 +15,7 @@ from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import LineReader, make_private, parse_object, write_json
 from hpc_ddp.core.file_owners import check_executable, check_folder, is_executable
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.journal import read_briefly, read_events
 from hpc_ddp.core.run_folder import RunFolder
 from tests.raw_events import raw
@@ -62,6 +62,19 @@ def test_a_closed_run_goes_by_the_owners_of_its_files(run: RunFolder, part: str)
     assert is_executable(run)
     os.chown(path, STRANGER, -1)
     with pytest.raises(UsageError, match=f"{part} belongs to uid {STRANGER}"):
+        check_executable(run)
+
+
+@pytest.mark.parametrize("part", ["lib", "journal", "journal/batch.jsonl"])
+def test_an_array_goes_by_the_owners_of_its_tasks_as_well(run: RunFolder, part: str) -> None:
+    if os.geteuid():
+        skip_or_fail("only root can give a file to another user")
+    task = run.task(3).make()
+    (task.path / "lib").symlink_to("../lib")
+    task.journal("batch").write(raw("started"))
+    check_executable(run)
+    os.chown(task.path / part, STRANGER, -1, follow_symlinks=False)
+    with pytest.raises(UsageError, match=f"task-3/{part} belongs to uid {STRANGER}"):
         check_executable(run)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import dry_run
 from hpc_ddp.node.batch import task_of
@@ -86,7 +86,7 @@ def test_each_node_has_a_supervisor(
     nodes = ["local-0", "local-1"]
     job = JobSpec("t.py", nodes=2, **spec)
     local_run = _local(
-        run=run, spec=job, nodes=nodes, command=["python", "node.py", "agent", "t.py"]
+        run=run, spec=job, nodes=nodes, command=["python", "node.py", "elastic_agent", "t.py"]
     )
     environ = local_run._environ(attempt)
     assert environ["HPC_DDP_END_TIME"] == ("1600" if end else "")

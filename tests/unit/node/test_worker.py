@@ -63,6 +63,16 @@ def test_a_worker_has_a_log_and_slurms_variables_of_its_own(
     assert first
 
 
+def test_sets_have_one_order_in_all_workers(
+    start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
+) -> None:
+    look = "import os; print(os.environ['PYTHONHASHSEED'])"
+    start(look=look)
+    start(look=look, PYTHONHASHSEED="7")
+    first, _, second = (tmp_path / "rank-2.log").read_text().splitlines()
+    assert (first, second) == ("0", "7")
+
+
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_workers_are_no_task_of_an_mpi_unless_each_of_them_is_one(
     start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path, by_torchrun: bool

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.file_io import read_tail
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report import bundle
 from hpc_ddp.report.bundle import REDACTED, Redaction

@@ -15,12 +15,13 @@ import pytest
 
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, link_job
+from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report import clean
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.report.status.state import Queue
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
 
@@ -57,7 +58,7 @@ def make(root: Path) -> Callable[..., RunFolder]:
         journal.write(raw("submitted"))
         journal.write(raw("queued", job_id=name))
         journal.write(raw("started", nodes=["n1"], job_id=name))
-        link_job(name, run)
+        link_job(JobRef(name), run)
         if end:
             action = {"finished": "none", "preempted": "requeue"}.get(end, "give up")
             journal.write(raw("verdict", cause=end, action=action, why=""))
@@ -90,7 +91,7 @@ def test_a_finished_run_goes_with_what_leads_to_it(root: Path, make: Any) -> Non
     unfinished.cancelled.touch()
     (unfinished.checkpoints / "mine.pt").touch()  # a script's own: something to go on from
     assert deleted_by(root) == {"1"}
-    assert [link.name for link in (root / ".jobs").iterdir()] == ["2"]
+    assert [link.name for link in (root / f".jobs-{os.geteuid()}" / "_").iterdir()] == ["2"]
     make("3")
     (root / "digits" / "2").rename(root / "2")
     assert deleted_by(root) == {"3"}
@@ -154,7 +155,7 @@ def test_runs_at_work_stay(root: Path, make: Any, monkeypatch: pytest.MonkeyPatc
     local.journal("rank-0").write(raw("started", backend="local", **process.identity()))
     identity = {**process.identity(), "host": "another"}
     remote.journal("rank-0").write(raw("started", backend="local", **identity))
-    queued, by_hand, requeued = make("3"), make("4"), make("5")
+    queued, by_hand, requeued = make("3"), make("4"), make("5", end=None)
     jobs = {
         "3": QueuedJob("PENDING", "Priority", "", ""),
         "5": QueuedJob("PREEMPTED", "", "", ""),
@@ -171,9 +172,19 @@ def test_runs_at_work_stay(root: Path, make: Any, monkeypatch: pytest.MonkeyPatc
     ):
         with pytest.raises(UsageError, match=f"is at work: .*{words}"):
             clean.find_deletions(root, [run], 0, (), checkpoints_only=True)
-    monkeypatch.setattr(clean, "read_queue", lambda: None)
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue(None))
     with pytest.raises(UsageError, match="can't be asked from here"):
         clean.find_deletions(root, [queued], 0, (), checkpoints_only=True)
+
+
+def test_a_slurm_without_an_answer_is_reported_once(
+    root: Path, make: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make("1")
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue(None, problem="squeue refused: x"))
+    items = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
+    assert list(clean.delete(items, root)) == []
+    assert capfd.readouterr().err.count("squeue refused: x; runs that have a job are left") == 1
 
 
 def test_a_run_that_was_resumed_meanwhile_stays(root: Path, make: Any) -> None:
@@ -285,8 +296,8 @@ def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any
     task = array.task(0).make()
     task.job_json.write_text(JobSpec("train.py", array="0").to_json())
     task.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
-    assert status_of(array, {}).state == "array"
-    assert status_of(array, {}).why == "1 of 4 tasks finished"
+    assert status_of(array, Queue({})).state == "array"
+    assert status_of(array, Queue({})).why == "1 of 4 tasks finished"
     assert deleted_by(root) == set()
 
 
@@ -295,3 +306,27 @@ def test_an_unfinished_run_without_results_is_deleted(root: Path, make: Any) -> 
     for path in (run.script, run.limits_json, run.early_links, run.cancelled):
         path.write_text("{}")
     assert deleted_by(root) == {"1"}
+
+
+def test_a_run_that_went_on_meanwhile_and_can_not_be_put_back_is_kept(
+    root: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was resumed is made anew in its place, and no sweep takes the rest of it."""
+    run = make("1")
+    items = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
+    fingerprint = clean._fingerprint
+
+    def resume(looked_at: RunFolder) -> Any:
+        if looked_at.path != run.path:
+            run.journal_folder.mkdir(parents=True)
+            run.journal("submit").write(raw("submitted"))
+            return "another"
+        return fingerprint(looked_at)
+
+    monkeypatch.setattr(clean, "_fingerprint", resume)
+    ((_, problem),) = clean.delete(items, root)
+    assert "was resumed meanwhile, and left alone, in " in problem
+    (kept,) = root.glob(f"*/{clean.HOLDING}*/1")
+    assert (kept / "checkpoints" / "step-6").is_dir()
+    list(clean.delete([], root))
+    assert kept.is_dir()

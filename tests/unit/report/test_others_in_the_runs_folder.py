@@ -12,15 +12,16 @@ import pytest
 
 from hpc_ddp.core.checkpoints import manifest_crc
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import Queue, Work, describe_work
 from hpc_ddp.report import clean
 from hpc_ddp.report.explain import facts as explain_facts
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.status import state
 from hpc_ddp.report.status.run_status import has_ended, status_of
 from hpc_ddp.report.status.run_table import table
-from hpc_ddp.report.status.state import Queue, RunState
+from hpc_ddp.report.status.state import RunState
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
 
@@ -88,12 +89,11 @@ def test_one_runs_fault_keeps_no_other_run(
     root: Path, make: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, good = make("bad"), make("good")
-    whole = state.describe_work
 
-    def fail(run: RunFolder, queue: Queue | None) -> str:
+    def fail(run: RunFolder, queue: Queue) -> Work | None:
         if run == bad:
             raise AttributeError("'list' object has no attribute 'items'")
-        return whole(run, queue)
+        return describe_work(run, queue)
 
     monkeypatch.setattr(clean, "describe_work", fail)
     deletions = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
@@ -123,8 +123,8 @@ def test_what_is_deleted_stays_in_folders_of_the_user(
     monkeypatch.setattr(Path, "rename", note)
     deletions = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
     assert [problem for _, problem in clean.delete(deletions, root)] == ["", ""]
-    (run_target, step_target) = sorted(moved)
-    assert run_target.parent.parent == root / "done"
+    run_target, trash, step_target = sorted(moved)
+    assert run_target.parent.parent == trash.parent == root / "done"
     assert step_target.parent == unfinished.checkpoints
     assert not (root / "done").exists()
     assert [path.name for path in unfinished.checkpoints.iterdir()] == ["step-2"]
@@ -150,10 +150,10 @@ def test_the_state_of_another_users_run_is_not_guessed(
     make: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     run = make("train", cause)
-    own = status_of(run, {})
+    own = status_of(run, Queue({}))
     assert own.state is (RunState.STOPPED if cause else RunState.LOST)
     is_anothers(monkeypatch, run)
-    theirs = status_of(run, {})
+    theirs = status_of(run, Queue({}))
     assert theirs.state is RunState.UNKNOWN
     assert theirs.why == "of user vera, whose jobs are not looked at"
     monkeypatch.setattr("hpc_ddp.slurm.queue", dict)
@@ -165,13 +165,13 @@ def test_an_end_of_another_users_run_is_shown(
 ) -> None:
     run = make("train")
     is_anothers(monkeypatch, run)
-    assert status_of(run, {}).state is RunState.FINISHED
+    assert status_of(run, Queue({})).state is RunState.FINISHED
 
 
 def test_one_long_name_does_not_widen_the_table(make: Callable[..., RunFolder]) -> None:
     run = make("train", "")
     run.journal("submit").write(raw("queued", job_id="9" * 5000))
-    lines = table([status_of(run, {})]).splitlines()
+    lines = table([status_of(run, Queue({}))]).splitlines()
     assert max(map(len, lines)) < 200
     assert "9" * 60 in lines[1]
 
@@ -219,6 +219,14 @@ def test_a_journal_that_can_not_be_read_is_not_an_empty_one(
     assert "journal: Permission denied" in explanation.text
 
 
+def test_a_step_that_is_null_is_none(make: Callable[..., RunFolder]) -> None:
+    run = make("train", "")
+    run.journal("rank-0").write(raw("training", step=0))
+    run.journal("rank-0").write(raw("metrics", step=None))
+    assert explain_run(run).step == 0
+    assert status_of(run, Queue({})).step == 0
+
+
 def _refuse(folder: Path) -> list[str]:
     raise PermissionError(13, "Permission denied", str(folder))
 
@@ -231,4 +239,4 @@ def test_the_owner_of_a_run_counts(root: Path, make: Callable[..., RunFolder]) -
     assert clean.find_deletions(root, [], 0, (), checkpoints_only=False) == []
     (run.journal_folder / "batch.jsonl").write_text("")
     run.journal("batch").write(raw("submitted", time=time.time()))
-    assert status_of(run, {}).why == f"of uid {STRANGER}, whose jobs are not looked at"
+    assert status_of(run, Queue({})).why == f"of uid {STRANGER}, whose jobs are not looked at"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.report.explain.explain import explain
@@ -49,6 +51,11 @@ NCCL_SYSTEM = (
 )
 
 SYNTAX = '  File "t.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
+
+
+def linked(run: RunFolder, job_id: str, cluster: str = "_") -> Path:
+    """Return the link of a job in the index of the run's user."""
+    return run.root / f".jobs-{os.geteuid()}" / cluster / job_id
 
 
 class Written:
@@ -128,7 +135,7 @@ def make_run(root: Path, number: int = 7, ended: bool = False) -> RunFolder:
     """Make a run of job `number` that has been training for 100 s, and is at step 400 of 1000."""
     run = RunFolder(root / "digits" / f"20260101-{number:06}-aaaa").make()
     run.job_json.write_text(JobSpec("train.py").to_json())
-    link_job(str(number), run)
+    link_job(JobRef(str(number)), run)
     write_event(run, "submit", "submitted", 300, backend="slurm")
     write_event(run, "submit", "queued", 300, job_id=str(number))
     write_event(run, "batch", "started", 200, nodes=["n1", "n2"], job_id=str(number))

@@ -17,18 +17,22 @@ STDLIB = set(sys.stdlib_module_names) | {"tomllib"}  # since 3.11
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"core"}, set()),
     "slurm": ({"core", "slurm_text"}, set()),
-    "slurm_text": (set(), set()),
-    "submission": ({"core", "slurm", "slurm_text", "submission"}, {"jinja2", "submitit", "tomli"}),
-    "node": ({"core", "slurm", "slurm_text", "node"}, set()),
+    "slurm_text": ({"core"}, set()),
+    "live_jobs": ({"core", "slurm", "slurm_text"}, set()),
+    "submission": (
+        {"core", "live_jobs", "slurm", "slurm_text", "submission"},
+        {"jinja2", "submitit", "tomli"},
+    ),
+    "node": ({"core", "live_jobs", "slurm", "slurm_text", "node"}, set()),
     "training": ({"core", "training"}, {"torch", "numpy", "safetensors"}),
-    "report": ({"core", "slurm", "slurm_text", "report"}, {"jinja2"}),
-    "cli": ({"core", "slurm", "slurm_text", "submission", "report", "cli"}, {"click"}),
-    "api": ({"core", "slurm", "slurm_text", "submission", "report"}, set()),
+    "report": ({"core", "live_jobs", "slurm", "slurm_text", "report"}, {"jinja2"}),
+    "cli": ({"core", "live_jobs", "slurm", "slurm_text", "submission", "report", "cli"}, {"click"}),
+    "api": ({"core", "live_jobs", "slurm", "slurm_text", "submission", "report"}, set()),
 }
 # The agent is torchrun, so it runs where torch is, and the bandwidth is that of torch's own
 # collectives; submitit is given the supervisor by name.
 EXCEPTIONS = {
-    ("node/agent.py", "torch"),
+    ("node/elastic_agent.py", "torch"),
     ("node/preflight/bandwidth.py", "torch"),
     ("submission/backends.py", "hpc_ddp.node.supervisor"),
 }

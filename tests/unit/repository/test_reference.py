@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from hpc_ddp.core.job.option_declaration import GROUPS, key_of
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.settings.config import OPTIONS, Placement
 from tools import reference
 

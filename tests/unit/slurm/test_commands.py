@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp import slurm
+from hpc_ddp.core import attempt_env
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.slurm import NoAnswerError
 from hpc_ddp.slurm_text import QueuedJob, Record
-from unit.fakes import Clock, Slurm
+from unit.fakes import Clock, Slurm, squeue_rows
 from unit.slurm.fakes import TIMED_OUT
 
 
@@ -73,7 +74,6 @@ def test_changes_of_a_job_call_slurms_commands(slurm_commands: Slurm, tmp_path: 
             lambda: slurm.why_refused(Path("job")),
             "sbatch refused: no answer is laid down for sbatch",
         ),
-        (lambda: slurm.is_pending_or_running("7"), False),
         (lambda: slurm.takes_option("sbatch", "gres"), False),
         (lambda: slurm.unusable(["n1"]), []),
         (lambda: slurm.show_qos(), []),
@@ -143,7 +143,7 @@ def test_cancel_passes_over_jobs_that_are_gone_alone(slurm_commands: Slurm) -> N
 def test_an_array_lives_as_long_as_one_of_its_tasks(
     slurm_commands: Slurm, rows: str, states: dict[str, str]
 ) -> None:
-    slurm_commands.answer("squeue", rows)
+    slurm_commands.answer("squeue", squeue_rows(rows))
     assert {id: job.state for id, job in slurm.queue().items()} == states
 
 
@@ -153,20 +153,12 @@ def test_lines_of_the_queue_are_parsed(slurm_commands: Slurm, tmp_path: Path) ->
         f"5|5|PENDING|Priority|n[1-2]|1:00|{tmp_path}/link|job.sh\n"
         "6|6|RUNNING|None|n1|2:00|/w|/a|b\n7|7|PREEMPTED|None||2:00|/w|(null)\ntorn|\n"
     )
-    slurm_commands.answer("squeue", rows)
+    slurm_commands.answer("squeue", squeue_rows(rows))
     assert slurm.queue() == {
-        "5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00", f"{tmp_path}/job.sh"),
-        "6": QueuedJob("RUNNING", "None", "n1", "2:00", "/a|b"),
-        "7": QueuedJob("PREEMPTED", "None", "", "2:00", "(null)"),
+        "5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00", f"{tmp_path}/job.sh", "name"),
+        "6": QueuedJob("RUNNING", "None", "n1", "2:00", "/a|b", "name"),
+        "7": QueuedJob("PREEMPTED", "None", "", "2:00", "(null)", "name"),
     }
-
-
-@pytest.mark.parametrize(
-    ("shown", "live"), [("SUSPENDED", True), ("REQUEUE_HOLD", True), ("COMPLETED", False)]
-)
-def test_a_job_may_still_do_something(slurm_commands: Slurm, shown: str, live: bool) -> None:
-    slurm_commands.answer("scontrol", f"   JobState={shown} Reason=None\n")
-    assert slurm.is_pending_or_running("7") is live
 
 
 def test_a_job_that_is_forgotten_is_in_the_accounting(slurm_commands: Slurm) -> None:
@@ -255,7 +247,7 @@ def test_variables_of_an_outer_job_are_dropped() -> None:
         "SLURM_CONF": "/c",
         "HOME": "/",
     }
-    assert slurm.clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
+    assert attempt_env.clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
 
 
 def test_variables_of_an_outer_run_are_dropped() -> None:
@@ -264,6 +256,6 @@ def test_variables_of_an_outer_run_are_dropped() -> None:
     of_a_run |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "1", "LOCAL_RANK": "1"}
     of_a_run |= {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=eth0"}
     of_a_user = {"HPC_DDP_RUNS": "/r", "HPC_DDP_HANG_AFTER": "60", "NAME": "x", "RANKING": "y"}
-    assert slurm.clean_env(of_a_run | of_a_user) == of_a_user
+    assert attempt_env.clean_env(of_a_run | of_a_user) == of_a_user
     of_a_user["GLOO_SOCKET_IFNAME"] = "ib0"
-    assert slurm.clean_env(of_a_user) == of_a_user
+    assert attempt_env.clean_env(of_a_user) == of_a_user

@@ -8,25 +8,28 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp import slurm, slurm_text
+from hpc_ddp.core import attempt_env
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.slurm import NoAnswerError
 from unit.fakes import Clock, Slurm
 from unit.slurm.fakes import HEADER, SCRIPT, TIMED_OUT
 
 
 def _submit(*options: str, known_ids: tuple[str, ...] = ()) -> str:
-    return slurm.sbatch(SCRIPT, os.environ, *options, earlier=known_ids)
+    jobs = [JobRef(id) for id in known_ids]
+    return str(slurm.sbatch(SCRIPT, os.environ, *options, earlier=jobs))
 
 
 def test_a_submit_is_answered_with_the_id(slurm_commands: Slurm) -> None:
     slurm_commands.answer("sbatch", "7;cluster\n")
-    assert _submit("--array=1") == "7"
+    assert _submit("--array=1") == "7;cluster"
     assert slurm_commands.calls("sbatch") == [["--parsable", "--array=1", "job.sbatch"]]
     assert not slurm_commands.calls("squeue")
 
 
 def test_a_submit_without_an_id_is_not_made_again(slurm_commands: Slurm, clock: Clock) -> None:
     slurm_commands.answer("sbatch", "Submitted!\n")
-    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
+    slurm_commands.answer("squeue", "7\x1fN/A\x1fjob.sbatch\n")
     assert _submit() == "7"
     with pytest.raises(NoAnswerError, match="printed no job id: 'Submitted!'"):
         _submit(known_ids=("7",))
@@ -43,7 +46,7 @@ def test_options_of_a_job_override_a_profile(
     dropped = {"SLURM_JOB_ID": "5", "SRUN_CPUS_PER_TASK": "77", "SLURM_NTASKS": "9"}
     for name, value in {**retained, **same, **replaced, **dropped}.items():
         monkeypatch.setenv(name, value)
-    env = slurm.submit_env(os.environ, slurm_text.parse_options(HEADER))
+    env = attempt_env.submit_env(os.environ, slurm_text.parse_options(HEADER))
     assert {
         name: env[name] for name in {**retained, **same, **replaced, **dropped} if name in env
     } == retained
@@ -75,18 +78,18 @@ def test_an_option_of_the_command_line_counts_as_the_jobs(
     options = slurm_text.parse_options(HEADER, ["--exclude=n1", "--hold"])
     assert options == {"partition": "debug", "gpus-per-node": "2", "exclude": "n1", "hold": ""}
     environ = {"SBATCH_TIMELIMIT": "5", "SBATCH_EXCLUDE": "n2"}
-    assert slurm.submit_env(environ, options) == {"SBATCH_TIMELIMIT": "5"}
+    assert attempt_env.submit_env(environ, options) == {"SBATCH_TIMELIMIT": "5"}
     assert "SBATCH_EXCLUDE=n2 is not used: the job has --exclude" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "known_ids", "rows", "id"),
     [
-        ((), (), "7|N/A|job.sbatch\n", "7"),
-        ((), (), "8|N/A|/r/other\n9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "10"),
-        ((), ("10",), "9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "9"),
-        (("--array=2",), (), "9|2|job.sbatch\n10|1|job.sbatch\n", "9"),
-        (("--hold",), (), "torn line\n9|1|job.sbatch\n", "9"),
+        ((), (), "7\x1fN/A\x1fjob.sbatch\n", "7"),
+        ((), (), "8\x1fN/A\x1f/r/other\n9\x1fN/A\x1fjob.sbatch\n10\x1fN/A\x1fjob.sbatch\n", "10"),
+        ((), ("10",), "9\x1fN/A\x1fjob.sbatch\n10\x1fN/A\x1fjob.sbatch\n", "9"),
+        (("--array=2",), (), "9\x1f2\x1fjob.sbatch\n10\x1f1\x1fjob.sbatch\n", "9"),
+        (("--hold",), (), "torn line\n9\x1f1\x1fjob.sbatch\n", "9"),
     ],
 )
 def test_a_submit_without_an_answer_looks_into_the_queue(
@@ -110,7 +113,7 @@ def test_a_job_missing_from_the_queue_is_submitted_again(
 ) -> None:
     slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
     slurm_commands.answer("sbatch", "8\n")
-    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
+    slurm_commands.answer("squeue", "7\x1fN/A\x1fjob.sbatch\n")
     assert _submit(known_ids=("7",)) == "8"
     assert len(slurm_commands.calls("squeue")) == slurm.LOOKS
     assert "trying again" in capsys.readouterr().err

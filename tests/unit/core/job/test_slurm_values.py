@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
-from hpc_ddp.core.job.spec import JobSpec
 
 
 @pytest.mark.parametrize(

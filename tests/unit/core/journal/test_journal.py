@@ -132,13 +132,21 @@ def test_a_brief_read_parses_only_the_last_metrics(tmp_path: Path) -> None:
 
 
 def test_an_event_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path / "deep" / "er", "a", attempt=4)
+    journal = Journal(tmp_path / "journal", "a", attempt=4)
     journal.write_surely(Queued("7"))
     journal.write(Cancelled())
     event, _ = read_events(journal.path.parent)
     assert event == Queued("7", time=event.time, attempt=4)
     assert abs(event.time - time.time()) < 60
     assert journal.path.read_bytes().count(b"\n") == 2
+
+
+def test_a_run_that_was_moved_away_is_not_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Journal(tmp_path / "moved" / "journal", "a").write(raw("x"))
+    assert not (tmp_path / "moved").exists()
+    assert "can't write the journal" in capsys.readouterr().err
 
 
 def test_an_important_event_is_retried_for_a_minute(

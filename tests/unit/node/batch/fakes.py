@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.slurm_text import parse_job
 

@@ -13,13 +13,16 @@ from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin
 from tests.raw_events import raw, raw_events
 from unit.fakes import Clock, Slurm
 from unit.node.batch.fakes import END, job_environ, show_job, write_spec
+from unit.report.written_runs import linked
 
 
 def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
@@ -46,9 +49,9 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
     assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")
     assert (event["job_id"], event["restarts"]) == ("7", 3)
     assert run.attempt(0).info == {
-        name: event[name] for name in ("job_id", "restarts", "host", "nodes")
+        name: event[name] for name in ("job_id", "restarts", "host", "nodes", "cluster")
     }
-    assert (run.root / ".jobs" / "7").resolve() == run.path
+    assert linked(run, "7", "c").resolve() == run.path
     assert not (run.attempt(0).path / "next.json").exists()
 
 
@@ -134,19 +137,24 @@ def test_a_run_without_hours_left_does_not_start(
     ],
 )
 def test_two_attempts_are_not_run_at_once(
-    slurm_commands: Slurm, clock: Clock, earlier: dict[str, Any], job: str | None, live: bool
+    slurm_commands: Slurm,
+    clock: Clock,
+    run: RunFolder,
+    earlier: dict[str, Any],
+    job: str | None,
+    live: bool,
 ) -> None:
     slurm_commands.answer("scontrol", job or "", "Invalid job id specified", int(job is None))
-    assert batch._is_live(earlier, job_id="7", restarts=1) is live
+    assert is_attempt_live(run, JobRef("7"), earlier) is live
 
 
 def test_a_job_of_which_slurm_does_not_answer_counts_as_live(
-    slurm_commands: Slurm, clock: Clock
+    slurm_commands: Slurm, clock: Clock, run: RunFolder
 ) -> None:
     for _ in range(30):
         slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
     slurm_commands.answer("scontrol", show_job("COMPLETED"))
-    assert not batch._is_live({"job_id": "6", "restarts": 0}, job_id="7", restarts=0)
+    assert not is_attempt_live(run, JobRef("7"), {"job_id": "6", "restarts": 0})
     assert sum(clock.slept) > 780  # s, which a controller was away for
 
 
@@ -167,10 +175,12 @@ def test_a_step_of_thousands_of_nodes_starts(
     assert env.nodes[::9998] == ("nid00001.cluster.site.org", "nid09999.cluster.site.org")
 
 
-def test_a_refused_query_of_the_other_job_starts_nothing(slurm_commands: Slurm) -> None:
+def test_a_refused_query_of_the_other_job_starts_nothing(
+    slurm_commands: Slurm, run: RunFolder
+) -> None:
     slurm_commands.answer("scontrol", err="Access denied", code=1)
     with pytest.raises(HpcDdpError, match="Access denied"):
-        batch._is_live({"job_id": "6"}, job_id="7", restarts=0)
+        is_attempt_live(run, JobRef("7"), {"job_id": "6"})
 
 
 def test_a_task_of_an_array_has_a_folder_of_its_own(controller: Slurm, run: RunFolder) -> None:
@@ -182,11 +192,11 @@ def test_a_task_of_an_array_has_a_folder_of_its_own(controller: Slurm, run: RunF
     assert exports["HPC_DDP_RUN"] == str(task.path)
     assert JobSpec.from_json(task.job_json.read_text()).args == ("a", "--lr=2")
     assert os.readlink(task.path / "lib") == "../lib"
-    assert (run.root / ".jobs" / "7").resolve() == task.path
+    assert linked(run, "7").resolve() == task.path
     last = environ | {"SLURM_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}
     assert begin(last) is not None
     assert batch._run_of({**environ, "HPC_DDP_RUN": str(task.path)}) == task
-    assert not (run.root / ".jobs" / "5").exists()  # the array's own, linked at the submit
+    assert not linked(run, "5").exists()  # the array's own, linked at the submit
 
 
 def test_a_link_of_a_chain_queues_the_next_one(controller: Slurm, run: RunFolder) -> None:
@@ -201,7 +211,7 @@ def test_a_link_queues_the_next_one_before_its_set_up(controller: Slurm, run: Ru
     controller.answer("sbatch", "8\n")
     batch.queue_next(job_environ(run))
     assert read_json(run.early_links) == {"7": "8"}
-    assert (run.root / ".jobs" / "8").resolve() == run.path
+    assert linked(run, "8").resolve() == run.path
     batch.queue_next(job_environ(run, SLURM_RESTART_COUNT="1"))
     assert begin(job_environ(run)) is not None
     assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}

@@ -182,6 +182,22 @@ def test_an_expedited_job_that_is_given_up_fails(
     assert [words for words in controller.calls("scontrol") if words[0] == "update"] == updates
 
 
+def test_a_cluster_that_restarts_an_exit_code_gets_another_one(
+    controller: Slurm, run: RunFolder, call: Callable[..., int], printed: list[str]
+) -> None:
+    """Slurm would start a job that was given up again, for ever; also one with Requeue=0."""
+    assert call("begin") == 0
+    for node in ("n1", "n2"):
+        failures = [{"rank": 0, "code": 3, "time": 1, "error": ""}]
+        write_record(run.attempt(0), node, code=3, failures=failures)
+    config = "RequeueExit = 1,3,75-80\nRequeueExitHold = 2\n"
+    controller.answer_by(
+        "scontrol", f"[ $2 = config ] && printf '{config}' || printf '{show_job()}'"
+    )
+    assert call("verdict") == 4
+    assert printed[-1] == "exit code 4 in place of 3, with which this cluster starts jobs again"
+
+
 def test_a_refused_call_is_reported(
     controller: Slurm, run: RunFolder, call: Callable[..., int], printed: list[str]
 ) -> None:

@@ -7,11 +7,20 @@ import socket
 import pytest
 
 from hpc_ddp.node.net import network
+from unit.fakes import stop_clock
 
 
 def test_a_node_alone_is_reached_by_loopback() -> None:
     assert network.reach(["n1"], 0, "-ib") == "127.0.0.1"
     assert network.reach(["n1", "n2"], 1, "-ib") == "n2-ib"
+
+
+def test_a_name_is_looked_up_until_a_name_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = stop_clock(monkeypatch, network)
+    network.check_resolves("localhost")
+    with pytest.raises(OSError, match=r"the name n1\.invalid can't be looked up on"):
+        network.check_resolves("n1.invalid")
+    assert clock.now - 1000 > network.RESOLVE_S
 
 
 def test_a_free_port_is_the_next_one() -> None:
@@ -53,4 +62,3 @@ def test_loopback_leads_to_itself() -> None:
     assert network.interface_to("::1") is None  # none of IPv4
     assert network.address_of("lo") == "127.0.0.1"
     assert network.address_of("no-such0") is None
-    assert "127.0.0.1" in network.addresses()

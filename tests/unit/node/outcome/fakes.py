@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict, decide
 from hpc_ddp.slurm_text import Job

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import gather_facts

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.node.outcome.verdict import Verdict, decide, too_many_silent
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import changed
@@ -133,6 +133,8 @@ def test_preemption_is_without_bound_unless_one_is_given() -> None:
         (10, [], {}, math.inf, "10 attempts in a row ended without a verdict"),
         (10, [("checkpoint", 7)], {}, math.inf, ""),
         (10, [("verdict", 7)], {}, math.inf, ""),
+        (10, [("notice", 7)], {}, math.inf, ""),  # preempted, and killed before the verdict
+        (11, [("notice", 7)], {}, math.inf, "10 attempts in a row"),
         (4, [], {"max_failures": 0}, math.inf, "4 attempts in a row"),
         (1, [], {"max_requeues": 0}, math.inf, "started 1 times (max-requeues is 0)"),
         (1, [("verdict", 0)], {"max_requeues": 0}, math.inf, ""),  # the verdict has decided
@@ -151,6 +153,16 @@ def test_ends_without_a_verdict_are_bounded(
     events = [event_of(name, number) for name, number in marks]
     reason = too_many_silent(JobSpec("t.py", **spec), most, events, range(attempts))
     assert why in (reason or "") if why else reason is None
+
+
+def test_ends_without_a_verdict_are_in_a_row_where_nothing_else_is_between() -> None:
+    """Of twenty attempts each second one ended well, after a notice and with a checkpoint."""
+    events = [
+        event_of(name, number)
+        for number in range(0, 20, 2)
+        for name in ("notice", "checkpoint", "verdict")
+    ]
+    assert too_many_silent(JobSpec("t.py"), math.inf, events, range(20)) is None
 
 
 def test_the_operators_bound_holds_for_each_run() -> None:
@@ -316,8 +328,23 @@ def test_a_plain_script_at_the_time_limit_starts_over_as_often_as_allowed() -> N
     assert decide_by(job=job, events=(), spec=spec).action == "requeue"
     before = [event_of("verdict", 0, cause="time limit", action="requeue")]
     assert decide_by(job=job, attempt=1, events=before, spec=spec).action == "give up"
-    three = [event_of("verdict", k, cause="time limit", action="requeue") for k in range(3)]
-    assert decide_by(job=job, attempt=3, events=three).action == "give up"
+    nine = [event_of("verdict", k, cause="time limit", action="requeue") for k in range(9)]
+    assert decide_by(job=job, attempt=8, events=nine[:8]).action == "requeue"
+    verdict = decide_by(job=job, attempt=9, events=nine)
+    assert verdict.action == "give up"
+    assert verdict.why.endswith(
+        "can't be seen; 10 attempts have ended so (--max-requeues allows more)"
+    )
+    more = replace(spec, max_requeues=20)  # the user's word
+    assert decide_by(job=job, attempt=9, events=nine, spec=more).action == "requeue"
+
+
+def test_an_error_before_the_first_step_is_final_in_the_first_attempts_alone() -> None:
+    """Later it may be the node's: a GPU that is taken, say."""
+    assert decide_by(records=failed_records(), events=()).action == "give up"
+    earlier = [event_of("first_step", 0, step=1), event_of("checkpoint", 0, step=117)]
+    before = [*earlier, event_of("verdict", 0, cause="preempted", action="requeue")]
+    assert decide_by(records=failed_records(), events=before, attempt=1).action == "requeue"
 
 
 def test_a_step_that_never_starts_is_given_up() -> None:

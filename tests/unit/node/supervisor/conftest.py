@@ -16,6 +16,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return stop_clock(monkeypatch, supervisor)
 
 
+@pytest.fixture(autouse=True)
+def no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of nodes that are none here are not looked up."""
+    monkeypatch.setattr(supervisor, "check_resolves", lambda host: None)
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The signals that were sent, as process id and number."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any, cast
 
 from hpc_ddp.core.run_folder import AttemptFolder
-from hpc_ddp.node.launch import torchrun_launch
+from hpc_ddp.node.child_process import torchrun_launch
 from hpc_ddp.node.supervisor import Signals, Supervisor
 from unit.node.fakes import NoSignals, place_of
 
-COMMAND = ["python", "node.py", "agent", "--nnodes=2", "--rdzv-conf=a=1", "train.py", "--lr=1"]
+COMMAND = [
+    "python",
+    "node.py",
+    "elastic_agent",
+    "--nnodes=2",
+    "--rdzv-conf=a=1",
+    "train.py",
+    "--lr=1",
+]
 
 
 class Agent:

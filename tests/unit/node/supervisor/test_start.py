@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
+from hpc_ddp.node.net import network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.supervisor import Supervisor
@@ -74,11 +76,26 @@ def test_a_start_removes_files_of_an_earlier_one(attempt: AttemptFolder) -> None
 
 
 def test_a_missing_python_is_recorded(attempt: AttemptFolder, clock: Clock) -> None:
-    watcher = make_supervisor(attempt, "/no/python", "node.py", "agent", "train.py", nodes=("n1",))
+    watcher = make_supervisor(
+        attempt, "/no/python", "node.py", "elastic_agent", "train.py", nodes=("n1",)
+    )
     assert watcher.run() == 1
     (failure,) = read_json(watcher.folder.record)["failures"]
     assert (failure["rank"], failure["code"]) == (None, 127)
     assert "No such file or directory: '/no/python'" in failure["error"]
+
+
+def test_a_first_node_without_an_address_is_recorded(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun would look for it for ten minutes and more, in a log that is not the job's."""
+    check = partial(network.check_resolves, wait_s=0)
+    monkeypatch.setattr(supervisor, "check_resolves", check)
+    names = ("n1.invalid", "n2.invalid")
+    watcher = make_supervisor(attempt, *COMMAND, nodes=names)
+    assert watcher.run() == 1
+    (failure,) = read_json(watcher.folder.record)["failures"]
+    assert "the name n1.invalid can't be looked up on" in failure["error"]
 
 
 def test_a_good_start_is_recorded(
@@ -141,8 +158,8 @@ def test_a_node_that_can_not_take_part_reports_why(
         ("worker", ["python", "$a.py"], ["python", "$a.py", "--x=$a"]),
         (
             "torchrun",
-            ["python", "node.py", "agent", "--n=$a", "t.py"],
-            ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"],
+            ["python", "node.py", "elastic_agent", "--n=$a", "t.py"],
+            ["python", "node.py", "elastic_agent", "--n=5", "t.py", "--x=$a"],
         ),
     ],
 )

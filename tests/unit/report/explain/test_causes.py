@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.live_jobs import Queue
 from hpc_ddp.node.outcome.verdict import AttemptFacts as VerdictFacts
 from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.report.logs.files import LogQuery
@@ -202,18 +204,18 @@ def test_a_run_continued_with_fixed_code_is_waiting(written: Written) -> None:
     )
 
 
-def _standalone(root: Path) -> Written:
-    """Return what a plain `python t.py` leaves, which nobody judges; it did 20 steps."""
+def _standalone(root: Path, host: str = "") -> Written:
+    """Return what a plain `python t.py` leaves, on a host ('': here); it did 20 steps."""
     written = Written(root, backend="local")
     written.run.attempt(0).path.mkdir(parents=True)
-    written.event("started", backend="local", host="h", pid=1, began="1")
+    written.event("started", backend="local", host=host or socket.gethostname(), pid=1, began="1")
     written.event("training", step=0).event("first_step", step=1)
     return written.event("metrics", step=20, total_steps=90, loss=0.5)
 
 
 def test_a_stopped_standalone_run_is_explained(tmp_path: Path) -> None:
     written = _standalone(tmp_path).event("stopped", step=20, reason="notice", source="SIGINT")
-    status = status_of(written.run, {})
+    status = status_of(written.run, Queue({}))
     assert status.state == "stopped"
     assert status.why == "notice (SIGINT), at step 20; can go on with the same command"
     explanation = written.explain()
@@ -230,7 +232,7 @@ def test_a_stopped_standalone_run_is_explained(tmp_path: Path) -> None:
 def test_a_failed_standalone_run_is_explained(tmp_path: Path) -> None:
     written = _standalone(tmp_path)
     written.event("failed", rank=0, node="h", step=20, error="ValueError: boom", traceback="")
-    status = status_of(written.run, {})
+    status = status_of(written.run, Queue({}))
     assert (status.state, status.why) == ("failed", "rank 0: ValueError: boom")
     explanation = written.explain()
     assert explanation.kind == "python error"
@@ -238,9 +240,15 @@ def test_a_failed_standalone_run_is_explained(tmp_path: Path) -> None:
     assert explanation.hint == "fix it, then the same command again"
 
 
+def test_a_standalone_run_on_another_machine_is_not_called_lost(tmp_path: Path) -> None:
+    status = status_of(_standalone(tmp_path, "elsewhere").run, Queue({}))
+    assert status.state == "unknown"
+    assert status.why == "process 1 on elsewhere, which can't be seen from here"
+
+
 def test_a_lost_standalone_run_has_no_logs(tmp_path: Path) -> None:
     written = _standalone(tmp_path)
-    assert status_of(written.run, {}).state == "lost"
+    assert status_of(written.run, Queue({})).state == "lost"
     assert written.explain().kind == "lost"
     for explanation in (written.explain(), written.explain(live=True)):
         assert "hpc-ddp logs" not in explanation.hint

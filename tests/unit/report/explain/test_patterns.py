@@ -277,6 +277,11 @@ def test_the_lines_of_hanging_ranks_are_named(written: Written) -> None:
             "/no/python could not be started on the node: No such file or directory",
         ),
         (
+            "srun: error: Unable to layout tasks on given cpus\n",
+            "bad environment",
+            "Slurm refused to start the step: Unable to layout tasks on given cpus",
+        ),
+        (
             "/var/spool/slurmd/job7/slurm_script: line 22: /home/me/env/bin/activate: No such file"
             " or directory\n",
             "bad environment",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.html import page
 from hpc_ddp.submission.resources import folder

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status
 from hpc_ddp.slurm_text import QueuedJob
@@ -19,7 +20,7 @@ from unit.report.written_runs import RUNNING_JOB, make_run, write_event
 
 def test_the_cache_is_private_and_read_only_if_it_still_is(run: RunFolder) -> None:
     run.journal("batch").write(raw("finished", step=3))
-    cache = StatusCache(run.root, {})
+    cache = StatusCache(run.root, Queue({}))
     cache.status_of(run)
     cache.save()
     (path,) = run.root.glob(".status*")
@@ -28,9 +29,9 @@ def test_the_cache_is_private_and_read_only_if_it_still_is(run: RunFolder) -> No
     assert entries["runs"]
     entries["runs"][str(run.path)]["status"]["why"] = "forged"
     write_whole(path, json.dumps(entries), mode=0o600)
-    assert StatusCache(run.root, {}).status_of(run).why == "forged"
+    assert StatusCache(run.root, Queue({})).status_of(run).why == "forged"
     path.chmod(0o666)
-    assert StatusCache(run.root, {}).status_of(run).why == ""
+    assert StatusCache(run.root, Queue({})).status_of(run).why == ""
 
 
 def test_only_ended_runs_are_cached_until_they_change(
@@ -39,7 +40,7 @@ def test_only_ended_runs_are_cached_until_they_change(
     ended, live = make_run(tmp_path, 7, ended=True), make_run(tmp_path, 8)
 
     def look(queue: dict[str, QueuedJob]) -> list[Status]:
-        cache = StatusCache(tmp_path, queue)
+        cache = StatusCache(tmp_path, Queue(queue))
         statuses = [cache.status_of(run) for run in (ended, live)]
         cache.save()
         return statuses
@@ -73,4 +74,4 @@ def test_only_ended_runs_are_cached_until_they_change(
 def test_a_damaged_cache_is_ignored(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path, ended=True)
     write_whole(tmp_path / f".status-{os.geteuid()}.json", text, mode=0o600)
-    assert StatusCache(tmp_path, {}).status_of(run).state == "finished"
+    assert StatusCache(tmp_path, Queue({})).status_of(run).state == "finished"

@@ -7,21 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import Queue
+from hpc_ddp.report.cancel import cancel
 from hpc_ddp.report.status import run_table as overview
-from hpc_ddp.report.status.run_status import cancel, status_of
+from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
-from unit.fakes import Slurm
+from unit.fakes import Slurm, squeue_rows
 from unit.report.written_runs import RUNNING_JOB, make_run, write_event, write_step_times
 
 
 def test_a_running_runs_status(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    status = status_of(run, {"7": RUNNING_JOB})
+    status = status_of(run, Queue({"7": RUNNING_JOB}))
     assert (status.state, status.why, status.nodes) == ("running", "n[1-2]", 2)
     assert (status.step, status.total_steps, status.samples_per_s) == (400, 1000, 64.0)
     assert status.time_left_s == 3723
@@ -30,16 +33,23 @@ def test_a_running_runs_status(tmp_path: Path) -> None:
     text = overview.table([status])
     assert text.splitlines()[0].split() == list(overview.COLUMNS)
     assert "400/1000" in text
-    assert (
-        status_of(run, {"7": QueuedJob("RUNNING", "None", "n1", "UNLIMITED")}).time_left_s is None
-    )
+    unlimited = Queue({"7": QueuedJob("RUNNING", "None", "n1", "UNLIMITED")})
+    assert status_of(run, unlimited).time_left_s is None
 
 
 def test_why_a_run_waits_is_told_in_words(tmp_path: Path) -> None:
-    status = status_of(make_run(tmp_path), {"7": QueuedJob("PENDING", "Priority", "", "1:00:00")})
+    queue = Queue({"7": QueuedJob("PENDING", "Priority", "", "1:00:00")})
+    status = status_of(make_run(tmp_path), queue)
     assert (status.state, status.reason) == ("waiting", "Priority")
     assert status.why == "jobs of higher priority come first"
     assert (status.time_left_s, status.eta_s, status.slow) == (None, None, "")
+
+
+def test_a_run_whose_job_can_not_be_asked_for_is_not_called_lost(tmp_path: Path) -> None:
+    status = status_of(make_run(tmp_path), Queue(None))
+    assert status.state == "unknown"
+    assert status.why == "job 7 of a Slurm, which can't be asked from here"
+    assert status_of(make_run(tmp_path / "2"), Queue({})).state == "lost"
 
 
 def test_a_slow_rank_is_named_only_when_it_is_slow_for_long(tmp_path: Path) -> None:
@@ -49,7 +59,7 @@ def test_a_slow_rank_is_named_only_when_it_is_slow_for_long(tmp_path: Path) -> N
     assert slow_rank(run.events()) is None
     write_step_times(run, [0.1, 0.3, 0.28, 0.1], [0.0] * 4)  # another one once
     assert str(slow_rank(run.events())).startswith("rank 2 on n2 is slow: 0.3 s a step of its own")
-    status = status_of(run, {"7": RUNNING_JOB})
+    status = status_of(run, Queue({"7": RUNNING_JOB}))
     assert status.slow == "rank 2 on n2 is slow: 0.3 s a step of its own, others 0.1 s"
     assert status.slow in overview.table([status])
     write_event(
@@ -70,9 +80,11 @@ def test_only_jobs_of_the_runs_script_are_cancelled(slurm_commands: Slurm, tmp_p
         f"14|14|RUNNING|None|n1|9:00|/|{run.script}\n15|15|RUNNING|None|n1|9:00|/|mine.sh\n"
         f"16|16|COMPLETED|None|n1|9:00|/|{run.script}\n"
     )
-    slurm_commands.answer("squeue", rows)
+    slurm_commands.answer("squeue", squeue_rows(rows))
     slurm_commands.answer("scancel", "")
-    cancel(run)
+    slurm_commands.answer("scontrol", "   JobState=RUNNING\n   StdOut=/home/me/mine.out\n")
+    with pytest.raises(HpcDdpError, match="not cancelled: job 15 is live"):
+        cancel(run)
     (call,) = slurm_commands.calls("scancel")
     assert call[-1:] == ["14"]
     assert read_json(run.cancelled) == {"jobs": ["14", "15", "16"]}

@@ -7,23 +7,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report.status import run_table as overview
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
 from unit.report.written_runs import RUNNING_JOB, make_run
 
 
 def test_the_newest_and_the_live_ones_are_shown(tmp_path: Path, monkeypatch: Any) -> None:
     runs = [make_run(tmp_path, number, ended=number != 3) for number in range(30)]
-    queue = {"3": RUNNING_JOB}
+    queue = Queue({"3": RUNNING_JOB})
     shown, older = overview.select(tmp_path, queue, show_all=False)
     assert (len(shown), older) == (21, 9)
     assert shown[:2] == [runs[29], runs[28]]
     assert len(overview.select(tmp_path, queue, show_all=True)[0]) == 30
-    monkeypatch.setattr(overview, "jobs_in_queue", lambda: queue)
+    monkeypatch.setattr(overview, "read_queue", lambda: queue)
     table = overview.show(tmp_path, [], False, False)
     assert [line.split()[2] for line in table.splitlines()[1:4]] == ["3", "29", "28"]
     assert table.endswith("… 9 older: hpc-ddp status --all")
@@ -31,7 +31,7 @@ def test_the_newest_and_the_live_ones_are_shown(tmp_path: Path, monkeypatch: Any
 
 
 def test_a_narrow_terminal_loses_columns_not_lines(tmp_path: Path) -> None:
-    row = status_of(make_run(tmp_path), {"7": RUNNING_JOB})
+    row = status_of(make_run(tmp_path), Queue({"7": RUNNING_JOB}))
     widths = {}
     for width in (200, 120, 100, 80, 60, 40):
         lines = overview.table([row], width).splitlines()
@@ -47,11 +47,11 @@ def test_the_queue_is_read_once(tmp_path: Path, monkeypatch: Any) -> None:
     """One call serves any number of runs."""
     calls = []
 
-    def queue() -> dict[str, QueuedJob]:
+    def queue() -> Queue:
         calls.append(1)
-        return {"7": RUNNING_JOB}
+        return Queue({"7": RUNNING_JOB}, "")
 
-    monkeypatch.setattr(overview, "jobs_in_queue", queue)
+    monkeypatch.setattr(overview, "read_queue", queue)
     for number in range(5, 30):
         make_run(tmp_path, number)
     table = overview.show(tmp_path, [], True, False)
@@ -72,13 +72,13 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
         file.write("[" * 100_000 + "\n")
         file.write('{"time": NaN, "event": "started", "attempt": 1, "nodes": 5}\n')
         file.write('{"time": 1999999999, "event": "verdict", "attempt": 5}\n')
-    assert [row.state for row in overview.read_statuses(tmp_path, runs, {})] == [
+    assert [row.state for row in overview.read_statuses(tmp_path, runs, Queue({}))] == [
         "finished",
         "finished",
     ]
     (runs[0].journal_folder / "a.jsonl").mkdir()
     (tmp_path / f".status-{os.geteuid()}.json").unlink()
-    assert [row.state for row in overview.read_statuses(tmp_path, runs, {})] == [
+    assert [row.state for row in overview.read_statuses(tmp_path, runs, Queue({}))] == [
         "unreadable",
         "finished",
     ]

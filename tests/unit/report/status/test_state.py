@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.status.state import describe_work, read_queue
+from hpc_ddp.live_jobs import Queue, describe_work, read_queue
+from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
-from unit.fakes import Slurm
+from unit.fakes import Slurm, squeue_rows
+from unit.report.written_runs import make_run, write_event
 
 
 @pytest.fixture
@@ -23,21 +26,23 @@ def run(tmp_path: Path) -> RunFolder:
 def test_the_queue_is_read(slurm_commands: Slurm) -> None:
     slurm_commands.answer("scontrol", "ClusterName = here\n")
     rows = "5|5|RUNNING|None|n1|9:00|/w|job.sbatch\n6|6|COMPLETED|None|n1|9:00|/w|over\n"
-    slurm_commands.answer("squeue", rows)
+    slurm_commands.answer("squeue", squeue_rows(rows))
     queue = read_queue()
-    assert queue
-    assert queue.jobs["5"] == QueuedJob("RUNNING", "None", "n1", "9:00", "/w/job.sbatch")
-    assert (queue.scripts, queue.cluster) == ({"/w/job.sbatch"}, "here")
+    job = QueuedJob("RUNNING", "None", "n1", "9:00", "/w/job.sbatch", "name")
+    assert (queue.live, queue.cluster) == ({"5": job}, "here")
 
 
 def test_a_controller_without_an_answer_gives_no_queue(
     slurm_commands: Slurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm_commands.answer("scontrol", err="Access denied", code=1)
-    assert read_queue() is None
-    assert "Access denied; runs that have a job are left alone" in capsys.readouterr().err
+    """Whether that matters, the caller knows: a run that was played here has no job."""
+    slurm_commands.answer("squeue", err="Access denied", code=1)
+    queue = read_queue()
+    assert queue.jobs is None
+    assert "Access denied" in queue.problem
     monkeypatch.setenv("PATH", "/nowhere")
-    assert read_queue() is None
+    queue = read_queue()
+    assert (queue.jobs, queue.problem) == (None, "")
     assert capsys.readouterr().err == ""
 
 
@@ -60,5 +65,15 @@ def test_the_work_on_a_run_is_described(
         (run.journal_folder / "batch.jsonl").unlink()
         run.journal("submit").write(raw("queued", job_id="5", cluster="here"))
     slurm_commands.answer("scontrol", f"ClusterName = {cluster}\n")
-    slurm_commands.answer("squeue", jobs.format(script=run.script))
-    assert describe_work(run, read_queue()) == work
+    rows = shlex.quote(squeue_rows(jobs.format(script=run.script)))
+    # Without a common database of accounting no other cluster can be asked.
+    slurm_commands.answer_by("squeue", f'[[ "$*" != *--clusters* ]] && printf %s {rows}')
+    assert str(describe_work(run, read_queue()) or "") == work
+
+
+def test_a_start_that_failed_before_its_attempt_is_no_superseded_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_event(run, "batch", "verdict", 0, cause="superseded", action="none", why="")
+    status = status_of(run, Queue({}))
+    assert status.state == "lost"
+    assert status.why == "its job was started again, and ended before the next attempt began"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.script import container
 
 

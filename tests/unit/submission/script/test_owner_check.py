@@ -11,7 +11,10 @@ import pytest
 from tests.skips import skip_or_fail
 
 GOLDEN = Path(__file__).parent / "golden" / "plain.sbatch"
-PARTS = ("lib/node.py", "lib/hpc_ddp/batch.py", "code/0/train.py", "submitit/supervisor.pkl")
+PARTS = (
+    *("lib/node.py", "lib/hpc_ddp/batch.py", "code/0/train.py", "submitit/supervisor.pkl"),
+    "job.sbatch",
+)
 
 
 @pytest.fixture
@@ -25,11 +28,12 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def check(run: Path) -> str:
-    """Return what the script prints to stderr; '' where it would go on."""
+def check(run: Path, **more: str) -> str:
+    """Return what the script prints to stderr; '' where it would go on. `more` are variables."""
     begin, _, rest = GOLDEN.read_text().partition("check_owner() {")
     function = "check_owner() {" + rest.partition("\n}\n")[0] + "\n}\n"
     env = {"PATH": os.environ["PATH"], "HPC_DDP_RUN": str(run), "node": f"{run}/lib/node.py"}
+    env |= more
     argv = ["/bin/bash", "-c", f"{function}check_owner"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert bool(done.returncode) == bool(done.stderr)
@@ -67,3 +71,31 @@ def test_what_a_script_leaves_with_the_umask_of_a_group_ends_no_requeue(run: Pat
     (run / "code" / "0" / "link.py").symlink_to("out.txt")
     (run / "checkpoints" / "step-1" / "w").chmod(0o666)
     assert check(run) == ""
+
+
+def test_a_file_that_goes_while_it_is_looked_at_is_no_strangers(run: Path, tmp_path: Path) -> None:
+    """Another task of the array, or Python beside what it compiles, has just removed it."""
+    find = tmp_path / "find"
+    find.write_text(
+        f"#!/bin/sh\n[ -e {tmp_path}/again ] || echo ./lib/draft\ntouch {tmp_path}/again\n"
+    )
+    find.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert check(run, PATH=path) == ""
+    assert (tmp_path / "again").exists()
+    find.write_text("#!/bin/sh\necho ./lib/node.py\n")
+    assert f"nothing is run of {run}/lib/node.py: " in check(run, PATH=path)
+
+
+def test_a_task_runs_no_library_that_another_user_has_linked(run: Path) -> None:
+    if os.geteuid():
+        skip_or_fail("only root can give a file to another user")
+    for task in ("task-1", "task-2"):
+        (run / task / "checkpoints").mkdir(parents=True)
+        (run / task / "lib").symlink_to("../lib")
+    os.chown(run / "task-2" / "checkpoints", 54321, -1)  # data
+    assert check(run, SLURM_ARRAY_TASK_ID="2") == ""
+    assert check(run, SLURM_ARRAY_TASK_ID="3") == ""  # begins now
+    os.chown(run / "task-2" / "lib", 54321, -1, follow_symlinks=False)
+    assert check(run, SLURM_ARRAY_TASK_ID="1") == ""
+    assert f"nothing is run of {run}/task-2/lib: " in check(run, SLURM_ARRAY_TASK_ID="2")

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import LAUNCHERS, JobSpec
+from hpc_ddp.core.job.options import LAUNCHERS, JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script.render import Rendering, job_env
 from tests.accept import is_accepted
@@ -123,7 +123,7 @@ def _words_of_srun(rendering: Rendering, folder: Path) -> list[str]:
     """Run the blocks that hold the user's values in bash, and return what srun is given."""
     script = "\n".join(
         [
-            "srun() { printf '%s\\0' \"$@\" >words; }",
+            "srun() { printf '%s\\0' \"$@\" >words; }; sleep() { :; }",
             rendering.block("settings").replace("cd ", "true "),
             "node=/lib/node.py cpus=1 SLURM_NNODES=1 HPC_DDP_PORT='$(touch port)'",
             rendering.block("step"),
@@ -240,8 +240,9 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a job's set-up and the start of its attempt on a node with a `python3` and no other."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("sh", "sleep", "kill", "find", "mktemp", "rm", "stat"):
+    for name in ("sh", "kill", "find", "mktemp", "rm", "stat"):
         (programs / name).symlink_to(shutil.which(name) or name)
+    (programs / "sleep").write_text("#!/bin/sh\n")  # while the run's disk is away
     (programs / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "run" / "lib").mkdir(parents=True)
     (tmp_path / "run" / "lib" / "node.py").write_text(NODE_SIDE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.script import template

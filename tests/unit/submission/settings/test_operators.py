@@ -134,7 +134,7 @@ def test_a_limit_does_not_loosen_how_often_a_script_starts_over(
     """Without ``max-requeues`` a script that starts over has ``max-failures`` (`verdict`)."""
     site_file.write_text("[limits]\nmax-requeues = 50\n")
     assert planned(max_requeues=40).spec.max_requeues == 40
-    run = RunFolder(site_file.parents[1] / "runs" / "train" / "1")
+    run = RunFolder(site_file.parents[1] / "runs" / "train" / "1").make()
     place: dict[str, Any] = {"run": run, "code": run.code / "0", "is_new": False}
     job = replace(planned(), **place)
     assert job.spec.max_requeues is None

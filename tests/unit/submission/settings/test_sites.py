@@ -94,7 +94,7 @@ def _read(text: str, nodes: int, script: str) -> Script:
         f"{n}() {{ printf '%s\\0' {n} \"$@\"; }}\n" for n in ("srun", "ibrun", "mpirun")
     )
     shell = (
-        f"{head}\nenv -0\nprintf 'WORDS\\0'\n"
+        f"sleep() {{ :; }}\n{head}\nenv -0\nprintf 'WORDS\\0'\n"
         f"node=node.py cpus={directives.get('cpus-per-task', 1)} SLURM_NNODES={nodes}\n"
         f"HPC_DDP_NNODES={nodes}\n"
         f"{fakes}{step}\nbreak; done"
@@ -177,7 +177,9 @@ def _missing_words(example: Mapping[str, Any], script: Script) -> Iterator[str]:
         if text.split("/")[-1] in python:
             torchrun = "torch" in text
             is_there = (
-                "agent" in script.words if torchrun else any("python" in w for w in script.words)
+                "elastic_agent" in script.words
+                if torchrun
+                else any("python" in w for w in script.words)
             )
         elif f" {text} " in command or text.endswith(".py"):
             is_there = True

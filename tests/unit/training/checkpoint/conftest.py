@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import saver as saver_module
+from hpc_ddp.training.checkpoint import save as saver_module
 from unit.fakes import Clock, stop_clock
 from unit.training.checkpoint.fakes import Make, claim_run, make_saver
 

@@ -16,7 +16,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.rank_comparison import Digest, Inventory
-from hpc_ddp.training.checkpoint.saver import Checkpoints, Claim, Content
+from hpc_ddp.training.checkpoint.save import Checkpoints, Claim, Content
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU

@@ -12,8 +12,8 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
-from hpc_ddp.training.checkpoint.restorer import Restored
-from hpc_ddp.training.checkpoint.saver import Content
+from hpc_ddp.training.checkpoint.restore import Restored
+from hpc_ddp.training.checkpoint.save import Content
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU

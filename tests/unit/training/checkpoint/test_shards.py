@@ -13,7 +13,7 @@ from torch import nn
 
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.training.checkpoint import loading, shards, state
+from hpc_ddp.training.checkpoint import put_back, shards, state
 from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, StoredShard, rows, whole
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -169,7 +169,7 @@ def test_an_unreadable_data_file_is_not_called_another_program(
     with pytest.raises(
         shards.UnreadableError, match=r"data can't be read.*it ends too early"
     ) as caught:
-        loading.put_back({"t": holds}, {"t": state.TENSOR}, reader, 1)
+        put_back.put_back({"t": holds}, {"t": state.TENSOR}, reader, 1)
     assert caught.value.exit_code == CAN_GO_ON  # another attempt may find that the disk answers
     assert sum(clock.slept) >= file_io.PATIENCE_S
 

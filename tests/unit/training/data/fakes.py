@@ -41,7 +41,7 @@ class EndlessStream(IterableDataset[float]):
 
 def make_loader(dataset: Any = None, cut: BatchPlan | None = None, **options: Any) -> Loader:
     fields: dict[str, Any] = {"position": Position(), "device": CPU, "seed": 1}
-    fields |= {"check": lambda: None, "sync": lambda on: None}
+    fields |= {"check": lambda: None, "sync": lambda on: None, "batch_done": lambda: None}
     return Loader(dataset or Numbers(), cut or BatchPlan(4, 0, 1), **{**fields, **options})
 
 
@@ -62,9 +62,8 @@ class NoisyNumbers(Dataset[torch.Tensor]):
 
 
 def make_noisy_loader(rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
-    place: dict[str, Any] = {"position": Position(), "device": CPU, "check": lambda: None}
     cut = BatchPlan(4 * world_size, rank, world_size)
-    return Loader(NoisyNumbers(), cut, seed=1, sync=lambda on: None, **{**place, **options})
+    return make_loader(NoisyNumbers(), cut, **{"seed": 1, **options})
 
 
 small_sizes = st.integers(1, 9)

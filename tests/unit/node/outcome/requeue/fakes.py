@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 from tests.raw_events import raw

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from hpc_ddp.core.file_io import write_json
-from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.requeue import queue_next_link
 from hpc_ddp.node.outcome.verdict import Verdict
@@ -21,6 +22,7 @@ from unit.node.outcome.requeue.fakes import (
     exclude_nodes,
     job_environ,
 )
+from unit.report.written_runs import linked
 
 
 @pytest.mark.parametrize(
@@ -97,13 +99,13 @@ def test_the_next_link_of_a_task_is_that_task(
     attempt = task.claim_attempt({}, lambda identity: False)
     slurm_commands.answer("sbatch", "9;cluster\n")
     environ = job_environ(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="1")
-    assert queue_next_link(task, attempt, environ) == "9"
+    assert queue_next_link(task, attempt, environ) == JobRef("9")
     (words,) = slurm_commands.calls("sbatch")
     assert words == [
         *("--parsable", "--dependency=afterany:5_1", "--array=1"),
         str(run.script),
     ]
-    assert (run.root / ".jobs" / "9").resolve() == run.path
+    assert linked(run, "9").resolve() == run.path
 
 
 @pytest.mark.parametrize(("excluded", "kept_off"), [("", "n2"), ("n[2,8-9]", "n8,n9,n2")])
@@ -114,7 +116,7 @@ def test_the_next_link_is_kept_off_bad_nodes(
     blame_nodes(run, "n2")
     exclude_nodes(slurm_commands, excluded)
     slurm_commands.answer("sbatch", "9\n")
-    assert queue_next_link(run, run.attempt(0), job_environ()) == "9"
+    assert queue_next_link(run, run.attempt(0), job_environ()) == JobRef("9")
     words = slurm_commands.calls("sbatch")[-1]
     assert words[1:3] == ["--dependency=afterany:7", f"--exclude={kept_off}"]
 
@@ -124,5 +126,5 @@ def test_a_link_without_an_answer_is_none_of_the_known_jobs(
 ) -> None:
     run.journal("submit").write(raw("queued", job_id="7"))
     slurm_commands.answer("sbatch", err="Socket timed out", code=1)
-    slurm_commands.answer("squeue", f"7|N/A|{run.script}\n6|N/A|{run.script}\n")
-    assert queue_next_link(run, run.attempt(0), job_environ()) == "6"
+    slurm_commands.answer("squeue", f"7\x1fN/A\x1f{run.script}\n6\x1fN/A\x1f{run.script}\n")
+    assert queue_next_link(run, run.attempt(0), job_environ()) == JobRef("6")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hpc_ddp.core.file_io import read_json
-from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.excluded_nodes import KEPT_OFF_S

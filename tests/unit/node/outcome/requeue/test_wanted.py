@@ -8,6 +8,7 @@ import pytest
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.requeue import check_wanted, is_link, own_id
@@ -27,30 +28,30 @@ def test_a_first_start_lifts_the_mark_of_the_whole_array(tmp_path: Path) -> None
     for folder in (array, task):
         folder.cancelled.touch()
     with pytest.raises(HpcDdpError, match="was cancelled"):
-        check_wanted(task, restarts=1, is_link=False, job_id="8")
-    check_wanted(task, restarts=0, is_link=False, job_id="8")
+        check_wanted(task, restarts=1, is_link=False, job=JobRef("8"))
+    check_wanted(task, restarts=0, is_link=False, job=JobRef("8"))
     assert not array.cancelled.exists()
     assert not task.cancelled.exists()
 
 
-@pytest.mark.parametrize("ids", [{"job_id": "8"}, {"job_id": "9", "array_id": "8"}])
+@pytest.mark.parametrize("ids", [{"job": JobRef("8")}, {"job": JobRef("9"), "array": JobRef("8")}])
 def test_a_cancel_refuses_the_job_that_starts_meanwhile(
-    tmp_path: Path, ids: dict[str, str]
+    tmp_path: Path, ids: dict[str, JobRef]
 ) -> None:
     run = RunFolder(tmp_path / "run").make()
     write_json(run.cancelled, {"jobs": ["7", "8"]})
     with pytest.raises(HpcDdpError, match="was cancelled as it started"):
         check_wanted(run, restarts=0, is_link=False, **ids)
     assert run.cancelled.exists()
-    check_wanted(run, restarts=0, is_link=False, job_id="10")
+    check_wanted(run, restarts=0, is_link=False, job=JobRef("10"))
     assert not run.cancelled.exists()
 
 
 def test_a_job_that_the_job_before_it_has_queued_is_a_link(run: RunFolder) -> None:
-    assert not is_link(run, "8")
+    assert not is_link(run, JobRef("8"))
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
-    assert is_link(run, "8")
-    assert not is_link(run, "7")
+    assert is_link(run, JobRef("8"))
+    assert not is_link(run, JobRef("7"))
 
 
 @pytest.mark.parametrize(
@@ -76,12 +77,12 @@ def test_an_ended_chain_is_not_continued(
     slurm_commands.answer("scontrol", f"   JobState={state} Reason=None\n")
     if attempt is not None:
         run.journal("batch", attempt).write(raw("verdict", cause=cause, action=action, why=""))
-    check_wanted(run, restarts=1, is_link=False, job_id="8")
+    check_wanted(run, restarts=1, is_link=False, job=JobRef("8"))
     if ended:
         with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
-            check_wanted(run, restarts=0, is_link=True, job_id="8")
+            check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
     else:
-        check_wanted(run, restarts=0, is_link=True, job_id="8")
+        check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
     assert (slurm_commands.calls("scontrol") != []) is (attempt != 0)
 
 
@@ -92,9 +93,7 @@ def test_an_ended_chain_is_not_continued(
         (["6"], "   JobState=NODE_FAIL Reason=None\n", False),
         (["6"], "   JobState=FAILED Reason=NonZeroExitCode\n", True),
         (["6"], "   JobState=CANCELLED Reason=None\n", True),
-        (["6"], None, False),
-        (["2", "3", "4", "5"], None, False),
-        (["1", "2", "3", "4", "5"], None, True),
+        (["1", "2", "3", "4", "5"], "   JobState=PREEMPTED Reason=None\n", False),
         (["5", "6", "3"], "   JobState=PREEMPTED Reason=None\n", False),
     ],
 )
@@ -102,14 +101,14 @@ def test_a_job_that_was_taken_away_in_its_set_up_is_followed(
     run: RunFolder, slurm_commands: Slurm, before: list[str], answer: str | None, ended: bool
 ) -> None:
     write_json(run.early_links, {**dict.fromkeys(before, "0"), before[-1]: "8", "8": "9"})
-    assert is_link(run, "8")
-    assert run.job_ids([])[-2:] == ["8", "9"]
+    assert is_link(run, JobRef("8"))
+    assert run.jobs([])[-2:] == [JobRef("8"), JobRef("9")]
     slurm_commands.answer("scontrol", answer or "", code=0 if answer else 1)
     if ended:
         with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
-            check_wanted(run, restarts=0, is_link=True, job_id="8")
+            check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
     else:
-        check_wanted(run, restarts=0, is_link=True, job_id="8")
+        check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
     assert slurm_commands.calls("scontrol") == [["show", "job", before[-1]]]
 
 
@@ -126,15 +125,10 @@ def test_a_job_that_was_refused_does_not_end_the_chain(
     write_json(run.early_links, {"5": "6"})
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
     slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
-    check_wanted(run, restarts=0, is_link=True, job_id="8")
+    check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
     assert slurm_commands.calls("scontrol") == [["show", "job", "7"]]
 
 
-def test_a_chain_without_an_attempt_or_an_answer_continues(
-    tmp_path: Path, run: RunFolder, slurm_commands: Slurm, printed: list[str]
-) -> None:
-    check_wanted(RunFolder(tmp_path / "new").make(), restarts=0, is_link=True, job_id="8")
+def test_a_chain_without_an_attempt_begins(tmp_path: Path, slurm_commands: Slurm) -> None:
+    check_wanted(RunFolder(tmp_path / "new").make(), restarts=0, is_link=True, job=JobRef("8"))
     assert slurm_commands.calls("scontrol") == []
-    slurm_commands.answer("scontrol", err="Access denied", code=1)
-    check_wanted(run, restarts=0, is_link=True, job_id="8")
-    assert printed == ["scontrol refused: Access denied"]

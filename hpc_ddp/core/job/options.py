@@ -1,8 +1,7 @@
-"""`JobSpec`: a job as the user wants it, as one frozen value that every layer takes unchanged."""
+"""The options of a job: `JobSpec` declares each once, and every layer takes it unchanged."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ from hpc_ddp.core.job.option_declaration import (
     options_of,
 )
 from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
+from hpc_ddp.core.job.sweep import trial_args, trials
 
 BACKENDS = ("slurm", "submitit", "local", "salloc")
 LAUNCHERS = ("torchrun", "srun")
@@ -235,7 +235,10 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         """Turn lists into tuples, and digits for `nodes` into a number; then check all values.
-        Raise UsageError for the first bad one."""
+
+        Raise UsageError for the first bad one. A value of another type than its field's may raise
+        another error, such as TypeError.
+        """
         for key, declared in OPTIONS.items():
             if declared.kind.is_list:  # a tuple, and JSON and TOML have lists
                 name = key.replace("-", "_")
@@ -314,27 +317,22 @@ class JobSpec:
 
     @property
     def trials(self) -> list[dict[str, str]]:
-        """The sweep's combinations of values by name, in the order of the array's indexes.
-
-        Empty for a job that is no sweep.
-        """
-        if not self.sweep:
-            return []
-        combinations = itertools.product(*self.sweep.values())
-        return [dict(zip(self.sweep, values, strict=True)) for values in combinations]
+        """The sweep's trials, as `sweep.trials` returns them."""
+        return trials(self.sweep)
 
     def indexes(self, begun: Iterable[int]) -> list[int]:
-        """Return the indexes of all tasks of the array; those in `begun` have started already.
+        """Return the indexes of all tasks of the array, sorted; `begun` are those that have
+        started: the last submit may have been of a part of them. Those of a sweep are its trials'.
 
-        The last submit may have been of a part of them.
+        Raise UsageError for a job that is neither an array nor a sweep.
         """
         if self.sweep:
             return list(range(len(self.trials)))
         return sorted({*begun, *array_indexes(self.array or "")})
 
     def task(self, index: int) -> JobSpec:
-        """Return task `index` of the array as a job of its own; a sweep's has its trial in `args`.
-        Raise IndexError beyond a sweep."""
+        """Return task `index`, from 0, of the array as a job of its own; a sweep's has its trial in
+        `args`. Raise IndexError beyond a sweep."""
         args = (*self.args, *trial_args(self.trials[index])) if self.sweep else self.args
         return replace(self, args=args, sweep={}, array=str(index))
 
@@ -344,11 +342,12 @@ class JobSpec:
         return None if self.time is None else parse_time(self.time)
 
     def to_json(self) -> str:
+        """Return the job as the text of a ``job.json``."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
-        """Read the text of `to_json`; unknown fields of a newer version are ignored.
+        """Return the job of the text of `to_json`; unknown fields of a newer version are ignored.
 
         Raises
         ------
@@ -365,8 +364,3 @@ class JobSpec:
 
 
 OPTIONS = options_of(JobSpec)
-
-
-def trial_args(trial: Mapping[str, str]) -> list[str]:
-    """Return a sweep's trial as arguments of the script, ``--name=value``."""
-    return [f"--{name}={value}" for name, value in trial.items()]

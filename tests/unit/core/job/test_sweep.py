@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.submission.sweep import settings
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.sweep import settings
 
 
 def test_each_combination_is_a_task_with_its_arguments() -> None:
     values = settings(["lr=1e-3,1e-4", "--opt=a\\,b,c d"], 2)
     spec = JobSpec("train.py", args=("--epochs", "3"), **values)
     assert spec.array == "0-3%2"
-    assert [list(point.values()) for point in spec.trials] == [
+    assert [list(trial.values()) for trial in spec.trials] == [
         ["1e-3", "a,b"],
         ["1e-3", "c d"],
         ["1e-4", "a,b"],
@@ -36,7 +36,7 @@ def test_each_combination_is_a_task_with_its_arguments() -> None:
         (["lr=1,,2"], None, "are not empty"),
         (["lr=1, 1"], None, "that differ"),
         (["a=1\n2"], None, "no parameter"),
-        ([f"{name}={','.join(map(str, range(400)))}" for name in "ab"], None, "160,000 points"),
+        ([f"{name}={','.join(map(str, range(400)))}" for name in "ab"], None, "160,000 trials"),
     ],
 )
 def test_a_malformed_sweep_is_refused(sets: list[str], bound: int | None, message: str) -> None:

@@ -1,6 +1,6 @@
 """torchrun, with the things changed that a requeued job needs.
 
-``python <run>/lib/node.py agent`` takes torchrun's own command line. The differences:
+``python <run>/lib/node.py elastic_agent`` takes torchrun's own command line. The differences:
 
 - SIGTERM does nothing to it. A preempting Slurm may signal every process of the step, and
   torchrun would take that as its own death, kill the workers in mid-save and exit 1. A no-op
@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 from hpc_ddp.core.file_io import patiently, read_word, write_json
 from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder
-from hpc_ddp.node.launch import split
+from hpc_ddp.node.child_process import split
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.worker import die_with_parent, started_by
 
@@ -86,7 +86,8 @@ def end_when_told(node: NodeFolder) -> None:
     restart = Agent._restart_workers
 
     def unless_told(self: Any, group: Any) -> None:
-        """Start the workers again, or raise EndingError after a notice."""
+        """Start the workers again, or raise EndingError after a notice. One that can't be read
+        counts as none."""
         if read_word(node.notice):
             raise EndingError("the workers failed after a notice")
         restart(self, group)
@@ -157,7 +158,8 @@ def sign_state(secret: bytes) -> None:
 
     def decode_signed(backend: Any, stored: bytes) -> Any:
         """Return torchrun's (state, token) of `stored` bytes without the signature, None for an
-        empty store."""
+        empty store. Raise RendezvousStateError for another signature, and for bytes of another
+        form."""
         decoded = decode(backend, stored)
         if decoded is None:
             return None
@@ -172,7 +174,8 @@ def sign_state(secret: bytes) -> None:
     def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
         """Store a state with its signature; return torchrun's (state, token, was stored), or None.
 
-        The store is changed only if it still has `token`, of an earlier answer.
+        The store is changed only if it still has `token`, of an earlier answer. Raises as
+        `decode_signed` for the state that the store has then.
         """
         stored = set_state(backend, signature(backend, state) + state, token)
         return stored and (*stored[:2], stored[0] == state)
@@ -201,9 +204,11 @@ def read_options(options: list[str]) -> Any:
 def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
     """Run torchrun with its command line `argv` until all workers have ended.
 
-    Return None when all exited 0, else ``{"failures": [{"rank", "code", "time"}, …]}``. Raise
-    ValueError for a wrong option, OSError for a secret that can't be read, EndingError, and any
-    error of torchrun that is no worker's, such as those of its rendezvous.
+    Patches torchrun in this process, as the module has it. Return None when all exited 0, else
+    ``{"failures": [{"rank", "code", "time"}, …]}``. Raise ValueError for a wrong option,
+    StopIteration without a script, OSError for a secret that can't be read, EndingError where
+    workers failed after a notice, and any error of torchrun that is no worker's, such as those of
+    its rendezvous.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -232,8 +237,8 @@ def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
 
 
 def _failure(rank: int, failure: Any) -> dict[str, Any]:
-    """Return torchrun's record of a failed worker: exit code, negative for a signal, and unix
-    time."""
+    """Return torchrun's record `failure` of a failed worker as JSON: rank, exit code, negative for
+    a signal, and unix time."""
     return {"rank": rank, "code": failure.exitcode, "time": failure.timestamp}
 
 
@@ -242,6 +247,7 @@ def main(argv: list[str]) -> NoReturn:
 
     Failed workers, or an exception as ``{"agent": text}``, are written to ``failures.json`` of the
     node's folder; the exception is raised. A taken port also makes the attempt's ``port-taken``.
+    Raise OSError if these can't be written. SIGTERM has no effect from now on.
     """
     signal.signal(signal.SIGTERM, lambda *_: None)
     die_with_parent()  # or the workers of a supervisor that is killed would go on by themselves

@@ -108,7 +108,8 @@ class Watchdog:
             self._thread.start()
 
     def end(self) -> None:
-        """Watch no more, and remove the file of stacks: what comes now is not training."""
+        """Watch no more, and remove the file of stacks: what comes now is not training. Once only,
+        since it closes the file."""
         self._ended.set()
         if self._thread is None or self._stacks is None:
             return
@@ -138,7 +139,7 @@ class Watchdog:
     def _hung(self) -> None:
         """Write the stacks, report the hang, dump the last collectives, and exit with 1.
 
-        It exits only after the grace time, so that the peers do the same.
+        It exits only after the grace time, so that the peers do the same. It never returns.
         """
         ends_at = time.monotonic() + self._grace_s
         assert self._stacks is not None
@@ -160,7 +161,8 @@ class Watchdog:
 def flight_recorder(device: torch.device) -> bytes:
     """Return the pickled record of the last collectives of what carries a device's tensors.
 
-    On by default from torch 2.15 (``TORCH_FR_BUFFER_SIZE`` entries); 2.9 records NCCL only.
+    On by default from torch 2.15 (``TORCH_FR_BUFFER_SIZE`` entries); 2.9 records NCCL only. Needs
+    a process group, which has a backend for the device; else torch's errors come through.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from hpc_ddp.core.run_folder import NodeFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.worker import started_by
 
-AGENT_WORDS = 3  # python node.py agent
+AGENT_WORDS = 3  # python node.py elastic_agent
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -29,9 +29,11 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Fill in the variables in torchrun's options where no shell has: under submitit, and locally.
+    """Return a command of torchrun with the ``$`` variables of its options filled in: under
+    submitit and locally no shell has done it.
 
-    Never in the script's arguments: those are the user's. Raise KeyError for an unknown variable.
+    The script's arguments stay as they are: they are the user's. Raise KeyError for a variable that
+    `environ` lacks, ValueError for a ``$`` without a name, StopIteration without a script.
     """
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
     return [*start, *(Template(word).substitute(environ) for word in options), *script]
@@ -59,6 +61,9 @@ class Launch:
 def torchrun_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of a node's torchrun, with the options that differ between nodes.
 
+    `command` is python, node.py, ``elastic_agent``, torchrun's options, and the script with its
+    arguments. Raise StopIteration without a script.
+
     torchrun would guess the store's host and this node's name from host names: wrong with several
     interfaces, aliases, or a name that /etc/hosts maps to loopback (pytorch issue 73656).
     """
@@ -80,7 +85,8 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of this task's worker; `command` is python and the script with its
     arguments.
 
-    Ranks are in blocks, as --distribution has it. Raise KeyError outside of a Slurm task.
+    Ranks are in blocks, as --distribution has it. Rank 0 has all workers for `peers`, and the port
+    of the store. Raise KeyError outside of a Slurm task.
     """
     rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     per_node = size // len(place.nodes)
@@ -98,7 +104,8 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
 
 
 def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for worker `rank` of `size`.
+    """Return the variables that torchrun would set for worker `rank` of `size`; raise KeyError
+    outside of a Slurm task.
 
     By TORCHELASTIC_RUN_ID libraries know that starts and restarts are not theirs: Lightning then
     keeps its own requeue off, which revives cancelled jobs.

@@ -35,7 +35,9 @@ def put_back(
     Raises
     ------
     HpcDdpError
-        the checkpoint belongs to other objects: names the keys and shapes that differ
+        the checkpoint belongs to other objects: names the keys and shapes that differ; or the files
+        lack a part of a tensor; or a ``load_state_dict`` raises ValueError, RuntimeError or
+        KeyError (its other errors come through)
     UnreadableError
         the disk does not answer
     """
@@ -114,8 +116,8 @@ def _for_optimizer(
     """Return the state dict that `optimizer` is to load, from `tree`, its stored one by names.
 
     `params` are its parameters by name, in its own order; `name` is the optimizer's in
-    ``run.track``. Raise HpcDdpError if the class, the parameters or their groups differ,
-    UnreadableError if the disk does not answer.
+    ``run.track``. Raise HpcDdpError if the class, the parameters or their groups differ, KeyError
+    if `tree` is no optimizer's, UnreadableError if the disk does not answer.
     """
     names = iter(params)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]

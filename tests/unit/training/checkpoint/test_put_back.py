@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.training.checkpoint import loading, state
+from hpc_ddp.training.checkpoint import put_back, state
 from hpc_ddp.training.checkpoint.shards import Reader, StagingBuffer
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -36,7 +36,7 @@ def load_state(
     buffer.fill(state.my_parts(result, ParallelDims()))
     (folder / "data").write_bytes(b"".join(buffer.bytes))
     reader = Reader([(folder / "data", buffer.pieces)])
-    loading.put_back(objects, result.tree, reader, 7, stage)
+    put_back.put_back(objects, result.tree, reader, 7, stage)
 
 
 def test_a_stage_loads_its_part_of_a_whole_model(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def load_stored(folder: Path, objects: dict[str, Any], step: int = 1) -> None:
         for path in folder.glob("tensors-*")
     ]
     tree = torch.load(folder / "tree", weights_only=True)
-    loading.put_back(objects, tree, Reader(files), step)
+    put_back.put_back(objects, tree, Reader(files), step)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
@@ -281,7 +281,7 @@ def test_optimizer_state_keeps_the_memory_format_of_its_parameter(tmp_path: Path
 
 def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(HpcDdpError, match=r"x\.value is a tensor that no rank has stored"):
-        loading.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
+        put_back.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
 
 
 def test_private_weights_of_other_ranks_are_refused(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
     tree, reader = state.joined(trees[0], trees[2]), Reader(files)
 
     full = objects_of(range(4))
-    loading.put_back(full, tree, reader, step=1)
+    put_back.put_back(full, tree, reader, step=1)
     for stage in stages:
         weights = full["model"].state_dict()
         assert all(weights[k].equal(v) for k, v in stage["model"].state_dict().items())
@@ -347,6 +347,6 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
     assert len(all_moments) == sum(map(len, moments))
 
     middle = objects_of(range(1, 3))  # cut elsewhere
-    loading.put_back(middle, tree, reader, step=1, stage=True)
+    put_back.put_back(middle, tree, reader, step=1, stage=True)
     weights = full["model"].state_dict()
     assert all(weights[k].equal(v) for k, v in middle["model"].state_dict().items())

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
-from hpc_ddp.node.launch import expand, split, worker_launch
+from hpc_ddp.node.child_process import expand, split, worker_launch
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Signals, Supervisor
 from unit.fakes import Clock, stop_clock
@@ -106,6 +106,6 @@ def test_a_port_that_was_taken_is_marked(
 
 
 def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
-    words = ["$A", "node.py", "agent", "--rdzv-id=$ID", "--x=${ID}", "train.py", "--lr=$ID"]
+    words = ["$A", "node.py", "elastic_agent", "--rdzv-id=$ID", "--x=${ID}", "train.py", "--lr=$ID"]
     assert expand(words, {"ID": "7"}) == [*words[:3], "--rdzv-id=7", "--x=7", *words[5:]]
     assert split(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])

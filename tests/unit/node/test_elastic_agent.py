@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from hpc_ddp.core.run_folder import NodeFolder, RunFolder
-from hpc_ddp.node import agent
+from hpc_ddp.node import elastic_agent as agent
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.worker import started_by
 

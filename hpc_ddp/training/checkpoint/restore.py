@@ -78,10 +78,10 @@ def _reading(folder: Path, rank: int = 0) -> Iterator[None]:
 
 
 def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restored:
-    """Open a checkpoint that has been verified, on the CPU.
+    """Open a checkpoint that has been verified, on the CPU; tensors are read later, by its reader.
 
-    Where ranks had tensors of their own (see `state.my_parts`), they are those of `rank` if
-    `world_size` ranks wrote it, and else rank 0's.
+    Where ranks had tensors of their own (see `state.my_parts`), the reader has those of `rank` if
+    `world_size` ranks wrote it; else the buffers of rank 0, and no others.
 
     Raises
     ------
@@ -89,6 +89,8 @@ def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restore
         another version of hpc-ddp has written it
     OSError
         it can't be read
+    ValueError
+        its manifest is damaged
     """
     manifest = checkpoints.read_manifest(folder)
     if (version := manifest.get("format")) != checkpoints.FORMAT:
@@ -111,7 +113,7 @@ def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restore
 def _load(path: Path) -> dict[str, Any]:
     """Return the dict in a file of `torch.save`, on the CPU, never with pickled code.
 
-    Raise OSError if it can't be read for a minute.
+    Raise OSError if it can't be read for a minute; torch's errors for another content come through.
     """
     # On the CPU, and never pickled code.
     content = io.BytesIO(patiently(path.read_bytes))
@@ -122,8 +124,9 @@ def _load(path: Path) -> dict[str, Any]:
 class Restorer:
     """Opens the checkpoints of a run, as this attempt sees them.
 
-    Its public methods are collectives: every rank must call them, and gets the same answer or
-    error.
+    Its public methods are collectives: every rank must call them, and gets the same checkpoint.
+    Ranks judge it together, and raise the same error; then each opens it, and an error of that may
+    be one rank's alone.
     """
 
     def __init__(self, run: RunFolder, attempt: int, control: Control, journal: Journal) -> None:
@@ -131,15 +134,17 @@ class Restorer:
         self.control, self._journal = control, journal
 
     def restore(self) -> Restored | None:
-        """Open the newest checkpoint that verifies; None for a run that has never had one.
+        """Open the newest checkpoint that verifies; None for a run that has never had one, or none
+        since ``--fresh``.
 
-        The ranks share the reading. A damaged one is named on stderr and in the journal, and set
-        aside as `.bad-`.
+        The ranks share the reading. Rank 0 sets a damaged one aside as `.bad-`, names it on stderr
+        and in the journal, and removes half-written ones.
 
         Raises
         ------
         HpcDdpError
-            a disk does not answer for a minute; or the run has had checkpoints, and none is good
+            a disk does not answer for a minute; the run has had checkpoints, and none is good; or
+            another version of hpc-ddp has written it
         """
         began = time.monotonic()
         names = on_first(self.control, self._find_names)
@@ -163,12 +168,12 @@ class Restorer:
         return self._open(chosen)
 
     def load(self, step: int) -> Restored:
-        """Verify the checkpoint of a step and open it on the CPU.
+        """Verify the checkpoint of a step and open it on the CPU; a damaged one stays in its place.
 
         Raises
         ------
         HpcDdpError
-            it is not there, or damaged, or can't be read
+            it is not there, or damaged, or can't be read, or is another version's
         """
         folder = self._run.checkpoints / f"step-{step}"
         names = on_first(self.control, self._find_names)
@@ -213,7 +218,7 @@ class Restorer:
 
     def _damage_of(self, folder: Path) -> str | None:
         """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks. A
-        collective, which raises DiskError on all of them."""
+        collective, which raises DiskError on all of them if the disk of one does not answer."""
         # Asked again after damage, since it may have been the disk's and not the file's.
         return self._find_damage(folder) and self._find_damage(folder)
 
@@ -240,7 +245,9 @@ class Restorer:
         say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
 
     def _report_restore(self, chosen: Path | None, passed_over: list[str], took_s: float) -> None:
-        """Journal and print the step of the chosen checkpoint, and those passed over."""
+        """Journal the step of the chosen checkpoint (0 without one) and those passed over, and
+        print the step; nothing where there is neither. `took_s` is the time of verifying, in
+        seconds."""
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
             self._journal.write(CheckpointRestored(step, passed_over, round(took_s, 3)))

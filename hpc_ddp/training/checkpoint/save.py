@@ -29,7 +29,7 @@ from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk, schedule
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory, find_misfit
-from hpc_ddp.training.checkpoint.restorer import STATE, Restorer, non_finite_error
+from hpc_ddp.training.checkpoint.restore import STATE, Restorer, non_finite_error
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.process.process_group import Control
@@ -154,11 +154,11 @@ class Checkpoints(Restorer):
 
     @property
     def failed(self) -> bool:
-        """The last save has published nothing; `settle` returns False or raises on all ranks."""
+        """Whether the last save has failed; False while one is under way, and before the first."""
         return not self.in_flight and bool(self._outcome.failure or self._outcome.error)
 
     def begin(self, content: Content) -> None:
-        """Start to write in a thread; the save before has been settled. Every rank must call it."""
+        """Wait as `tidy` does, then write in a thread; every rank calls it, after `settle`."""
         self.tidy()
         self._done.clear()
         self._is_unsettled = True
@@ -167,24 +167,23 @@ class Checkpoints(Restorer):
         self._thread.start()
 
     def tidy(self) -> None:
-        """Wait until old checkpoints are removed, too; without a save, nothing."""
+        """Wait until the last save has ended, if any, and old checkpoints are removed."""
         if self._thread is not None:
             self._thread.join()
 
     def settle(self) -> bool:
-        """Wait until what was begun is durable; False when it failed and is worth another try.
+        """Wait until what was begun is durable; False if it failed and is worth another try.
 
-        All ranks call it at the same step, and get the same answer; True where nothing was begun.
+        All ranks call it at the same step, and get the same answer. It is given once: True where
+        nothing was begun since the last call.
 
         Raises
         ------
         HpcDdpError
-            it failed for the third time in a row, and has done so for half a minute
+            it failed for at least the third time in a row, and has done so for half a minute; or
+            not all of the weights were finite; or the ranks' tensors do not make a whole
         SupersededError
             a later attempt has started; nothing was published
-        HpcDdpError
-            not all of the weights were finite, or the ranks' tensors do not make a whole;
-            nothing was published
         """
         if not self._is_unsettled:
             return True
@@ -198,7 +197,7 @@ class Checkpoints(Restorer):
     # -- the thread that saves -------------------------------------------------------------
 
     def _save(self, content: Content) -> None:
-        """Take part in a save, and report it; it raises nothing."""
+        """Take part in a save, set its outcome, report it, and prune; it raises nothing."""
         began = time.monotonic()
         try:
             outcome = self._write_together(content)
@@ -206,9 +205,9 @@ class Checkpoints(Restorer):
             outcome = self._fail(f"the ranks could not agree: {error}", PATIENCE_S)
         took_s = time.monotonic() - began
         self._outcome = outcome
-        self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took_s)
         is_saved = not (outcome.failure or outcome.error)
         if is_saved:
+            self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took_s)
             self._failed_at.clear()
             self.saves += 1
         if self._is_first:
@@ -220,7 +219,8 @@ class Checkpoints(Restorer):
             self._prune(content, self._keep)
 
     def _write_together(self, content: Content) -> Outcome:
-        """Write, where all ranks have what belongs together and there is room for all of it.
+        """Write, where all ranks have what belongs together and there is room for all of it; return
+        the outcome, the same on all ranks.
 
         Every rank answers each time, be it by a `Failure`, since its peers wait for it. Raise
         RuntimeError if a peer is gone.
@@ -252,7 +252,7 @@ class Checkpoints(Restorer):
         """Return on all ranks the decision of rank 0, which has the `answer` of each of them.
 
         It is `decide`'s, or `_drop`'s if that raises an error, or a rank's answer is a `Failure`;
-        None: go on.
+        None: go on. Every rank must call it; raise RuntimeError if a peer is gone.
         """
         answers = self._background.to_first(answer)
         outcome: Outcome | None = None
@@ -266,7 +266,7 @@ class Checkpoints(Restorer):
         return outcome
 
     def _prepare(self, content: Content) -> Files:
-        """Wait for the copied state; return what this rank's files are to hold, by name."""
+        """Wait for the copied state, set `stall_s`; return this rank's files by name."""
         rank = self._background.rank
         files: Files = {f"rank-{rank}.pt": [_dump(content.rank_values)]}
         self.stall_s = content.stall_s + content.buffer.wait()
@@ -277,12 +277,13 @@ class Checkpoints(Restorer):
         return files
 
     def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> None:
-        """On rank 0: make the draft's folder; raise OSError where there is no room for all.
+        """On rank 0: make the draft's folder; with too little room, let old checkpoints give way.
 
-        With too little, old checkpoints give way first.
+        Raise OSError if it can't be made, or there is no room for all files even then.
         """
         size, files = sum(claim.size for claim in claims), sum(claim.files for claim in claims)
-        draft.mkdir(parents=True, exist_ok=True)
+        draft.parent.mkdir(exist_ok=True)  # a run that was moved away is not made anew
+        draft.mkdir(exist_ok=True)
         try:
             disk.check_space(draft, size, files + 1)
         except OSError:
@@ -304,7 +305,8 @@ class Checkpoints(Restorer):
 
     def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: publish a draft, of whose ranks `answers` has the files; or remove it where
-        weights are not finite or the attempt is superseded. Raise OSError if the disk refuses."""
+        weights are not finite or the attempt is superseded, with that error in the outcome. Raise
+        OSError if the disk refuses, and what `before_publishing` raises."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
@@ -327,7 +329,8 @@ class Checkpoints(Restorer):
         return Outcome(sum(file_facts.size for file_facts in files.values()))
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
-        """On rank 0: remove a draft of which a rank has failed; make room if that was why."""
+        """On rank 0: remove a draft that a rank failed to write, and make room if that was why;
+        return the failure, which counts (`_fail`)."""
         disk.remove(draft)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
@@ -357,7 +360,8 @@ class Checkpoints(Restorer):
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
     def _make_room(self, content: Content) -> None:
-        """On rank 0: let all but the newest checkpoints, the best and the milestones give way."""
+        """On rank 0: remove all but the newest checkpoints, the best and those of `keep.every`;
+        nothing in a superseded attempt. Raise OSError if the attempts can't be listed."""
         if self._run.is_newest(self._attempt):
             self._prune(content, Retention(schedule.LEAST, self._keep.every))
 
@@ -369,7 +373,7 @@ class Checkpoints(Restorer):
         )
 
     def _report(self, content: Content, took_s: float) -> None:
-        """On rank 0: journal a save, or journal and print its failure."""
+        """On rank 0: journal a save, or journal and print its failure; not an `error` alone."""
         outcome = self._outcome
         if outcome.failure:
             self._journal.write(SaveFailed(content.step, outcome.failure))

@@ -16,9 +16,9 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk, schedule
-from hpc_ddp.training.checkpoint import saver as saver_module
+from hpc_ddp.training.checkpoint import save as saver_module
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
-from hpc_ddp.training.checkpoint.saver import Claim, Failure, Outcome, SupersededError
+from hpc_ddp.training.checkpoint.save import Claim, Failure, Outcome, SupersededError
 from hpc_ddp.training.checkpoint.schedule import Retention
 from tests.waiting import LIMIT_S
 from unit.fakes import Clock

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpc_ddp.training.process import watchdog
+from hpc_ddp.training.process import hang_watchdog as watchdog
 
 
 def test_a_torch_without_a_record_of_a_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

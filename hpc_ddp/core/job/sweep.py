@@ -1,7 +1,8 @@
-"""A sweep: one array of jobs, with a run of its own for each combination of values."""
+"""A sweep: one array of jobs, with a run of its own for each trial, a combination of values."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,17 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
     Parameters
     ----------
     sets
-        ``name=value,value…`` for each parameter; a comma within a value is written ``\\,``
+        ``name=value,value…`` for each parameter; a comma within a value is written ``\\,``, and
+        blanks around a value do not count
     max_parallel
         how many tasks may run at once, None for as many as there are
 
     Raises
     ------
     UsageError
-        there is no parameter, or one is given twice or without a value, there are too many points,
-        or `max_parallel` is less than 1
+        there is no parameter, one comes twice or has no ``=``, there are too many trials, or
+        `max_parallel` is less than 1; names and values are checked by `JobSpec`, which refuses
+        empty ones
     """
     if not sets:
         raise UsageError("a sweep without a parameter is no sweep", hint=_HINT)
@@ -47,21 +50,36 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
 
 
 def of(sweep: Mapping[str, Sequence[str]], max_parallel: int | None = None) -> dict[str, Any]:
-    """Return the settings of a sweep: its values by parameter, and the array of all its points.
+    """Return the settings of a sweep, ``sweep`` and ``array``: its values by parameter, and the
+    array of all its trials, with `max_parallel` as its bound (None: no bound).
+
+    `sweep` has a parameter or more; `JobSpec` refuses one without a value.
 
     Raises
     ------
     UsageError
-        there are too many points
+        there are too many trials
     """
     last = math.prod(map(len, sweep.values())) - 1
     if last >= MOST_TASKS:
         raise UsageError(
-            f"the sweep has {last + 1:,} points; accepted: up to {MOST_TASKS:,}",
+            f"the sweep has {last + 1:,} trials; accepted: up to {MOST_TASKS:,}",
             hint="make several; what the site takes: scontrol show config | grep MaxArraySize",
         )
     bound = f"%{max_parallel}" if max_parallel else ""
     return {"sweep": sweep, "array": f"0-{last}{bound}"}
+
+
+def trials(sweep: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Return a sweep's combinations of values by name, in the order of the array's indexes; [] for
+    a job that is no sweep."""
+    combinations = itertools.product(*sweep.values()) if sweep else ()
+    return [dict(zip(sweep, values, strict=True)) for values in combinations]
+
+
+def trial_args(trial: Mapping[str, str]) -> list[str]:
+    """Return a sweep's trial as arguments of the script, ``--name=value``."""
+    return [f"--{name}={value}" for name, value in trial.items()]
 
 
 _HINT = "hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py"

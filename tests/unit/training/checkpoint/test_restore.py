@@ -16,7 +16,7 @@ from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk
-from hpc_ddp.training.checkpoint.restorer import open_checkpoint
+from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from unit.fakes import stop_clock
 from unit.training.checkpoint.fakes import (
     Finding,

@@ -1,0 +1,81 @@
+"""`JobRef`: a job of Slurm by id and cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class JobRef:
+    """A job of Slurm. Its id alone names no job: clusters that share a disk number theirs alike.
+
+    `cluster` is ``name@host:port``, with the controller's place, since clouds give all of their
+    clusters one name; ``name`` where only that is known, as of a job sent elsewhere; or ''.
+    """
+
+    id: str
+    cluster: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> JobRef:
+        """Return the job of ``id;cluster``, as ``sbatch --parsable`` prints it, or of ``id``."""
+        job_id, _, cluster = text.partition(";")
+        return cls(job_id, cluster)
+
+    @classmethod
+    def of(cls, job_id: str | None, cluster: str | None) -> JobRef | None:
+        """Return the job that an event or an ``attempt.json`` names; None where it names none."""
+        return cls(job_id, cluster or "") if job_id else None
+
+    def __str__(self) -> str:
+        return f"{self.id};{self.cluster}" if self.cluster else self.id
+
+    def task(self, index: int) -> JobRef:
+        """Return one task of this job, an array."""
+        return JobRef(f"{self.id}_{index}", self.cluster)
+
+    @property
+    def cluster_name(self) -> str:
+        """The name of its cluster, as ``--clusters`` takes it; '' where it is not known."""
+        return self.cluster.partition("@")[0]
+
+    def is_of(self, cluster: str) -> bool:
+        """Return whether it may be a job of a cluster, named as in the class. A name or controller
+        that one of both lacks counts as equal: '' may be any cluster."""
+        name, _, controller = self.cluster.partition("@")
+        cluster_name, _, its_controller = cluster.partition("@")
+        if not name or not cluster_name:
+            return True
+        controllers = {controller, its_controller} - {""}
+        return name == cluster_name and len(controllers) < 2
+
+    def is_of_namesake(self, cluster: str) -> bool:
+        """Return whether it is of another cluster than `cluster` with the same name, by their
+        controllers."""
+        is_namesake = self.cluster_name == JobRef("", cluster).cluster_name
+        return is_namesake and not self.is_of(cluster)
+
+    def is_same(self, job: JobRef) -> bool:
+        """Return whether both may be one job: the id is equal, and the cluster's name where both
+        have one. Its controller may have moved to another host."""
+        names = {self.cluster_name, job.cluster_name} - {""}
+        return self.id == job.id and len(names) < 2
+
+    def is_vaguer_than(self, job: JobRef) -> bool:
+        """Return whether both may be one job, and the other one says more of its cluster."""
+        return self != job and self.is_same(job) and job.cluster.startswith(self.cluster)
+
+    def is_among(self, jobs: Iterable[JobRef]) -> bool:
+        """Return whether one of some jobs is this one."""
+        return any(map(self.is_same, jobs))
+
+
+def distinct(jobs: Iterable[JobRef]) -> list[JobRef]:
+    """Return each job once, in their order: of equal ones the first, and none that is vaguer about
+    its cluster than another one of its id."""
+    jobs = list(dict.fromkeys(jobs))
+    by_id: dict[str, list[JobRef]] = {}
+    for job in jobs:
+        by_id.setdefault(job.id, []).append(job)
+    return [job for job in jobs if not any(map(job.is_vaguer_than, by_id[job.id]))]

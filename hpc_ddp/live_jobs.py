@@ -1,0 +1,362 @@
+"""Which jobs and processes work on a run, and whether its next one may be started.
+
+One answer for all of hpc-ddp: `Queue.life` for a job, `describe_work` for a run. An answer that
+can't be had from here is none: it starts nothing and deletes nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.core import process
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.journal.enums import Action, Cause, Word
+from hpc_ddp.core.journal.events import (
+    Dismissed,
+    Finished,
+    JournalEvent,
+    RankFailed,
+    Started,
+    Stopped,
+    VerdictGiven,
+)
+from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, QueuedJob
+
+
+class Life(Word):
+    """Whether a job is live, by its cluster."""
+
+    LIVE = "live"
+    OVER = "over"
+    UNKNOWN = "unknown"  # its cluster can't be asked from here, or it is ending, or to come back
+
+
+class Queue:
+    """The user's jobs. Another cluster than this one is asked once, when one of its jobs is first
+    looked for; no method raises an error of Slurm's.
+
+    `jobs` are those of this cluster by id, None where Slurm can't be asked, and `problem` is why;
+    `cluster` is as `JobRef` has it, '' where Slurm does not say, None to ask when it is needed.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, QueuedJob] | None,
+        cluster: str | None = None,
+        problem: str = "",
+    ) -> None:
+        self.jobs, self._cluster, self.problem = jobs, cluster, problem
+        self._others: dict[str, Mapping[str, QueuedJob] | None] = {}
+
+    @property
+    def cluster(self) -> str:
+        """This cluster as `JobRef` has it, '' where Slurm does not say; the first time it may be
+        asked."""
+        if self._cluster is None:
+            self._cluster = "" if self.jobs is None else slurm.own_cluster()
+        return self._cluster
+
+    def find(self, job: JobRef, run: RunFolder) -> QueuedJob | None:
+        """Return Slurm's line of a job of a run; None without one, where its cluster can't be
+        asked, and for a job of another run: a cluster that is set up anew begins its numbers anew.
+
+        Raise OSError where the job's script can't be looked at.
+        """
+        jobs = self._jobs_of(job) or {}
+        array, is_task, index = job.id.partition("_")
+        queued = jobs.get(job.id)
+        if is_task and not queued:
+            lines = (line for line in jobs.values() if line.has_task(array, int(index)))
+            queued = next(lines, None)
+        return None if queued and is_of_another_run(run, queued.script) else queued
+
+    def life(self, job: JobRef, run: RunFolder) -> Life:
+        """Return whether a job of a run is live; OVER for one that its cluster does not know.
+
+        UNKNOWN where its cluster can't be asked, where another cluster of the same name may have
+        it, and for a job that is ending or preempted. Raise OSError as `find` does: where the job's
+        script can't be looked at.
+        """
+        if self._jobs_of(job) is None:
+            return Life.UNKNOWN
+        queued = self.find(job, run)
+        if queued is None:  # another cluster of this name may have it
+            return Life.UNKNOWN if job.cluster and job.is_of_namesake(self.cluster) else Life.OVER
+        if queued.state in OVER:
+            return Life.OVER
+        return Life.UNKNOWN if queued.state in ("COMPLETING", "PREEMPTED") else Life.LIVE
+
+    @property
+    def live(self) -> dict[str, QueuedJob]:
+        """The jobs of this cluster that are not over, by id; {} where Slurm can't be asked."""
+        return {id: job for id, job in (self.jobs or {}).items() if job.state not in OVER}
+
+    def _jobs_of(self, job: JobRef) -> Mapping[str, QueuedJob] | None:
+        """Return the jobs of a job's cluster ('': of this one) by id; None where it can't be
+        asked."""
+        name = job.cluster_name
+        if self.jobs is None or not name or name == JobRef("", self.cluster).cluster_name:
+            return self.jobs
+        if name not in self._others:
+            try:
+                self._others[name] = slurm.queue(name)
+            except HpcDdpError:
+                self._others[name] = None
+        return self._others[name]
+
+
+def is_of_another_run(run: RunFolder, script: str) -> bool:
+    """Return whether a job's script is that of a run, and neither `run` nor its array; False where
+    there is no such file here. Raise OSError where the file can't be looked at."""
+    path = Path(script)
+    if path.name != run.script.name or not os.path.isfile(path):
+        return False
+    run_scripts = [part.script for part in (run, RunFolder(run.whole))]
+    return not any(path.samefile(run_script) for run_script in filter(os.path.isfile, run_scripts))
+
+
+def read_queue() -> Queue:
+    """Ask Slurm for the user's jobs, and return them. Without an answer the queue's `jobs` are None
+    and its `problem` is the reason; '' on a machine without squeue."""
+    if shutil.which("squeue") is None:
+        return Queue(None)
+    try:
+        return Queue(slurm.queue())
+    except HpcDdpError as error:
+        return Queue(None, problem=error.message)
+
+
+# --- what works on a run -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """A job or a process that works on a run, or may; as text a description in words."""
+
+    text: str
+    life: Life
+    job: JobRef | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def describe_work(
+    run: RunFolder, queue: Queue, besides: JobRef | None = None, guesses: bool = True
+) -> Work | None:
+    """Return the job or process that works on a run, or on a task of its array, or will; None
+    where nothing does.
+
+    Unknown counts as work: a job whose cluster can't be asked, and a process of another machine,
+    that have journaled no end. With `guesses` so does any job that may have been submitted without
+    hpc-ddp, and, where this Slurm can't be asked, a job whose end is journaled. The job `besides`
+    is passed over, unless another shell of it works on the run.
+
+    Raise OSError where a journal can't be read, or a job's script can't be looked at.
+    """
+    works = (_work_on(part, queue, besides, guesses) for part in (run, *run.tasks()))
+    return next(filter(None, works), None) or (_waiting_task(run, queue) if run.is_task else None)
+
+
+def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:
+    """Return the job of its array that works on a task, or will; None without one. Raise OSError
+    where the array's journal can't be read."""
+    array = RunFolder(task.whole)
+    for array_job in array.jobs(array.events()):
+        job = array_job.task(task.index)
+        if queue.life(job, task) is Life.LIVE:
+            return Work(describe_job(job, queue, task), Life.LIVE, job)
+    return None
+
+
+def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool) -> Work | None:
+    """Return the job or process that works on one run, as `describe_work` does, but not on its
+    tasks; None without one. Raise OSError where its journal can't be read."""
+    events = run.events()
+    jobs = run.jobs(events)
+    ended = [] if guesses and queue.jobs is None else ended_jobs(run, events)
+    for job in jobs:
+        if besides and job.is_same(besides):
+            attempts = run.attempts()
+            if attempts and process.is_live(attempts[-1].info.get("shell", {})):
+                return Work(f"another shell of job {job.id}", Life.LIVE, job)
+            continue
+        life = queue.life(job, run)
+        # The last task of an array has the array's id, which is live with any of its tasks.
+        is_over = job.is_among(ended) and (run.is_task or life is Life.UNKNOWN)
+        if life is not Life.OVER and not is_over:
+            return Work(describe_job(job, queue, run), life, job)
+    live = queue.live.values()
+    if os.path.realpath(run.script) in {job.script for job in live}:
+        return Work("a job of its script", Life.LIVE)
+    if guesses and queue.jobs is None and not jobs and last_event(events, Started) is None:
+        # A run that was only rendered: any user may have given its script to sbatch.
+        return Work("perhaps a job of a Slurm that can't be asked from here", Life.UNKNOWN)
+    if guesses and not jobs and "(null)" in {job.script for job in live}:
+        return Work("perhaps a job whose script came through a pipe", Life.UNKNOWN)
+    return process_of(events)
+
+
+def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
+    """Return a job of a run that is not over in words, with its state or why that is not known."""
+    queued = queue.find(job, run)
+    if queued:
+        return f"job {job.id}, {queued.state.lower()}"
+    where = f"of cluster {job.cluster}" if job.cluster else "of a Slurm"
+    return f"job {job.id} {where}, which can't be asked from here"
+
+
+def ended_jobs(run: RunFolder, events: Sequence[JournalEvent]) -> list[JobRef]:
+    """Return the jobs of a run that are over by its journal, `events`: the verdict on their last
+    attempt lets nothing follow, or the user has stated it. A chain's next job ends with the one
+    that queued it."""
+    ended = [JobRef(e.job_id, e.cluster or "") for e in events if isinstance(e, Dismissed)]
+    verdicts = {event.attempt: event for event in events if isinstance(event, VerdictGiven)}
+    starts = {event.attempt: event for event in events if isinstance(event, Started)}
+    attempt_of = {JobRef.of(s.job_id, s.cluster): n for n, s in starts.items()}  # its last one
+    for job, number in attempt_of.items():
+        verdict = verdicts.get(number)
+        if job and verdict and is_final(verdict):
+            ended += [job, *filter(None, [run.attempt(number).link])]
+    return ended
+
+
+def is_final(verdict: VerdictGiven) -> bool:
+    """Return whether nothing follows an attempt with this verdict by itself."""
+    return verdict.action != Action.REQUEUE and verdict.cause != Cause.SUPERSEDED
+
+
+def process_of(events: Sequence[JournalEvent]) -> Work | None:
+    """Return the process of the newest start where it runs, or where it may run on another machine
+    and has journaled no end; None otherwise, as for a start by a job."""
+    started = last_event(events, Started)
+    if started is None or started.pid is None:
+        return None
+    name = f"process {started.pid} on {started.host}"
+    if process.is_live(started.process):
+        return Work(name, Life.LIVE)
+    of_attempt = [event for event in events if event.attempt == started.attempt]
+    end = last_event(of_attempt, VerdictGiven, Finished, Stopped, RankFailed)
+    if end or started.host == socket.gethostname():
+        return None
+    return Work(f"{name}, which can't be seen from here", Life.UNKNOWN)
+
+
+# --- before a start ------------------------------------------------------------------------
+
+
+_claims: dict[Path, int] = {}  # open files of this process, by run
+
+
+def claim_start(run: RunFolder) -> None:
+    """Keep other processes from starting a run, until `release_start` or this process's end.
+
+    A claim of this process is made anew. Raise UsageError where another process has it, and OSError
+    where its file can't be made. A file system without locks across its clients keeps apart what
+    runs on one machine, or nothing.
+    """
+    release_start(run)
+    claim = os.open(run.path / ".start", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(claim)
+        raise UsageError(
+            f"run {run.path} is being started by another process just now",
+            hint=f"hpc-ddp status {run.id}",
+        ) from None
+    except OSError:  # no locks here: what the journal says has to do
+        pass
+    _claims[run.path] = claim
+
+
+def release_start(run: RunFolder) -> None:
+    """Let other processes start a run again; without a claim, nothing."""
+    if run.path in _claims:
+        os.close(_claims.pop(run.path))
+
+
+def check_idle(run: RunFolder, is_forced: bool = False) -> None:
+    """Refuse to start a run that is queued or under way: two jobs would take it from each holder.
+
+    What can't be known is refused as well, unless `is_forced`: then the user's word that the job is
+    over is journaled, for the job that starts; also where another job lets the start be refused. It
+    does not stand for a Slurm that gives no answer. Inside an allocation its own job is no
+    obstacle.
+
+    Raises
+    ------
+    UsageError
+        a job or a process works on the run, or may
+    OSError
+        its journal can't be read, or a job's script can't be looked at
+    """
+    own_job = JobRef.of(os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME"))
+    queue = read_queue()
+    is_silent = queue.jobs is None and shutil.which("squeue") is not None
+    for part in (run, *run.tasks()) if is_forced and not is_silent else ():
+        for job in part.jobs(part.events()):
+            if queue.life(job, part) is Life.UNKNOWN:
+                part.journal("submit").write(Dismissed(job.id, job.cluster or None))
+    work = describe_work(run, queue, besides=own_job, guesses=False)
+    if work is None:
+        return
+    if work.life is Life.LIVE:
+        raise UsageError(f"run {run.path} is at work: {work}", hint=f"hpc-ddp cancel {run.id}")
+    if is_silent or not is_forced:
+        again = "the same command again, once Slurm answers"
+        force = "look there: hpc-ddp status; if that job is over for good, add --force"
+        hint = again if is_silent else force
+        raise UsageError(f"run {run.path} may be at work: {work}", hint=hint)
+
+
+def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
+    """Return whether the attempt of `run` that `info` (its attempt.json) describes still runs.
+
+    The caller is a start of the job `own_job`. A silent controller of this cluster is waited for
+    without end; a job that it does not know is over.
+
+    Raises
+    ------
+    HpcDdpError
+        Slurm refuses, another cluster gives no answer, or the job may be one of another cluster of
+        this one's name, which can't be asked from here
+    OSError
+        the journal can't be read, or that job's script can't be looked at
+    """
+    holder = JobRef.of(info.get("job_id"), info.get("cluster"))
+    if holder is None:
+        return process.is_live({**info})
+    if holder.is_same(own_job):  # an earlier start of it, or another shell in an allocation
+        return process.is_live(info.get("shell", {}))
+    is_here = holder.is_of(own_job.cluster)
+    if holder.is_among(ended_jobs(run, run.events())) and not is_here:
+        return False
+    patience = math.inf if is_here else None  # no answer does not say that it is over
+    try:
+        job = slurm.show_job(holder.id if is_here else holder, patience)
+    except HpcDdpError as error:
+        is_forgotten = "Invalid job id" in error.message
+        if is_forgotten and holder.is_of_namesake(own_job.cluster):
+            raise HpcDdpError(
+                f"job {holder.id} of cluster {holder.cluster} may run {run.path}, and can't be"
+                " asked from here",
+                hint=f"if it is over: hpc-ddp submit --force --run {run.path}",
+            ) from None
+        if is_forgotten:
+            return False
+        raise
+    is_running = job.state not in HAS_NO_NODES and job.restarts == info.get("restarts")
+    return is_running and not is_of_another_run(run, job.script)

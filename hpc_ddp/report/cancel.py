@@ -1,0 +1,190 @@
+"""Ends runs for good. What is still live afterwards is never called cancelled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from hpc_ddp import slurm
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import write_json
+from hpc_ddp.core.file_owners import check_executable
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.journal.events import Cancelled, Started, Submitted
+from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import Life, Queue, describe_job, ended_jobs, process_of, read_queue
+from hpc_ddp.slurm_text import QueuedJob
+
+LOOKS = 10  # at the queue after a scancel, a second apart
+
+
+def cancel(run: RunFolder) -> None:
+    """End a run for good, an array with all tasks: send SIGTERM to its process on this machine,
+    cancel its jobs, and wait up to `LOOKS` seconds for their end.
+
+    The run's mark comes first, so that a verdict made just now sees it. A disk that takes no mark
+    is reported on stderr, and the jobs are cancelled all the same.
+
+    Raises
+    ------
+    UsageError
+        the run is finished, or another user could have written the ids of its processes and jobs
+    HpcDdpError
+        Slurm gives no answer or refuses, and jobs may be live; or all are ended but jobs that are
+        live after the wait or may be another run's, or jobs and processes that can't be asked for
+    OSError
+        the run's folder can't be read
+    """
+    check_executable(run)
+    if run.finished():
+        raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
+    jobs: list[JobRef] = []
+    ended: list[JobRef] = []
+    unclear: list[str] = []
+    is_marked = True
+    for folder in (run, *run.tasks()):
+        if folder.finished():
+            continue
+        events = folder.events()
+        jobs += folder.jobs(events)
+        ended += ended_jobs(folder, events)
+        is_marked &= _mark(folder, folder.jobs(events))
+        started, work = last_event(events, Started), process_of(events)
+        if started and started.pid and work and work.life is Life.LIVE:
+            with suppress(ProcessLookupError):  # it has ended just now
+                os.kill(started.pid, signal.SIGTERM)
+        elif work:
+            unclear.append(work.text)
+    if run.is_task:
+        jobs = _jobs_of_task(run, jobs)
+    queue = Queue(slurm.queue()) if jobs else read_queue()
+    targets, unclear_jobs = _live_jobs(run, jobs, ended, queue)
+    unclear += unclear_jobs
+    if targets:
+        unclear += _cancel_jobs(run, targets, is_marked)
+    if unclear:
+        raise HpcDdpError(
+            f"of run {run.path} not cancelled: {'; '.join(unclear)}",
+            hint="scancel, or kill, where it is",
+        )
+
+
+def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> list[str]:
+    """Cancel a run's jobs and wait for their end; return sentences about those that are live
+    `LOOKS` seconds later, [] without any.
+
+    A verdict sees the run's mark and requeues no job. Without the mark (`is_marked`) Slurm is asked
+    not to requeue them; that it refuses this is passed over. Raise HpcDdpError where Slurm gives no
+    answer or does not cancel them.
+    """
+    for job in jobs if not is_marked else ():
+        with suppress(HpcDdpError):
+            slurm.forbid_requeue(job)
+    slurm.cancel(jobs)
+    for _ in range(LOOKS):
+        queue = Queue(slurm.queue())
+        live = [job for job in jobs if queue.life(job, run) is Life.LIVE]
+        if not live:
+            break
+        time.sleep(1)
+    return [f"{describe_job(job, queue, run)} after scancel" for job in live]
+
+
+def _mark(folder: RunFolder, jobs: Sequence[JobRef]) -> bool:
+    """Write a run's mark `cancelled`, with its `jobs`, and the event into its journal; return
+    whether the disk has taken the mark. Else report it on stderr, and journal nothing.
+
+    A first start of a job that the mark does not name is a wish to go on, and removes it.
+    """
+    try:
+        write_json(folder.cancelled, {"jobs": [str(job) for job in jobs]})
+    except OSError as error:
+        say(f"{folder.path} can't be marked as cancelled: {error.strerror}; its jobs are cancelled")
+        return False
+    folder.journal("submit").write(Cancelled())
+    return True
+
+
+def _live_jobs(
+    run: RunFolder, jobs: Sequence[JobRef], ended: Sequence[JobRef], queue: Queue
+) -> tuple[list[JobRef], list[str]]:
+    """Return the run's jobs that are not over, and sentences about those of its journal that may
+    be another run's by now, or can't be asked for.
+
+    `jobs` are the journal's, `ended` those of them that are over by it. A journal may name a job of
+    long ago, whose number is that of another job of the user's now; and it does not name one that a
+    person has submitted without hpc-ddp, which waits: such jobs are looked for in `queue`, but not
+    those of a task alone. Raise HpcDdpError where Slurm gives no answer on a job, and OSError where
+    the journal can't be read.
+    """
+    targets, unclear = [], []
+    for job in jobs:
+        queued = queue.find(job, run)
+        if queued and queue.life(job, run) is not Life.OVER:
+            if _is_allocation(run) or _is_of_run(run, job, queued):
+                targets.append(job)
+            else:
+                unclear.append(f"job {job.id} is live, and perhaps not of this run ({queued.name})")
+        elif queue.life(job, run) is Life.UNKNOWN and not job.is_among(ended):
+            unclear.append(f"job {job.id} of cluster {job.cluster}, which can't be asked from here")
+    for job_id, queued in {} if run.is_task else queue.live.items():
+        job = JobRef(job_id)
+        if (
+            not job.is_among(targets)
+            and _may_be_of_run(run, queued)
+            and _is_of_run(run, job, queued)
+        ):
+            targets.append(job)
+    return targets, unclear
+
+
+def _may_be_of_run(run: RunFolder, queued: QueuedJob) -> bool:
+    """Return whether a job that the journal does not name is worth a question to Slurm: it has the
+    run's script or name."""
+    name = run.name
+    is_namesake = queued.name == name or name.startswith(f"{queued.name}-")  # NAME-USER
+    return _has_script(run, queued) or is_namesake
+
+
+def _has_script(run: RunFolder, queued: QueuedJob) -> bool:
+    """Return whether a job was submitted with the script of a run, or of its array."""
+    return queued.script in {os.path.realpath(part.script) for part in _parts(run)}
+
+
+def _is_allocation(run: RunFolder) -> bool:
+    """Return whether the jobs of a run are allocations that it found itself in (``salloc``), by its
+    last submit. Raise OSError where the journal can't be read."""
+    submitted = last_event(run.events(), Submitted)
+    return submitted is not None and submitted.backend == "salloc"
+
+
+def _is_of_run(run: RunFolder, job: JobRef, queued: QueuedJob) -> bool:
+    """Return whether a live job is the run's: it has its script, or by Slurm's record prints into
+    its folder (a copy of the script, or one that came through a pipe).
+
+    Raise HpcDdpError where Slurm gives no answer.
+    """
+    if _has_script(run, queued):
+        return True
+    folder = os.path.dirname(os.path.realpath(slurm.show_job(job).output or "/"))
+    return folder in {os.path.realpath(part.logs) for part in _parts(run)}
+
+
+def _parts(run: RunFolder) -> tuple[RunFolder, RunFolder]:
+    """Return a run and its array; a run that is no task twice."""
+    return run, RunFolder(run.whole)
+
+
+def _jobs_of_task(task: RunFolder, jobs: Sequence[JobRef]) -> list[JobRef]:
+    """Return jobs that mean this task only: the task's part of each job of the array, and those of
+    the task's own `jobs` that are not the array's, since the last task of an array has the array's
+    id. Raise OSError where the array's journal can't be read."""
+    array = RunFolder(task.whole)
+    array_jobs = array.jobs(array.events())
+    task_jobs = [job.task(task.index) for job in array_jobs]
+    return [*task_jobs, *(job for job in jobs if not job.is_among(array_jobs))]

@@ -1,0 +1,118 @@
+"""What `hpc-ddp cancel` ends, and what it names as live; Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.report import cancel as cancel_module
+from hpc_ddp.report.cancel import cancel
+from tests.raw_events import raw
+from unit.fakes import Clock, Slurm, squeue_rows
+
+HERE = "ClusterName = here\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "20260101-000000-abcd").make()
+    run.job_json.write_text(JobSpec("train.py").to_json())
+    return run
+
+
+def _shown(output: object) -> str:
+    return f"   JobState=RUNNING Reason=None\n   StdOut={output}\n"
+
+
+@pytest.mark.parametrize("script", ["(null)", "mine.sbatch", "/home/me/a|b/other"])
+@pytest.mark.parametrize("is_journaled", [True, False])
+def test_a_job_that_prints_into_the_run_is_cancelled(
+    slurm_commands: Slurm, run: RunFolder, script: str, is_journaled: bool
+) -> None:
+    """One that came through a pipe, a copy of the script; also before it has begun."""
+    if is_journaled:
+        run.journal("batch").write(raw("started", job_id="4", cluster="here"))
+    slurm_commands.answer("squeue", squeue_rows(f"4|4|RUNNING|None|n1|9:00|/|{script}\n"))
+    slurm_commands.answer("squeue", squeue_rows(f"4|4|COMPLETING|None|n1|9:00|/|{script}\n"))
+    slurm_commands.answer_by(
+        "scontrol", f"[ $2 = config ] && printf '{HERE}' || printf '{_shown(run.slurm_out)}'"
+    )
+    slurm_commands.answer("scancel")
+    cancel(run)
+    assert slurm_commands.calls("scancel") == [["4"]]
+
+
+def test_a_live_job_that_is_not_cancelled_is_named(slurm_commands: Slurm, run: RunFolder) -> None:
+    run.journal("batch").write(raw("started", job_id="4"))
+    slurm_commands.answer("squeue", squeue_rows("4|4|RUNNING|None|n1|9:00|/|mine.sh\n"))
+    slurm_commands.answer("scontrol", _shown("/home/me/mine.out"))
+    with pytest.raises(HpcDdpError, match="not cancelled: job 4 is live, and perhaps not of this"):
+        cancel(run)
+    assert slurm_commands.calls("scancel") == []
+
+
+def test_a_job_of_another_cluster_is_cancelled_there_or_named(
+    slurm_commands: Slurm, run: RunFolder
+) -> None:
+    run.journal("submit").write(raw("queued", job_id="4", cluster="there"))
+    own = squeue_rows("4|4|RUNNING|None|n1|9:00|/|mine.sh\n")
+    slurm_commands.answer("squeue", own)
+    slurm_commands.answer("squeue", err="'there' can't be reached now", code=1)
+    slurm_commands.answer("scontrol", HERE)
+    with pytest.raises(HpcDdpError, match="job 4 of cluster there, which can't be asked"):
+        cancel(run)
+    assert slurm_commands.calls("scancel") == []
+    slurm_commands.answer("squeue", own)
+    slurm_commands.answer("squeue", squeue_rows(f"4|4|RUNNING|None|n1|9:00|/|{run.script}\n"))
+    slurm_commands.answer("squeue", own)
+    slurm_commands.answer("squeue")
+    slurm_commands.answer("scancel")
+    cancel(run)
+    assert slurm_commands.calls("squeue")[-1][0] == "--clusters=there"
+    assert slurm_commands.calls("scancel") == [["--clusters=there", "4"]]
+    assert read_json(run.cancelled) == {"jobs": ["4;there"]}
+
+
+def test_a_disk_that_takes_no_mark_keeps_no_job_alive(
+    slurm_commands: Slurm,
+    run: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run.journal("submit").write(raw("queued", job_id="4"))
+    slurm_commands.answer("squeue", squeue_rows(f"4|4|RUNNING|None|n1|9:00|/|{run.script}\n"))
+    slurm_commands.answer("squeue")
+    slurm_commands.answer("scontrol")
+    slurm_commands.answer("scancel")
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, os.strerror(30))
+
+    monkeypatch.setattr(cancel_module, "write_json", refuse)
+    cancel(run)
+    assert slurm_commands.calls("scontrol") == [["update", "JobId=4", "Requeue=0"]]
+    assert slurm_commands.calls("scancel") == [["4"]]
+    assert "can't be marked as cancelled: Read-only file system" in capsys.readouterr().err
+
+
+def test_a_job_that_runs_on_after_scancel_is_not_called_cancelled(
+    slurm_commands: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.journal("submit").write(raw("queued", job_id="4"))
+    slurm_commands.answer("squeue", squeue_rows(f"4|4|RUNNING|None|n1|9:00|/|{run.script}\n"))
+    slurm_commands.answer("scancel")
+    monkeypatch.setattr(cancel_module, "time", Clock())
+    with pytest.raises(HpcDdpError, match="not cancelled: job 4, running after scancel"):
+        cancel(run)
+
+
+def test_a_process_on_another_machine_is_not_called_cancelled(run: RunFolder) -> None:
+    run.journal("local").write(raw("started", backend="local", host="elsewhere", pid=1, began="1"))
+    with pytest.raises(HpcDdpError, match="not cancelled: process 1 on elsewhere, which can't be"):
+        cancel(run)

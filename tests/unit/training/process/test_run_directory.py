@@ -1,0 +1,73 @@
+"""The folder of a plain start, which other jobs and users may have made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.training.process import run_directory
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from tests.raw_events import raw
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """The run that a plain start takes, with a start of another host and job."""
+    monkeypatch.setenv("HPC_DDP_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    run = RunFolder(tmp_path / "runs" / LaunchEnv.from_env().stem / "local").make()
+    run.claim_attempt({"host": "elsewhere", "pid": 1, "job": "7"}, lambda _: False)
+    run.journal("rank-0").write(raw("started", backend="local", host="elsewhere", pid=1))
+    return run
+
+
+def _claim() -> int:
+    return run_directory._claim_local(LaunchEnv.from_env(), DistEnv.from_env({}))[1]
+
+
+def test_a_run_that_another_host_is_at_is_not_taken(run: RunFolder) -> None:
+    with pytest.raises(HpcDdpError, match="is already being run"):
+        _claim()
+
+
+def test_a_run_whose_job_was_started_again_elsewhere_goes_on(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert _claim() == 1
+
+
+@pytest.mark.parametrize("event", ["stopped", "finished"])
+def test_a_run_that_has_ended_by_its_journal_goes_on(run: RunFolder, event: str) -> None:
+    fields: dict[str, Any] = {"step": 1} | ({"reason": "notice"} if event == "stopped" else {})
+    run.journal("rank-0").write(raw(event, **fields))
+    assert _claim() == (1 if event == "stopped" else 0)  # a finished one is renamed
+
+
+def test_a_run_that_is_silent_for_minutes_goes_on(run: RunFolder) -> None:
+    for path in run.journal_folder.iterdir():
+        os.utime(path, (1, 1))
+    assert _claim() == 1
+
+
+def test_a_link_in_place_of_the_run_is_not_followed(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results"
+    results.mkdir(mode=0o755)
+    run.path.rename(tmp_path / "gone")
+    run.path.symlink_to(results)
+
+    def refuse(path: Path) -> None:
+        raise OSError(40, "a link of another user", str(path))
+
+    monkeypatch.setattr(run_directory, "check_links", refuse)
+    with pytest.raises(OSError, match="a link of another user"):
+        _claim()
+    assert list(results.iterdir()) == []
+    assert results.stat().st_mode & 0o777 == 0o755
