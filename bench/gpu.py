@@ -114,6 +114,7 @@ def measure(model_name: str, way: str, small: bool) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     from hpc_ddp.training import devices, start
+    from hpc_ddp.training.stops.consensus import Decision
     from hpc_ddp.training.telemetry.profiling import peak_flops
 
     precision, compiled = WAYS[way]

@@ -118,7 +118,7 @@ layers: list[nn.Module] = [nn.Linear(33, args.width)]
 for _ in range(args.layers):
     layers += [nn.ReLU(), nn.Dropout(0.1), nn.Linear(args.width, args.width)]
     layers += [nn.BatchNorm1d(args.width) if args.batch_size > 3 else nn.LayerNorm(args.width)]
-head: nn.Linear = nn.Linear(args.width, 10)
+head = nn.Linear(args.width, 10)
 net = nn.Sequential(*layers, head)
 if args.sharded:
     from torch.distributed.fsdp import fully_shard
@@ -156,7 +156,8 @@ for epoch in run.epochs(args.epochs):
         run.step(loss=loss)
         if run.ends_step and run.position.step % 3 == 0:  # part of the step, too
             with torch.no_grad():
-                head.bias.mul_(0.99)
+                for parameter in head.parameters():
+                    parameter.mul_(0.99)
     scheduler.step()
     run.print(f"END OF EPOCH {epoch} lr {scheduler.get_last_lr()[0]:.6f}")
     if args.scores and not run.best(args.scores[epoch]) and run.stale == 2:
