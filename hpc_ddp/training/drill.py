@@ -68,14 +68,17 @@ class DrilledRun(Run):
         super().track(per_rank=per_rank, **objects)
         self._tracked |= objects
 
+    def _begin_loop(self) -> None:
+        """Record the start of the loop."""
+        super()._begin_loop()
+        self._began = time.monotonic()
+        self._record("start", self.position.step, {})
+
     def epochs(self, total: int) -> Iterator[int]:
-        """Record the start and each epoch's begin; see `Run.epochs`."""
-        moment = "start"
-        for epoch in super().epochs(total):
-            if moment == "start":
-                self._began = time.monotonic()
-            self._record(moment, self.position.step, {})
-            moment = "epoch"
+        """Record each epoch's begin, the first one as the loop's start; see `Run.epochs`."""
+        for number, epoch in enumerate(super().epochs(total)):
+            if number:
+                self._record("epoch", self.position.step, {})
             yield epoch
 
     def step(self, **values: Any) -> None:
@@ -101,8 +104,7 @@ class DrilledRun(Run):
             self._manager.settle()
             self._hold("kill")
         self._decide(self._consensus.decide_now())
-        if self._loader is None:
-            self._act()
+        self._act_in_step()
 
     def finish(self, **results: float | torch.Tensor) -> None:
         """Record the end, then finish; see `Run.finish`."""
@@ -159,6 +161,9 @@ class DrilledRun(Run):
             tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
         ]
         digests, gradients_size = self._steps.take()
+        is_counted = (
+            moment != "step" or self._loader is None
+        )  # a batch counts when its step is done
         states: dict[str, Any] = {}
         for name, tracked in self._tracked.items():
             state = dict(unwrap(tracked).state_dict())
@@ -172,7 +177,7 @@ class DrilledRun(Run):
             at=moment,
             step=step,
             epoch=self.position.epoch,
-            samples=self.position.samples,
+            samples=self.position.samples if is_counted else self._batch.end,
             used=digests if moment == "step" else {},
             state={part: digest_of(state) for part, state in states.items()},
             values={name: plain(scalar) for name, scalar in values.items()},

@@ -14,8 +14,10 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, TrainingBegun
+from hpc_ddp.training.data.call_order import CallOrder, check_per_rank
 from hpc_ddp.training.data.loader import Loader
-from hpc_ddp.training.data.order import NO_BATCH, make_plan
+from hpc_ddp.training.data.order import make_plan
+from hpc_ddp.training.data.own_data import OwnData
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.options import Options
@@ -30,9 +32,8 @@ class Run(ModelSetup):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._epochs: int | None = None
-        self._decision = Decision()  # which the end of a batch, or of the epoch, carries out
-        self._stepped = True  # since the loader's last batch
+        self._calls = CallOrder()
+        self._decision = Decision()  # which the end of a batch, a step or an epoch carries out
         self._checked_values: set[str] = set()
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
@@ -47,10 +48,12 @@ class Run(ModelSetup):
         drop_last: bool = False,
         **options: Any,
     ) -> Loader:
-        """Return the loader of the training data, one per run, to be iterated in `epochs`.
+        """Return the loader of the training data, one per run, for `epochs` or `steps`.
 
-        Every rank and loader worker reads all of an iterable data set, which must not split itself
-        by rank. A resume reads it from the start, unless a ``skip(n)`` of it returns the rest.
+        A batch counts when its `step` is done, so a look at one (``next(iter(loader))``) costs
+        nothing. Every rank and loader worker reads all of an iterable data set, which must not
+        split itself by rank. A resume reads it from the start, unless a ``skip(n)`` of it returns
+        the rest.
 
         Parameters
         ----------
@@ -72,7 +75,7 @@ class Run(ModelSetup):
         UsageError
             a second loader, or one after `track`; too few samples for a step; or a refused option
         """
-        self._check_before_loader()
+        self._calls.check_loader(self._loader is not None, self._manager.tracked)
         rank, ranks = self._dims.dp_rank, self._dims.dp
         self._loader = Loader(
             dataset,
@@ -80,8 +83,8 @@ class Run(ModelSetup):
             seed=self.seed,
             position=self.position,
             device=self.device,
-            check=self._check_epoch,
-            sync=self._start_batch,
+            check=self._calls.check_batch,
+            sync=self._sync_gradients,
             batch_done=self._end_batch,
             timed=self._timer.batches,
             **options,
@@ -111,23 +114,13 @@ class Run(ModelSetup):
             called twice; another seed or training set than the checkpoint's; an object without
             state_dict; a wrong `per_rank`; or an optimizer of weights that nothing averages
         """
-        if isinstance(per_rank, str) or not set(per_rank) <= set(objects):
-            raise UsageError(
-                f"per_rank is {per_rank!r}; accepted: a tuple of names of tracked objects, here of"
-                f" {', '.join(objects) or 'none'}",
-                hint="run.track(model=model, loader=loader, per_rank=('loader',))",
-            )
+        check_per_rank(per_rank, objects)
         self._check_copies(objects.values())
         data = {} if self._loader is None else self._loader.facts
         objects = {**objects, "_precision": self._precision}
         self._manager.track(objects, data, per_rank)
-        if self.position.epoch_steps and self._loader is None and not per_rank:
-            self._say(
-                f"WARNING: the checkpoint is from epoch {self.position.epoch}, after"
-                f" {self.position.epoch_steps} of its steps, and the script has no run.loader: a"
-                " DataLoader begins the epoch again, and its first samples are seen twice; write"
-                " run.loader(dataset, batch_size) in place of DataLoader(dataset, …)"
-            )
+        is_own = self._loader is None and not per_rank
+        self._own_data = OwnData(is_own and self.position.step > 0, self._say)
         for tracked in objects.values():
             if isinstance(tracked, torch.optim.Optimizer):
                 step_apart(tracked)
@@ -143,30 +136,39 @@ class Run(ModelSetup):
         last step comes after it. Raises as `step`; UsageError also before `track`, or if `total` is
         no int; OSError where `tensorboard` can't be written.
         """
-        if not isinstance(total, int):
-            raise UsageError(f"run.epochs was given {total!r}; accepted: a whole number")
-        if not self._manager.tracked:
-            raise UsageError(
-                "run.track was not called: a checkpoint would hold nothing",
-                hint="run.track(model=model, optimizer=optimizer) before the loop",
-            )
-        self._epochs = total
-        self._manager.start_random()
-        if self.rank == 0:
-            self._journal.write(TrainingBegun(self.position.step))
-        _ = self.tensorboard  # opened here, where the position is the checkpoint's
-        while self.position.epoch < total:
-            self._consensus.restart_step()
-            self._timer.start_step()
-            yield self.position.epoch
-            self.position.epoch += 1
-            self.position.samples = self.position.epoch_steps = 0
-            if self._loader is not None:
-                self._loader.micro_batch = NO_BATCH
-            beat()
-            self._consensus.end_pause()
-            self._decide(self._consensus.decide_now())
-            self._act()
+        with self._calls.in_loop("epochs", total, self._manager.tracked):
+            self._begin_loop()
+            self._own_data.warn_of_epoch(self.position)
+            while self.position.epoch < total:
+                self._consensus.restart_step()
+                self._timer.start_step()
+                yield self.position.epoch
+                self.position.begin_epoch()
+                if self._loader is not None:
+                    self._loader.end_epoch()
+                beat()
+                self._consensus.end_pause()
+                self._decide(self._consensus.decide_now())
+                self._act()
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the numbers of the steps that are left, of `total`, for a loop without epochs; all
+        ranks iterate.
+
+        The loop's body calls `step`, and is part of the step: the run saves and stops at its end.
+        Random numbers drawn in it go on as if nothing had happened, so batches that are drawn at
+        random need nothing else. A run's loader begins its next epoch by itself. Raises as `step`,
+        UsageError also before `track`, if `total` is no int, or for a body without a `step`.
+        """
+        with self._calls.in_loop("steps", total, self._manager.tracked):
+            self._begin_loop()
+            while self.position.step < total:
+                first = self.position.step
+                if self._loader is None:
+                    self._no_loader.is_trained = False
+                yield first
+                self._calls.check_body(self.position.step > first or not self.ends_step)
+                self._act()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward of this rank's mean loss over its micro-batch, a scalar.
@@ -221,10 +223,11 @@ class Run(ModelSetup):
         """End an optimizer step: the run saves, and stops when it has to.
 
         Every rank calls it once per batch of the run's loader, which saves and stops when the loop
-        asks it for the next batch: code behind `step` is part of the step. Without that loader it
-        does so here, and a resume skips what stands behind. Where gradients accumulate it may be
-        called after every micro-batch, and does nothing unless `ends_step`. `values` (numbers or
-        scalar tensors; this rank's own) go into the journal, from rank 0, about twice a second.
+        asks it for the next batch: code behind `step` is part of the step, as it is in `steps`. In
+        `epochs` without that loader it does so here, and a resume skips what stands behind. Where
+        gradients accumulate it may be called after every micro-batch, and does nothing unless
+        `ends_step`. `values` (numbers or scalar tensors; this rank's own) go into the journal, from
+        rank 0, about twice a second.
 
         Raises
         ------
@@ -234,18 +237,16 @@ class Run(ModelSetup):
             three saves in a row failed, a weight is not finite, or another attempt has started
             since (SupersededError)
         UsageError
-            called twice for a batch; a value no number, or of a reserved name; fp16 and no `update`
+            called outside of `epochs` and `steps`, or twice for a batch; a value is no number, or
+            of a reserved name; fp16 and no `update`
         RuntimeError
             a peer is gone (torch's own)
         """
         if not self.ends_step:
             return
-        if self._stepped and self._loader is not None:
-            raise UsageError(
-                "run.step was called twice for one batch of the run's loader",
-                hint="call it once per batch, behind all optimizers' steps",
-            )
-        self._stepped = True
+        self._calls.check_step(self._batch.is_trained and not self._acts_in_step)
+        self._take_batch()
+        self._own_data.warn_of_step()
         self._timer.end_step()
         self._precision.end_step()
         self.position.step += 1
@@ -253,12 +254,12 @@ class Run(ModelSetup):
         self._watchdog.step_done()
         self._measure({name: gathered(value) for name, value in values.items()})
         steps_left = None if self._loader is None else self._loader.steps(self.position.samples)
-        decision = self._consensus.step_done(self.position.step, wait_for_all=steps_left == 1)
+        is_next_to_last = steps_left == 1 and self._calls.loop == "epochs"
+        decision = self._consensus.step_done(self.position.step, wait_for_all=is_next_to_last)
         self._watch_weights(self._consensus.exchanges)
         self._decide(decision)
         self._timer.start_step()
-        if self._loader is None:
-            self._act()
+        self._act_in_step()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Take in `value`, once; return whether it is the best so far: its checkpoint then stays.
@@ -299,10 +300,9 @@ class Run(ModelSetup):
         if sys.exc_info()[0] is None:
             scalars = {name: number("run.finish", name, result) for name, result in results.items()}
             # JSON has neither NaN nor infinity.
-            numbers = {
-                name: result if math.isfinite(result) else None for name, result in scalars.items()
-            }
+            numbers = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
             self._end(Finished(self.position.step, numbers or None))
+            atexit.unregister(self._warn_unless_over)  # it would keep the model in memory
 
     def __enter__(self) -> Run:
         return self
@@ -319,41 +319,28 @@ class Run(ModelSetup):
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _check_before_loader(self) -> None:
-        """Raise UsageError for a second loader, or one after `track`."""
-        if self._loader is not None:
-            raise UsageError(
-                "the run has a training loader already, and its position belongs to that one",
-                hint="for evaluation use run.shard",
-            )
-        if self._manager.tracked:
-            raise UsageError(
-                "run.loader was called after run.track, which has to know the training set",
-                hint="make the loader first",
-            )
-
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Raise UsageError amid accumulating; each tracked optimizer calls it before its step."""
-        if not self.ends_step:
-            raise UsageError(
-                "optimizer.step() was called in the midst of accumulating gradients",
-                hint="run.update(optimizer) waits for the last micro-batch; or ask run.ends_step",
-            )
+        self._calls.check_update(self.ends_step)
 
     def _warn_unless_over(self) -> None:
-        """Print a warning, at the exit of rank 0, where `finish` was not called after `epochs`."""
-        if self._epochs is not None and not self._over:
+        """Print a warning, at the exit of rank 0, where `finish` was not called after the loop."""
+        if self._calls.total and not self._over:
             self._say(
                 "the script ended without run.finish(): what came after the last checkpoint is lost"
             )
 
-    def _check_epoch(self) -> None:
-        """Raise UsageError outside of `epochs`."""
-        if self._epochs is None:
-            raise UsageError(
-                "the training loader was iterated outside run.epochs",
-                hint="write `for epoch in run.epochs(n):` around the loop over batches",
-            )
+    def _begin_loop(self) -> None:
+        """Start the generators of random numbers, the journal and the clocks of the training;
+        raises as `epochs`."""
+        if self._loader is not None:
+            self._loader.rolls = self._calls.loop == "steps"
+        self._manager.start_random()
+        if self.rank == 0:
+            self._journal.write(TrainingBegun(self.position.step))
+        _ = self.tensorboard  # opened here, where the position is the checkpoint's
+        self._consensus.restart_step()
+        self._timer.start_step()
 
     def _measure(self, values: dict[str, Any]) -> None:
         """Pass on a step's values; raise UsageError, on all ranks, for a first one of its name that
@@ -365,23 +352,35 @@ class Run(ModelSetup):
             self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
         self._profiler.step_done()
 
-    def _start_batch(self, ends_step: bool) -> None:
-        """Note a new batch of the loader; only in a step's last one gradients are averaged."""
-        self._stepped = False
-        self._sync_gradients(ends_step)
+    def _take_batch(self) -> None:
+        """Count the loader's present batch as trained."""
+        if self._loader is not None:
+            self._loader.count_batch()
+        self._batch.is_trained = True
 
     def _end_batch(self) -> None:
         """Save or stop as the last step decided, now that the loop's code behind it has run."""
         # The end of the epoch comes first: a start that finds an epoch without a batch would trip
         # over what a loop leaves behind, such as the last loss. Most stops come a step earlier.
-        if self._stepped and not self._micro_batch.ends_epoch:
+        batch = self._batch
+        if self._calls.loop == "epochs" and batch.is_trained and not batch.micro_batch.ends_epoch:
             self._act()
 
     def _total_steps(self) -> int | None:
         """Return the steps of the whole run, None where the length of an epoch is not known."""
-        if self._loader is None or self._epochs is None:
-            return None
-        return self._loader.total_steps(self._epochs)
+        total = self._calls.total
+        if self._calls.loop == "steps":
+            return total
+        return None if self._loader is None else self._loader.total_steps(total)
+
+    @property
+    def _acts_in_step(self) -> bool:
+        """Whether nothing shows when the loop's body behind `step` has run."""
+        return self._loader is None and self._calls.loop == "epochs"
+
+    def _act_in_step(self) -> None:
+        if self._acts_in_step:
+            self._act()
 
     def _decide(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)

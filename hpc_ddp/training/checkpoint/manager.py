@@ -68,7 +68,8 @@ class CheckpointManager:
         self, objects: Mapping[str, Any], data: Mapping[str, Any], per_rank: Sequence[str] = ()
     ) -> None:
         """Name the objects, and put the newest checkpoint, if there is one, back into them, the
-        position and `best`; the generators follow in `start_random`.
+        position and `best`; the generators follow in `start_random`. Until then they are those of
+        this rank's stream, in each attempt the same.
 
         `data` is what decides the order of the training's samples, in plain values by name.
         `per_rank` are the names of the objects that each rank has its own of; they stay as they are
@@ -87,6 +88,8 @@ class CheckpointManager:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
+        # Models and splits are made by now: they were to be equal on all ranks, the rest is not.
+        rng.seed_all(derive(self._seed, self._dims.stream, 0, 0), self._devices)
         checkpoint = self._checkpoints.restore()
         if checkpoint is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,13 +30,24 @@ from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.signals import ignore_in_loader
 
 
+@dataclass
+class Batch:
+    """The batch that the training loop is at."""
+
+    micro_batch: MicroBatch = NO_BATCH
+    end: int = 0  # its global batch's last place in the epoch, and one: the position after its step
+    is_trained: bool = False  # whether its step is done
+
+
 class Loader:
     """Yields this rank's micro-batches of the current epoch, from the current position on.
 
-    Made by `Run.loader`. Batches are on the run's device; `micro_batch` describes the one last
-    yielded in the epoch. `samples` is the size of the data set, None for a stream. `check` is
-    called at each iteration, `sync` before each micro-batch with whether it ends a step,
-    `batch_done` when the loop asks for another one; `timed` wraps the batches.
+    Made by `Run.loader`. Batches are on the run's device; `batch` is the one last yielded in the
+    epoch. A batch counts from its step on (`count_batch`), so a look at some of them (a *peek*)
+    changes nothing, in the midst of the loop, too. `samples` is the size of the data set, None for
+    a stream. `check` is called before a second batch, `sync` before each micro-batch with whether
+    it ends a step, `batch_done` when the loop asks for another one; `timed` wraps the batches. With
+    `rolls` an epoch's end begins the next one.
     """
 
     def __init__(
@@ -58,7 +70,9 @@ class Loader:
         Raise UsageError for refused options, and a data set too small for one step.
         """
         self.samples = size_of(dataset)
-        self.micro_batch = NO_BATCH
+        self.rolls = False
+        self.end_epoch()
+        self._open = 0  # iterations that have not ended
         self._plan, self._position, self._device = plan, position, device
         self._check, self._sync, self._batch_done, self._timed = check, sync, batch_done, timed
         if self.samples is not None and not plan.steps(self.samples):
@@ -70,7 +84,11 @@ class Loader:
         if shuffle is None:
             shuffle = self.samples is not None
         self._shuffle = shuffle
-        self._batches = batches_of(dataset, plan, seed, position, device, shuffle, **options)
+        make = partial(batches_of, dataset, plan, seed, device=device, shuffle=shuffle, **options)
+        self._batches = make(position=position)
+        # torch would begin the loop's own iteration anew where its workers persist.
+        fresh = {"persistent_workers": False} if "persistent_workers" in options else {}
+        self._make_peek = partial(make, **fresh)
 
     def __len__(self) -> int:
         """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler).
@@ -97,23 +115,58 @@ class Loader:
         later_epochs = epochs - self._position.epoch - 1
         return self._position.step + steps_left + later_epochs * len(self)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield batches on the device, and move the run's position on with the last one of each
-        step, before it is yielded.
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The micro-batch last yielded in the epoch."""
+        return self.batch.micro_batch
 
-        Raise UsageError outside of `Run.epochs`, HpcDdpError for a loader worker that died; errors
-        of the data set come through, and what `batch_done` raises.
+    def count_batch(self) -> None:
+        """Move the run's position behind the present batch, whose step is done."""
+        self._position.samples = self.batch.end
+        self.batch.is_trained = True
+
+    def end_epoch(self) -> None:
+        """Forget the present batch: the loop is between two epochs."""
+        self.batch = Batch(is_trained=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches on the device; of an epoch that is done one, the first.
+
+        Raise UsageError for a second batch outside of a run's loop, or of an epoch that is done,
+        HpcDdpError for a loader worker that died; errors of the data set come through, and what
+        `batch_done` raises.
         """
-        self._check()
-        self._batch_done()  # of an iteration that the loop has left
-        for micro_batch, batch in self._timed(watched(self._batches)):
-            self.micro_batch = micro_batch
-            self._sync(micro_batch.ends_step)
-            if micro_batch.ends_step:
-                self._position.samples += micro_batch.total
-            beat()
-            yield to_device(batch, self._device)
-            self._batch_done()
+        before, is_peek = self.batch, self._open > 0
+        if self.rolls and not is_peek and self.steps(self._position.samples) == 0:
+            self._position.begin_epoch()
+        is_done = self.steps(self._position.samples) == 0
+        position = Position(epoch=self._position.epoch) if is_done else self._position
+        batches = self._make_peek(position=position) if is_peek or is_done else self._batches
+        end = position.samples
+        current: Batch | None = None
+        self._open += 1
+        try:
+            for micro_batch, content in self._timed(watched(batches)):
+                if current:
+                    self._check()
+                    check_not_done(is_done)
+                end += micro_batch.total if micro_batch.ends_step else 0
+                self.batch = current = Batch(micro_batch, end, is_trained=is_done)
+                self._sync(micro_batch.ends_step)
+                beat()
+                yield to_device(content, self._device)
+                self.batch = current  # a peek has one of its own
+                if not is_done:
+                    self._batch_done()
+            if self.rolls and not is_peek:
+                self._position.begin_epoch()
+        except GeneratorExit:
+            if self.batch is current and (is_done or not current.is_trained):
+                self.batch = before
+                self._sync(before.micro_batch.ends_step)
+            raise
+        finally:
+            self._open -= 1
 
 
 class Shard:
@@ -160,6 +213,15 @@ class Shard:
             self.counts = micro_batch.weight > 0
             if self.counts or self._even:
                 yield to_device(batch, self._device)
+
+
+def check_not_done(is_done: bool) -> None:
+    """Raise UsageError for another batch of an epoch that is done."""
+    if is_done:
+        raise UsageError(
+            "the training loader was iterated again in an epoch whose batches are all taken",
+            hint="iterate it once in each epoch; for another pass take run.shard",
+        )
 
 
 class UnknownLengthError(UsageError, TypeError):
@@ -213,7 +275,7 @@ def batches_of(
             )
         source = IterableBatches(dataset, plan, seed, position, collate)
     else:
-        source = _Seeded(dataset, seed, collate)
+        source = Seeded(dataset, seed, collate)
         options["sampler"] = _Keys(len(dataset), plan, seed, position, shuffle)  # type: ignore[arg-type]
     if num_workers and _may_fork():
         options.setdefault("multiprocessing_context", "fork")
@@ -267,7 +329,7 @@ class _Keys:
             yield epoch, sequence[places.start : places.stop : places.step].tolist(), micro_batch
 
 
-class _Seeded(Dataset[tuple[MicroBatch, Any]]):
+class Seeded(Dataset[tuple[MicroBatch, Any]]):
     """Fetches batches whose randomness depends on (seed, epoch, index) and on nothing else.
 
     Neither the number of ranks or loader workers nor an interruption changes what an

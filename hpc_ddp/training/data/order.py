@@ -17,13 +17,18 @@ from hpc_ddp.core.errors import UsageError
 
 @dataclass
 class Position:
-    """Where a run is: `step` completed optimizer steps, `epoch_steps` of them in `epoch`, and
-    `samples` that the run's loader has yielded in it."""
+    """Where a run is: `step` completed optimizer steps, `epoch_steps` of them in `epoch`, and the
+    `samples` of the run's loader that they took."""
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
     epoch_steps: int = 0
+
+    def begin_epoch(self) -> None:
+        """Move on to the next epoch's first sample."""
+        self.epoch += 1
+        self.samples = self.epoch_steps = 0
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,12 @@ class Notices:
 
     def _listen(self) -> None:
         """Look at the files each second, and at each signal; run by the thread."""
+        poll = select.poll()  # select.select knows no descriptor above 1,023
+        poll.register(self._reader, select.POLLIN)
         while not self._ended:
             self._look()
-            ready, _, _ = select.select([self._reader], [], [], POLL_S)
-            for number in self._reader.recv(4096) if ready else b"":
+            is_ready = poll.poll(POLL_S * 1000)
+            for number in self._reader.recv(4096) if is_ready else b"":
                 if number in SIGNALS:  # the socket gets all handled ones: SIGCHLD, for one
                     self._signalled(signal.Signals(number))
 

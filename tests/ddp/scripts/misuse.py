@@ -50,6 +50,12 @@ if case == "number":
 PER_RANK: dict[str, Any] = {"per rank": ("loader",), "per rank word": "model"}
 if case != "no track":
     run.track(model=model, optimizer=optimizer, per_rank=PER_RANK.get(case, ()))
+if case == "no loop":
+    run.step()
+if case == "no step":
+    list(run.steps(2))
+if case == "two loops":
+    [list(run.steps(2)) for _ in run.epochs(1)]
 for _ in run.epochs(2):
     for (x,) in batches:
         if case == "poison":

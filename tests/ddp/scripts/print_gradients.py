@@ -42,8 +42,9 @@ for _ in run.epochs(1):
             assert net.weight.grad is not None
             assert net.bias.grad is not None
             gradients = [*net.weight.grad.flatten().tolist(), *net.bias.grad.tolist()]
-            run.print(json.dumps([gradients, len(calls), run.position.samples]))
             model.zero_grad()
-            calls.clear()
         run.step(loss=loss)
+        if run.ends_step:
+            run.print(json.dumps([gradients, len(calls), run.position.samples]))
+            calls.clear()
 run.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,8 +47,13 @@ def test_a_loader_advances_the_position_with_each_step() -> None:
     batches = make_loader(
         cut=BatchPlan(8, 0, 1, accumulate=2), position=position, sync=synced.append, shuffle=False
     )
-    samples = [(len(batch), position.samples) for batch in batches]
-    assert samples == [(4, 0), (4, 8), (4, 8), (4, 16), (4, 16), (3, 23)]
+    samples = []
+    for batch in batches:
+        samples.append((len(batch), position.samples))
+        if batches.micro_batch.ends_step:
+            batches.count_batch()
+    assert samples == [(4, 0), (4, 0), (4, 8), (4, 8), (4, 16), (3, 16)]
+    assert position.samples == 23
     assert synced == [False, True] * 3
     assert batches.facts == {"size of the training set": 23, "shuffle": False}
     assert make_loader().facts["shuffle"] is True
@@ -165,9 +169,15 @@ def test_a_loader_continues_at_its_position() -> None:
     loader = make_noisy_loader(position=position)
     assert len(loader) == 6
     batches = list(loader)
+    assert position.samples == 0  # no step was done
+    loader.count_batch()
     assert position.samples == 23
     assert loader.micro_batch.ends_epoch
-    assert list(loader) == []
+    assert torch.equal(next(iter(loader)), batches[0])  # a look, as torch's loaders have it
+    assert loader.micro_batch.ends_epoch
+    assert position.samples == 23
+    with pytest.raises(UsageError, match="an epoch whose batches are all taken"):
+        list(loader)
     position.samples = 8
     assert all(map(torch.equal, loader, batches[2:]))
     assert len(loader) == 6
@@ -181,11 +191,95 @@ def test_a_shard_pads_nothing() -> None:
     assert sorted(rows) == list(range(23))
 
 
-@pytest.mark.parametrize("build", [lambda: make_noisy_loader(check=_refuse)])
-def test_a_loader_outside_its_loop_is_refused(build: Callable[[], Loader]) -> None:
+def test_a_loader_outside_its_loop_gives_one_batch() -> None:
+    loader = make_noisy_loader(check=_refuse)
+    assert torch.equal(next(iter(loader)), next(iter(make_noisy_loader())))
     with pytest.raises(UsageError, match="outside"):
-        next(iter(build()))
+        list(loader)
 
 
 def _refuse() -> None:
     raise UsageError("outside")
+
+
+def _peek(loader: Loader, count: int, kept: list[Any]) -> None:
+    """Look at some batches from the present position on, as a script may at any moment; with `kept`
+    the iterator stays open."""
+    iterator = iter(loader)
+    for _ in range(count):
+        next(iterator)
+    if kept:
+        kept.append(iterator)
+
+
+@pytest.mark.parametrize("moment", ["before the loop", "before the step", "behind the step"])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_peek_costs_no_sample_and_no_save(moment: str, keeps: bool, persistent: bool) -> None:
+    position, done, synced, kept = Position(), list[int](), list[bool](), [None] if keeps else []
+    loader: Loader = make_loader(
+        cut=BatchPlan(8, 0, 1, accumulate=2),
+        position=position,
+        sync=synced.append,
+        batch_done=lambda: done.append(position.samples) if loader.batch.is_trained else None,
+        **({"num_workers": 1, "persistent_workers": True} if persistent else {}),
+    )
+    whole = [batch.tolist() for batch in make_loader(cut=BatchPlan(8, 0, 1, accumulate=2))]
+    if moment == "before the loop":
+        _peek(loader, 1, kept)
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        micro_batch = loader.micro_batch
+        if moment == "before the step":
+            _peek(loader, 2, [])
+            assert loader.micro_batch == micro_batch
+            assert synced[-1] == micro_batch.ends_step
+        if micro_batch.ends_step:
+            loader.count_batch()
+        if moment == "behind the step":
+            _peek(loader, 1, kept)
+    assert seen == whole
+    assert position.samples == 23
+    assert done == [8, 16, 23]
+
+
+def test_a_batch_without_a_step_is_given_again_after_a_break() -> None:
+    loader = make_loader(shuffle=False)
+    for batch in loader:
+        if 4 in batch:
+            break
+        loader.count_batch()
+    assert next(iter(loader)).tolist() == [4, 5, 6, 7]
+    assert loader.batch.is_trained  # of the one before
+
+
+def test_a_batch_that_the_loop_passes_over_is_not_given_again() -> None:
+    position = Position()
+    loader = make_loader(shuffle=False, position=position)
+    for batch in loader:
+        if 4 in batch:
+            continue
+        loader.count_batch()
+        if 8 in batch:
+            break
+    assert position.samples == 12
+
+
+def test_a_loop_by_steps_begins_the_next_epoch_by_itself() -> None:
+    position = Position()
+    loader = make_loader(position=position)
+    loader.rolls = True
+    seen = []
+    for _ in range(2):
+        for batch in loader:
+            seen += batch.tolist()
+            loader.count_batch()
+            position.epoch_steps += 1
+    assert (position.epoch, position.samples, position.epoch_steps) == (2, 0, 0)
+    epochs = [seen[:23], seen[23:]]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(23))
+    position.samples = 23  # of a checkpoint after an epoch's last step
+    assert len(next(iter(loader))) == 4
+    assert (position.epoch, position.samples) == (3, 0)

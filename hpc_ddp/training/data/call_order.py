@@ -1,0 +1,101 @@
+"""Calls of a run in an order that can't be right are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from hpc_ddp.core.errors import UsageError
+
+Kind = Literal["epochs", "steps"]
+
+
+class CallOrder:
+    """Where the script is: before its loop, in ``run.epochs`` or ``run.steps``, or behind it.
+
+    Every method but `in_loop` returns nothing, and raises UsageError for a call that is refused.
+    """
+
+    def __init__(self) -> None:
+        self.loop: Kind | None = None  # that the script is in
+        self.total = 0  # epochs or steps of that loop, or of the last one
+
+    @contextmanager
+    def in_loop(self, loop: Kind, total: int, is_tracked: bool) -> Iterator[None]:
+        """Be in a loop of so many epochs or steps. Raise UsageError before `track`, inside another
+        loop, or if `total` is no int."""
+        if not isinstance(total, int):
+            raise UsageError(f"run.{loop} was given {total!r}; accepted: a whole number")
+        if not is_tracked:
+            raise UsageError(
+                "run.track was not called: a checkpoint would hold nothing",
+                hint="run.track(model=model, optimizer=optimizer) before the loop",
+            )
+        if self.loop:
+            raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
+        self.loop, self.total = loop, total
+        try:
+            yield
+        finally:
+            self.loop = None
+
+    def check_loader(self, has_loader: bool, is_tracked: bool) -> None:
+        """Refuse a second loader, and one after `track`."""
+        if has_loader:
+            raise UsageError(
+                "the run has a training loader already, and its position belongs to that one",
+                hint="for evaluation use run.shard",
+            )
+        if is_tracked:
+            raise UsageError(
+                "run.loader was called after run.track, which has to know the training set",
+                hint="make the loader first",
+            )
+
+    def check_batch(self) -> None:
+        """Refuse a second batch of the loader outside of a loop."""
+        if not self.loop:
+            raise UsageError(
+                "the training loader was iterated outside run.epochs",
+                hint="write `for epoch in run.epochs(n):` around the loop over batches",
+            )
+
+    def check_update(self, ends_step: bool) -> None:
+        """Refuse an optimizer's step amid accumulating."""
+        if not ends_step:
+            raise UsageError(
+                "optimizer.step() was called in the midst of accumulating gradients",
+                hint="run.update(optimizer) waits for the last micro-batch; or ask run.ends_step",
+            )
+
+    def check_step(self, is_trained: bool) -> None:
+        """Refuse ``run.step`` outside of a loop, and for a batch that `is_trained` already."""
+        if not self.loop:
+            raise UsageError(
+                "run.step was called outside of run.epochs and run.steps",
+                hint="a loop without epochs is `for step in run.steps(n):`",
+            )
+        if is_trained:
+            raise UsageError(
+                "run.step was called twice for one batch, or before the first one",
+                hint="call it once per batch, behind all optimizers' steps",
+            )
+
+    def check_body(self, is_trained: bool) -> None:
+        """Refuse a body of ``run.steps`` that has ended without ``run.step``."""
+        if not is_trained:
+            raise UsageError(
+                "the body of run.steps has ended without run.step()",
+                hint="call it once in each, behind the optimizer's step",
+            )
+
+
+def check_per_rank(per_rank: Any, objects: dict[str, Any]) -> None:
+    """Raise UsageError unless `per_rank` is a collection of names of tracked `objects`."""
+    if isinstance(per_rank, str) or not set(per_rank) <= set(objects):
+        raise UsageError(
+            f"per_rank is {per_rank!r}; accepted: a tuple of names of tracked objects, here of"
+            f" {', '.join(objects) or 'none'}",
+            hint="run.track(model=model, loader=loader, per_rank=('loader',))",
+        )

@@ -1,0 +1,52 @@
+"""Data that a script loads by itself, and that a resume repeats."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hpc_ddp.training.data.iterable import IterableBatches
+from hpc_ddp.training.data.loader import Seeded
+from hpc_ddp.training.data.order import Position
+
+HINT = "write run.loader(dataset, batch_size) in place of DataLoader(dataset, …)"
+
+
+class OwnData:
+    """Warns of samples that are seen twice after a resume.
+
+    `is_likely`: after a resume, where the script has neither a loader of the run nor objects that
+    each rank has its own of, such as a StatefulDataLoader.
+    """
+
+    def __init__(self, is_likely: bool, warn: Callable[[str], None]) -> None:
+        self._is_likely, self._warn = is_likely, warn
+
+    def warn_of_epoch(self, position: Position) -> None:
+        """Warn, once, at the start of an epoch that was partly done: it begins again."""
+        if self._is_likely and position.epoch_steps:
+            self._is_likely = False
+            self._warn(
+                f"WARNING: the checkpoint is from epoch {position.epoch}, after"
+                f" {position.epoch_steps} of its steps, and the script has no run.loader: a"
+                f" DataLoader begins the epoch again, and its first samples are seen twice; {HINT}"
+            )
+
+    def warn_of_step(self) -> None:
+        """Warn, once, at the first step after a resume, of a DataLoader that is being iterated."""
+        if self._is_likely and is_own_loader_open():
+            self._warn(
+                "WARNING: the run goes on in the midst of a training, and a DataLoader of the"
+                f" script has begun again: its first samples are seen twice; {HINT}"
+            )
+        self._is_likely = False
+
+
+def is_own_loader_open() -> bool:
+    """Return whether an iteration of a DataLoader is under way in this process that is none of a
+    run's. It looks at all objects, so it takes some 0.1 s."""
+    # By their type: a proxy that is asked for its class may warn.
+    iterations = [o for o in gc.get_objects() if issubclass(type(o), _BaseDataLoaderIter)]
+    return any(not isinstance(entry._dataset, (Seeded, IterableBatches)) for entry in iterations)

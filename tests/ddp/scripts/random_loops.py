@@ -1,0 +1,280 @@
+"""Loops drawn at random, each played whole, without its peeks, and with a stop and a resume.
+
+``random_loops.py FIRST COUNT [FAULT]`` prints a line for each seed whose loop a peek or a resume
+has changed without a warning. FAULT puts an old fault back, which has to be found.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hpc_ddp.training import start, worker
+from hpc_ddp.training.checkpoint.manager import CheckpointManager
+from hpc_ddp.training.data.loader import Loader
+from hpc_ddp.training.process import run_directory
+from hpc_ddp.training.stops import consensus
+from hpc_ddp.training.stops.signals import NOTICE
+
+SAMPLES = 23
+MOMENTS = ("before the loop", "in an epoch", "before a step", "behind a step", "behind an epoch")
+Row = tuple[Any, ...]
+
+
+class Killed(Exception):  # what a SIGKILL would do
+    pass
+
+
+class Noisy(Dataset[tuple[int, torch.Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.randn(3) + random.random()
+
+
+class Stream(IterableDataset[tuple[int, torch.Tensor]]):
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        yield from (Noisy()[index] for index in range(SAMPLES))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop: how it counts, where its batches come from, and what else it does."""
+
+    by: str  # epochs or steps
+    source: str  # loader, stream, drawn or own
+    batch_size: int
+    accumulate: int
+    total: int  # epochs, or steps
+    length: int | None  # batches after which an epoch is left
+    passed_over: int | None  # every so many batches one without a step
+    evaluates: str  # "", shard, or own: a DataLoader inside the loop
+    draws: bool  # random numbers beside those of the data
+    behind: bool  # weights change behind run.step
+    peeks: tuple[str, ...]
+    end: str  # stop or kill
+    end_at: int  # the step at which it comes
+    save_every: int
+
+    @classmethod
+    def draw(cls, seed: int) -> Loop:
+        dice = random.Random(seed)
+        by = dice.choice(("epochs", "steps"))
+        source = dice.choice(("loader", "loader", "stream", "drawn", "own"))
+        has_loader = source in ("loader", "stream")
+        end = dice.choice(("stop", "kill"))
+        return cls(
+            by=by,
+            source=source,
+            batch_size=dice.randint(2, 5),
+            accumulate=dice.choice((1, 1, 2, 3)) if has_loader else 1,
+            total=dice.randint(2, 3) if by == "epochs" else dice.randint(9, 14),
+            length=dice.randint(4, 9) if by == "epochs" and dice.random() < 0.3 else None,
+            passed_over=dice.randint(3, 5) if has_loader and dice.random() < 0.3 else None,
+            evaluates=dice.choice(("", "shard", "own")),
+            draws=dice.random() < 0.5,
+            # Without a batch to ask for, run.step has the save, and is the last line.
+            behind=dice.random() < 0.5 and (has_loader or by == "steps"),
+            peeks=tuple(m for m in MOMENTS if dice.random() < 0.4) if has_loader else (),
+            end=end,
+            end_at=dice.randint(2, 7),
+            save_every=dice.randint(1, 3),
+        )
+
+
+def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
+    """Play a loop in the working directory, to its end or to the step `end_at`; append a row for
+    each step and evaluation to `rows`, and return the step from which it went on."""
+    run = start(progress=False, hang_after=None, save_every=None, save_every_steps=loop.save_every)
+    model = run.wrap(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    batches: Any = None
+    if loop.source in ("loader", "stream"):
+        data: Any = Noisy() if loop.source == "loader" else Stream()
+        batches = run.loader(data, loop.batch_size, accumulate=loop.accumulate)
+    own = DataLoader(Noisy(), loop.batch_size, shuffle=True)
+    shard = run.shard(Noisy(), loop.batch_size)
+    if "before the loop" in loop.peeks:
+        next(iter(batches))
+    run.track(model=model, optimizer=optimizer)
+    begun_at = run.position.step
+
+    def peek(moment: str) -> None:
+        if moment in loop.peeks:
+            list(islice(batches, 2 if moment in ("in an epoch", "before a step") else 1))
+
+    def draw_batches() -> Iterator[Any]:
+        """Yield the batches of an epoch; by steps without an end."""
+        while True:
+            if loop.source == "drawn":
+                for _ in range(6):
+                    yield (
+                        torch.randint(SAMPLES, (loop.batch_size,)),
+                        torch.randn(loop.batch_size, 3),
+                    )
+            else:
+                yield from own if loop.source == "own" else batches
+            if loop.by == "epochs":
+                return
+
+    def weights() -> tuple[float, ...]:
+        return tuple(torch.cat([w.detach().flatten() for w in model.parameters()]).tolist())
+
+    def train(batch: Any) -> None:
+        """Train on a batch: the body of the loop."""
+        indices, inputs = batch
+        peek("before a step")
+        run.backward(model(inputs).square().mean())
+        if not run.ends_step:
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+        drawn = (torch.rand(()).item(), random.random()) if loop.draws else ()
+        step = run.position.step + 1
+        row = (step, tuple(indices.tolist()), drawn, weights())
+        if step == end_at and loop.end == "kill":
+            run._checkpoints.settle()
+            run._notices._ended = True
+            raise Killed
+        if step == end_at:
+            run._notices.reason = NOTICE
+        if loop.source == "loader" or loop.by == "steps":
+            run.step()
+            rows.append(row)
+        else:  # behind run.step nothing is sure to run without a batch to ask for
+            rows.append(row)
+            run.step()
+        peek("behind a step")
+        if loop.behind:
+            with torch.no_grad():
+                model.module.bias.mul_(0.9)  # type: ignore[union-attr,operator]
+
+    def evaluate() -> None:
+        if loop.evaluates:
+            with run.evaluating(model) as plain:
+                source: Any = shard if loop.evaluates == "shard" else own
+                sums = [plain(inputs).sum().item() for _, inputs in source]
+            rows.append((run.position.step, "evaluated", tuple(sums), weights()))
+
+    def is_passed_over(batch: Any) -> bool:
+        if loop.passed_over is None or loop.accumulate > 1:
+            return False
+        return int(batch[0].sum()) % loop.passed_over == 1
+
+    if loop.by == "steps":
+        source = draw_batches()
+        for step in run.steps(loop.total):
+            while run.position.step == step:
+                batch = next(source)
+                if not is_passed_over(batch):
+                    train(batch)
+            if run.position.step % 4 == 0:
+                evaluate()
+    else:
+        for _ in run.epochs(loop.total):
+            peek("in an epoch")
+            for batch in draw_batches():
+                if is_passed_over(batch):
+                    continue
+                train(batch)
+                if loop.length and run.position.epoch_steps >= loop.length:
+                    break
+            evaluate()
+            peek("behind an epoch")
+    run.finish()
+    return begun_at
+
+
+@contextmanager
+def folder(name: str) -> Iterator[None]:
+    """Be in a new folder of that name: a plain start has its run there."""
+    Path(name).mkdir()
+    os.chdir(name)
+    try:
+        yield
+    finally:
+        os.chdir("..")
+
+
+def is_ended(loop: Loop, rows: list[Row]) -> bool:
+    """Play a loop until its end comes, as a process of its own would; return whether it came."""
+    try:
+        play(loop, rows, loop.end_at)
+    except SystemExit:
+        return True
+    except Killed:
+        dist.destroy_process_group()
+        return True
+    return False
+
+
+def judge(seed: int) -> str:
+    """Return what is wrong with the loop of a seed, "" if nothing is."""
+    loop, warnings = Loop.draw(seed), list[str]()
+    whole, plain, before, behind = list[Row](), list[Row](), list[Row](), list[Row]()
+    vars(worker)["say"] = warnings.append
+    with folder(f"{seed}-whole"):
+        play(loop, whole)
+    with folder(f"{seed}-plain"):
+        play(replace(loop, peeks=()), plain)
+    if whole != plain:
+        return f"peeks change {loop}"
+    with folder(f"{seed}-disturbed"):
+        if is_ended(loop, before):
+            warnings.clear()
+            begun_at = play(loop, behind)
+            before = [row for row in before if row[0] <= begun_at]
+    is_warned = any("WARNING" in text for text in warnings)
+    return "" if before + behind == whole or is_warned else f"a {loop.end} changes {loop}"
+
+
+def put_back(fault: str) -> None:
+    """Put an old fault back: a batch counts when it is yielded, or the generators are not
+    restored."""
+    if fault == "peek":
+        iterate = Loader.__iter__
+
+        def count_at_once(self: Loader) -> Iterator[Any]:
+            for content in iterate(self):
+                self._position.samples = self.batch.end
+                yield content
+
+        Loader.__iter__ = count_at_once  # type: ignore[method-assign]
+    elif fault == "random":
+        CheckpointManager.start_random = lambda self: None  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    first, count, *faults = sys.argv[1:]
+    put_back(*faults or [""])
+    vars(consensus)["next_period"] = lambda current, step_us: 1  # a stop comes at the next step
+    vars(worker)["leave_quickly"] = lambda: None
+    vars(run_directory)["_may_be_live"] = lambda *attempt: (
+        False
+    )  # the killed run was this process's
+    for name in ("HPC_DDP_RUN", "HPC_DDP_ATTEMPT"):  # each loop is a run of its own
+        os.environ.pop(name, None)
+    os.chdir(tempfile.mkdtemp(dir="."))
+    for seed in range(int(first), int(first) + int(count)):
+        wrong = judge(seed)
+        gc.collect()  # process groups and their sockets
+        if wrong:
+            print(f"SEED {seed}: {wrong}", flush=True)
+            if faults:
+                break
+    print(f"PLAYED {seed - int(first) + 1}")

@@ -1,0 +1,54 @@
+"""Calls of a run in an order that can't be right are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data.call_order import CallOrder
+
+
+def test_a_loop_is_left_at_its_end_and_at_an_error() -> None:
+    calls = CallOrder()
+    with calls.in_loop("steps", 5, True):
+        assert (calls.loop, calls.total) == ("steps", 5)
+        calls.check_batch()
+        calls.check_step(False)
+    assert (calls.loop, calls.total) == (None, 5)
+    with pytest.raises(KeyError), calls.in_loop("epochs", 2, True):
+        raise KeyError
+    assert calls.loop is None
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda calls: calls.in_loop("steps", "5", True).__enter__(), "run.steps was given '5'"),
+        (lambda calls: calls.in_loop("epochs", 5, False).__enter__(), "run.track was not called"),
+        (lambda calls: calls.check_loader(True, False), "has a training loader already"),
+        (lambda calls: calls.check_loader(False, True), "run.loader was called after run.track"),
+        (lambda calls: calls.check_batch(), "iterated outside run.epochs"),
+        (lambda calls: calls.check_update(False), "in the midst of accumulating gradients"),
+        (lambda calls: calls.check_step(False), "outside of run.epochs and run.steps"),
+        (lambda calls: calls.check_body(False), "ended without run.step()"),
+    ],
+)
+def test_a_wrong_call_outside_of_a_loop(call: Callable[[CallOrder], Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        call(CallOrder())
+
+
+def test_a_wrong_call_in_a_loop() -> None:
+    calls = CallOrder()
+    with calls.in_loop("epochs", 5, True):
+        with pytest.raises(UsageError, match=r"run\.steps was called inside run\.epochs"):
+            calls.in_loop("steps", 5, True).__enter__()
+        assert calls.loop == "epochs"
+        with pytest.raises(UsageError, match="called twice for one batch"):
+            calls.check_step(True)
+    calls.check_loader(False, False)
+    calls.check_update(True)
+    calls.check_body(True)
