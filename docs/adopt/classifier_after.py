@@ -47,8 +47,9 @@ def make_model():
     return nn.Sequential(block(1, 16), block(16, 32), head)
 
 
-def evaluate(model, loader, device):
+def evaluate(model, loader):
     """Return the share of images that are read right, over all processes."""
+    device = next(model.parameters()).device
     right = torch.zeros(2, device=device)
     with run.evaluating(model) as model:
         for images, labels in loader:
@@ -60,7 +61,6 @@ def evaluate(model, loader, device):
 
 def main(args):
     rank = dist.get_rank()
-    device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
     train_set, val_set = load_digits()
     train_loader = run.loader(train_set, args.batch_size, num_workers=args.workers)
     val_loader = run.shard(val_set, args.batch_size)
@@ -79,7 +79,7 @@ def main(args):
             optimizer.step()
             run.step(loss=loss)
 
-        accuracy = evaluate(model, val_loader, device)
+        accuracy = evaluate(model, val_loader)
         is_best = accuracy > scheduler.best
         scheduler.step(accuracy)
         if rank == 0:

@@ -47,8 +47,9 @@ def make_model():
     return nn.Sequential(block(1, 16), block(16, 32), head)
 
 
-def evaluate(model, loader, device):
+def evaluate(model, loader):
     """Return the share of images that are read right, over all processes."""
+    device = next(model.parameters()).device
     right = torch.zeros(2, device=device)
     model.eval()
     with torch.no_grad():
@@ -101,7 +102,7 @@ def main(args):
             loss.backward()
             optimizer.step()
 
-        accuracy = evaluate(model, val_loader, device)
+        accuracy = evaluate(model, val_loader)
         is_best = accuracy > scheduler.best
         scheduler.step(accuracy)
         if rank == 0:

@@ -109,8 +109,8 @@ class Trainer:
     def __init__(self, config, model, train_set, test_set):
         self.config = config
         self.rank = dist.get_rank()
-        self.device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
         self.model = run.wrap(model)
+        self.device = next(model.parameters()).device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.use_amp)
         self.train_loader = run.loader(train_set, config.batch_size)

@@ -114,8 +114,9 @@ class Trainer:
     def __init__(self, config, model, train_set, test_set):
         self.config = config
         self.rank = dist.get_rank()
-        self.device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
-        self.model = DDP(model.to(self.device))
+        device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
+        self.model = DDP(model.to(device))
+        self.device = next(model.parameters()).device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.use_amp)
         self.train_loader = self._prepare_loader(train_set, shuffle=True)

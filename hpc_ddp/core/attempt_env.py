@@ -31,7 +31,12 @@ _KEPT = (
     *("HPC_DDP_PROFILE", "HPC_DDP_BACKEND", "HPC_DDP_DRY_RUN_DEVICES"),
 )
 # A supervisor sets these for its own node.
-_OF_A_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_OF_A_NODE = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "HCCL_SOCKET_IFNAME",
+    "CCL_KVS_IFACE",
+)
 
 
 # sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).
@@ -70,6 +75,8 @@ class AttemptEnv:
         the interconnect, the suffix of nodes' names on it, the network interface
     step_launcher
         the command that starts the supervisors
+    resume_args
+        further arguments of the script from its second start on, quoted as for a shell
     restarts, cpus
         how often Slurm has requeued the job; CPUs of the smallest node
     node_index
@@ -96,6 +103,7 @@ class AttemptEnv:
     restarts: int = 0
     cpus: int = 1
     node_index: int | None = None
+    resume_args: str = ""
 
     @property
     def run_folder(self) -> RunFolder:

@@ -7,6 +7,7 @@ same path. `KINDS` has the facts of single vendors.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 from collections.abc import Mapping
@@ -110,6 +111,22 @@ def has_float64(device: torch.device) -> bool:
     """Return whether a device computes in double precision, which Intel's Arc does not."""
     tell = getattr(torch.get_device_module(device), "get_device_properties", None)
     return bool(getattr(tell(device), "has_fp64", True)) if tell else True
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether an accelerator, the current one, computes in bfloat16 itself: NVIDIA's do from
+    compute capability 8.0 on, and older ones emulate it. True where torch does not tell."""
+    tell = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if tell is None:
+        return True
+    emulates = "including_emulation" in inspect.signature(tell).parameters
+    return bool(tell(including_emulation=False) if emulates else tell())
+
+
+def uses_tf32() -> bool:
+    """Return whether torch is set to multiply fp32 matrices in TF32 where a GPU can; it is not by
+    default."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def sum_type(device: torch.device) -> torch.dtype:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -69,8 +68,11 @@ def export(
     return checkpoints.step_of(folder)
 
 
-def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
+def _save_tensors(tensors: dict[str, torch.Tensor], out: Path) -> None:
     """Write tensors by name as safetensors, by a draft and a rename.
+
+    They are contiguous and share no memory, else safetensors refuses them. A `Reader` gives such
+    ones, of tied weights as well; copies would take the model's memory a second time.
 
     Raise UsageError without the package safetensors, HpcDdpError if the file can't be written; the
     old one then stays.
@@ -84,8 +86,7 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
     # No name that others could foresee, and put a link to a file of the user's in its place.
     draft = out.with_name(f".part-{os.urandom(8).hex()}.{out.name}")
     try:
-        # It refuses tensors that share memory, as tied weights do.
-        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, draft)
+        save_file(tensors, draft)
         draft.replace(out)
     except Exception as error:  # safetensors has an error of its own for a full disk, say
         draft.unlink(missing_ok=True)

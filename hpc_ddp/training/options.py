@@ -51,7 +51,8 @@ class Options:
         second (every tenth step where steps take long): 0.13 ms of a 1 ms step, 15 ms of a 530 ms
         one, measured on a CPU
     deterministic
-        has torch use deterministic algorithms only, which is slower
+        has torch use deterministic algorithms only, which is slower; on GPUs a run has the same
+        bits after a resume by that alone, if it has convolutions, embeddings or attention
     tensorboard
         writes what goes to `Run.step` into ``<run folder>/tensorboard`` as well
     progress
@@ -62,7 +63,9 @@ class Options:
     flops_per_sample
         of forward and backward; gives ``mfu``, the share of the GPUs' peak that is used
     peak_flops
-        of one GPU per second, where `hpc_ddp.training.telemetry.profiling` does not know it
+        of one GPU per second, where `hpc_ddp.training.telemetry.profiling` does not know it; rank 0
+        prints a message then. For fp32 on GPUs with TF32 it is known if
+        ``torch.set_float32_matmul_precision("high")`` was called before `start`
     tp
         ranks that share each layer (tensor parallel); neighbours, so on one node where they fit
     pp

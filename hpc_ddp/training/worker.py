@@ -167,7 +167,7 @@ class Worker:
             self._journal,
             self.world_size,
             hosts,
-            use_per_sample(options, self.device, self.world_size),
+            use_per_sample(options, self.device, self.world_size * len(self.devices), self._say),
             [sink.show for sink in (self._board, self._progress) if sink is not None],
         )
         trace = f"attempt-{self._journal.attempt}-rank-{self.rank}.json.gz"

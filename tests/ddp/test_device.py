@@ -106,6 +106,16 @@ def test_each_device_of_a_worker_has_its_random_numbers_back(
     assert len(set(draws)) == len(draws) == 16  # each rank draws its own
 
 
+def test_mfu_counts_each_device_of_a_worker(make_sim_crew: Callable[[str], Any]) -> None:
+    """Where their peak is not known, rank 0 says so once."""
+    two = "model_over_two_devices.py"
+    crew = make_sim_crew("mfu")
+    assert "SHARE 2.0\n" in crew.go(2, "--flops", "8", "--peak", "1", script=two)
+    output = crew.go(2, "--flops", "8", script=two)
+    assert "SHARE None\n" in output
+    assert output.count("start(peak_flops=) gives it") == 1
+
+
 def test_each_device_of_a_worker_draws_by_the_seed_numbers_of_its_own(
     make_sim_crew: Callable[[str], Any],
 ) -> None:
@@ -251,6 +261,7 @@ def test_what_lies_on_the_device_comes_back_there(make_sim_crew: Callable[[str],
     [
         (("--precision", "bf16"), 0),
         (("--sharded", "--precision", "bf16"), 0),
+        (("--precision", "fp16"), 64),  # once in each: whether a gradient has overflowed
         (("--average",), 0),
         (("--average", "--default-device"), 0),
         (("--sharded", "--look"), None),  # once for each look, an exchange later
@@ -269,6 +280,42 @@ def test_a_step_does_not_wait_for_its_device(
     assert steps == 64
     assert "simccl:all_reduce" in output or not HAS_SIM_RECORD  # what a hang would leave
     assert waits <= (looks if most is None else most)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "waits"),
+    [
+        (2, (), 0),
+        (4, ("--pp", "2", "--elsewhere"), 2),  # one to the device and one back
+    ],
+)
+def test_an_evaluation_has_the_first_ranks_buffers_without_a_wait(
+    make_sim_crew: Callable[[str], Any], ranks: int, words: tuple[str, ...], waits: int
+) -> None:
+    check_buffers(make_sim_crew("buffers"), ranks, words, waits)
+
+
+def test_on_the_cpu_an_evaluation_has_the_first_ranks_buffers(
+    make_crew: Callable[[str], Any],
+) -> None:
+    check_buffers(make_crew("buffers"), 2, (), 0)
+    check_buffers(make_crew("stages"), 4, ("--pp", "2"), 0)
+
+
+def check_buffers(crew: Any, ranks: int, words: tuple[str, ...], waits: int) -> None:
+    """Compare buffers inside of `run.evaluating`: the persistent ones of all types are those of the
+    stage's first rank, others each rank's own."""
+    output = crew.go(ranks, *words, script="evaluation_buffers.py")
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
+    assert sorted(line["rank"] for line in lines) == list(range(ranks))
+    for line in lines:
+        first = line["rank"] // 2 * 2 if "--pp" in words else 0
+        expected = {name: [first] for name in line["values"]}
+        expected |= {"value5": [bool(first)], "own": [line["rank"]]}
+        assert line["values"] == expected
+        assert line["places"].pop("elsewhere", "cpu") == "cpu"
+        assert len(set(line["places"].values())) == 1
+        assert line["waits"] <= waits
 
 
 @pytest.mark.skipif(not HAS_SIM_RECORD, reason="this torch records no collectives of simccl")

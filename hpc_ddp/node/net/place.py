@@ -93,8 +93,8 @@ class Place:
         return self.interface or interface_to(LOOPBACK if inside else self.peer)
 
     def interface_env(self) -> dict[str, str]:
-        """Return the variables that name the interface to Gloo and NCCL, without those that this
-        process's environment or NCCL's files have.
+        """Return the variables that name the interface to Gloo, NCCL, HCCL (Ascend) and oneCCL
+        (Intel), without those that this process's environment or NCCL's files have.
 
         {} where no interface leads to the other nodes.
         """
@@ -103,8 +103,10 @@ class Place:
             return {}
         variables = {
             "GLOO_SOCKET_IFNAME": name,
-            "NCCL_SOCKET_IFNAME": f"={name}",
-        }  # =: exactly this
+            "NCCL_SOCKET_IFNAME": f"={name}",  # =: exactly this
+            "HCCL_SOCKET_IFNAME": f"={name}",
+            "CCL_KVS_IFACE": name,
+        }
         # An administrator may have said it in NCCL's own files, and knows better than a route.
         configured_env = {
             **({} if self.interface else configured(os.environ)),

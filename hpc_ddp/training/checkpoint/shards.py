@@ -115,10 +115,9 @@ class StagingBuffer:
         self._copies = list(zip(begins, ends, strict=True))
 
     def wait(self) -> float:
-        """Wait until the parts are here, in any thread, whose current device is then the rank's;
-        return how long the slowest device copied, in s, 0 on the CPU."""
-        if self._copies:
-            devices.use(self._device)  # a thread begins with the node's first one
+        """Wait until the parts are here, in any thread, whose current device is then the rank's,
+        also without parts; return how long the slowest device copied, in s, 0 on the CPU."""
+        devices.use(self._device)  # a thread begins with the node's first one, and opens it
         for _, end in self._copies:
             end.synchronize()
         return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)

@@ -191,7 +191,7 @@ def total_norm(
     With tensors over several ranks it is a collective; else this rank's are taken to be the same on
     all. Raise HpcDdpError for a tensor with a pending reduction.
     """
-    return _norm(tensors, dims, device) if _is_spread(tensors, dims) else get_total_norm(tensors)
+    return _norm(tensors, dims, device) if _is_spread(tensors, dims) else _norm_here(tensors)
 
 
 def _is_spread(tensors: Sequence[torch.Tensor], dims: ParallelDims) -> bool:
@@ -208,10 +208,22 @@ def _norm(
     """
     first_copies = [_local(tensor) for tensor in tensors if _is_first(tensor, dims)]
     filled = [tensor for tensor in first_copies if tensor.numel()]
-    norm = get_total_norm(filled) if filled else torch.zeros((), device=device)
+    norm = _norm_here(filled) if filled else torch.zeros((), device=device)
     square = norm.to(device, sum_type(device)) ** 2
     dist.all_reduce(square)
     return square.sqrt().float()
+
+
+def _norm_here(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of this rank's tensors, a scalar; 0 without any. torch's of fp16 tensors is
+    in fp16, which ends at 65504: theirs is in fp32."""
+    fp16, wider = list[torch.Tensor](), list[torch.Tensor]()
+    for tensor in tensors:
+        (fp16 if tensor.dtype == torch.float16 else wider).append(tensor)
+    if not fp16:
+        return get_total_norm(wider)
+    norms = torch._foreach_norm(fp16, 2, dtype=torch.float32)
+    return get_total_norm([*norms, *([get_total_norm(wider).float()] if wider else [])])
 
 
 def _is_first(tensor: torch.Tensor, dims: ParallelDims) -> bool:

@@ -1,4 +1,4 @@
-"""Models for evaluation: eval mode, and the exponential moving average of weights."""
+"""Models for evaluation: eval mode, equal buffers, the exponential moving average of weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -27,6 +28,32 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in were_training:  # frozen parts may have been in eval mode before
             module.training = True
+
+
+def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Overwrite a model's buffers with those of the group's first rank; all its ranks call it.
+
+    Only those that a checkpoint has, the persistent ones: masks and tables are alike everywhere.
+    They travel together, one broadcast for each type of number, on `device`, whose tensors the
+    group (None: the default one) carries. The host waits only for buffers that lie elsewhere.
+    """
+    unique: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and buffer.numel():
+                unique[id(buffer)] = buffer
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in unique.values():
+        by_type.setdefault(buffer.dtype, []).append(buffer)
+    for dtype, buffers in by_type.items():
+        # As bytes: NCCL and Gloo refuse int16 and others.
+        flat = torch.cat(
+            [buffer.detach().to(device).reshape(-1).view(torch.uint8) for buffer in buffers]
+        )
+        dist.broadcast(flat, group=group, group_src=0)
+        parts = torch.split(flat.view(dtype), [buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.data.copy_(part.view(buffer.shape))
 
 
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.devices import Transfer, has_float64, name
+from hpc_ddp.training.devices import Transfer, has_bf16, has_float64, name
 from hpc_ddp.training.models.dtensor import clip_, total_norm
 from hpc_ddp.training.models.mesh import ParallelDims
 
@@ -31,7 +32,8 @@ class Precision:
         """Take a `kind` of `DTYPES`; without `dims`, this rank is alone. `stop_on_nan` switches
         `look` on.
 
-        Raise UsageError for fp16 on a device without float64.
+        Rank 0 prints a message for bf16 on a device that emulates it. Raise UsageError for fp16 on
+        a device without float64.
         """
         self._device, self._dims, self.dtype = device, dims or ParallelDims(), DTYPES[kind]
         if kind == "fp16" and not has_float64(device):
@@ -40,15 +42,21 @@ class Precision:
                 " GradScaler computes in it; accepted: 'fp32', 'bf16'",
                 hint="bf16 needs no scaled gradients",
             )
+        if kind == "bf16" and not has_bf16(device) and self._dims.rank == 0:
+            say(
+                f"precision is 'bf16' on {name(device)}, which emulates it: steps are slow;"
+                " precision='fp16' is fast there"
+            )
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
         self._watched: list[torch.nn.Module] = []
         self._norm: Transfer | None = None  # of the weights; the device may still compute it
         self._left_scaled = False  # gradients are scaled, and no update followed
-        # With fp16, in this step: the ids of the optimizers that were updated; whether the scaler
-        # skipped one for an overflow, and whether that was so before an optimizer's second update.
+        # With fp16, in this step: ids of the optimizers that were updated; the scaler's flags of
+        # an overflow, and whether there was one before an optimizer's second update.
         self._updated: set[int] = set()
-        self._overflowed = self._lost_overflow = False
+        self._flags: list[torch.Tensor] = []
+        self._lost_overflow = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the precision; one that does nothing for fp32."""
@@ -71,7 +79,7 @@ class Precision:
         """
         norm = None
         if self._scaler and id(optimizer) in self._updated:  # twice in a step: a GAN's critic
-            self._lost_overflow = self._lost_overflow or self._overflowed
+            self._lost_overflow = self._lost_overflow or any(flag.item() for flag in self._flags)
             self._scaler.update(self._scaler.get_scale())
             self._updated.clear()
         if clip_norm is not None:
@@ -81,24 +89,35 @@ class Precision:
                 parameter for group in optimizer.param_groups for parameter in group["params"]
             ]
             norm = clip_(parameters, clip_norm, self._dims, self._device)
-        if self._step(optimizer) and scheduler is not None:
+        if self._step(optimizer, scheduler is not None) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         self._left_scaled = False
         return norm
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer; return False when the scaler has skipped that."""
+    def _step(self, optimizer: torch.optim.Optimizer, answers: bool) -> bool:
+        """Step the optimizer; return False when the scaler has skipped that, which only counts if
+        the call `answers`.
+
+        The scaler's flags lie on the device, behind the kernels of the step: to read them is to
+        wait for those. Whether an ordinary optimizer was called shows on the host; a fused one is
+        always called, and skips on the device.
+        """
         if self._scaler is None:
             optimizer.step()
             return True
         self._updated.add(id(optimizer))
-        self._scaler.step(optimizer)
-        overflows = self._scaler._found_inf_per_device(optimizer).values()
-        # The scaler has read these flags already: reading them again waits for nothing.
-        skipped = any(flag.item() for flag in overflows)
-        self._overflowed = self._overflowed or skipped
-        return not skipped
+        calls: list[object] = []
+        hook = optimizer.register_step_post_hook(lambda *args: calls.append(args))
+        try:
+            self._scaler.step(optimizer)
+        finally:
+            hook.remove()
+        flags = list(self._scaler._found_inf_per_device(optimizer).values())
+        self._flags += flags
+        if answers and calls and getattr(optimizer, "_step_supports_amp_scaling", False):
+            return not any(flag.item() for flag in flags)
+        return bool(calls)
 
     def _choose_scale(self) -> None:
         """Choose fp16's next scale, once all optimizers of a step have unscaled by this one; with
@@ -109,7 +128,8 @@ class Precision:
         if self._lost_overflow:
             self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
         self._updated.clear()
-        self._overflowed = self._lost_overflow = False
+        self._flags.clear()
+        self._lost_overflow = False
 
     def end_step(self) -> None:
         """End a step, and choose fp16's next scale. Raise UsageError if `backward` scaled gradients

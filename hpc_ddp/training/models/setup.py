@@ -7,18 +7,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
-from hpc_ddp.training.data.loader import Loader, Shard
-from hpc_ddp.training.data.order import NO_BATCH, MicroBatch, make_plan
+from hpc_ddp.training.data.loader import Batch, Loader, Shard
+from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
-from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
+from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
@@ -39,11 +38,17 @@ class ModelSetup(Worker):
         self._wrapped: list[Any] = []
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
+        self._no_loader = Batch()
+
+    @property
+    def _batch(self) -> Batch:
+        """The batch that the training is at; an empty one without a loader of the run."""
+        return self._no_loader if self._loader is None else self._loader.batch
 
     @property
     def _micro_batch(self) -> MicroBatch:
         """The current micro-batch of the run's loader."""
-        return NO_BATCH if self._loader is None else self._loader.micro_batch
+        return self._batch.micro_batch
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
@@ -278,16 +283,14 @@ class ModelSetup(Worker):
         all ranks; of a `Pipeline`, itself.
 
         The plain one, because the DDP wrapper may have collectives in every forward, and
-        they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,
-        as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's has
-        collectives nevertheless: give it ``run.shard(..., even=True)``.
+        they may have fewer batches. Persistent buffers (running means of batch norm, say) are rank
+        0's, as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's
+        has collectives nevertheless: give it ``run.shard(..., even=True)``.
         """
         plain: torch.nn.Module = unwrap(getattr(model, "stage", model))
-        for buffer in plain.buffers():
-            if self._dims.pp > 1:  # rank 0's are another stage's
-                dist.broadcast(buffer, group=self.mesh["dp"].get_group(), group_src=0)
-            else:
-                self._control.first_copy(buffer)
+        # In a pipeline rank 0's are another stage's.
+        group = self.mesh["dp"].get_group() if self._dims.pp > 1 else None
+        share_buffers(plain, self.device, group)
         with in_eval_mode(plain):
             yield plain if isinstance(model, torch.nn.Module) else model
         self._timer.start_step()  # no part of a step

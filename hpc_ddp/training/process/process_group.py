@@ -57,8 +57,12 @@ def join(
         )
     device, *more_devices = rank_devices
     backend = devices.choose_backend(requested, device)
-    # A group that is bound to one device refuses the tensors of the others.
-    bind = {} if more_devices else devices.bound(backend, device)
+    bind = devices.bound(backend, device)
+    if more_devices:  # a group that is bound to one device refuses the tensors of the others
+        bind = {}
+        # The NCCL backend of torch 2.15 is always bound, by LOCAL_RANK if need be; the one before
+        # it is not. torch reads this when it first makes a group.
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
     if uses_agent_store:
         _met_at_agents.append(info)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,40 +12,61 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training import devices
 from hpc_ddp.training.options import Options
 
-# Dense peaks in TFLOP/s by the data sheets of NVIDIA and AMD: with 16-bit operands, and with 32-bit
-# ones (TF32 where there is such a thing). NVIDIA's newer sheets count sparsity, which is twice as
-# much; an MI250X shows as two devices, each half of it. The first name within the device's counts.
+# Dense peaks in TFLOP/s by the data sheets of NVIDIA and AMD, by precision. Names are whole ones: a
+# part of a GPU (MIG), and a site's own variant, have other peaks. NVIDIA's newer sheets count
+# sparsity, which is twice as much; an MI250X shows as two devices, each half of it. "tf32" is that
+# of fp32 where torch is set to multiply in it. Else GPUs with TF32 have none for fp32: by torch's
+# default convolutions use it, and matrices do not.
 PEAKS = {
-    "V100": (125.0, 15.7),
-    "A100": (312.0, 156.0),
-    "L40S": (362.0, 183.0),
-    "H100 PCIe": (756.0, 378.0),
-    "H100 NVL": (835.0, 417.5),
-    "H100": (989.4, 494.7),
-    "H200": (989.4, 494.7),
-    "MI250X": (191.5, 47.9),
-    "MI300X": (1307.4, 653.7),
+    r"V100-SXM[23]-\d+GB": {"fp16": 125.0, "fp32": 15.7},
+    r"V100-PCIE-\d+GB": {"fp16": 112.0, "fp32": 14.0},
+    r"A100-(SXM4|PCIE)-[48]0GB|A100 80GB PCIe": {"fp16": 312.0, "bf16": 312.0, "tf32": 156.0},
+    r"L40S": {"fp16": 362.0, "bf16": 362.0, "tf32": 183.0},
+    r"H100 PCIe": {"fp16": 756.0, "bf16": 756.0, "tf32": 378.0},
+    r"(H100|H200) NVL": {"fp16": 835.0, "bf16": 835.0, "tf32": 417.5},
+    r"H100 80GB HBM3|H200|GH200 \d+GB?( HBM3e)?": {"fp16": 989.4, "bf16": 989.4, "tf32": 494.7},
+    r"B200": {"fp16": 2250.0, "bf16": 2250.0, "tf32": 1125.0},
+    r"GB200": {"fp16": 2500.0, "bf16": 2500.0, "tf32": 1250.0},
+    r"MI250X": {"fp16": 191.5, "bf16": 191.5, "fp32": 47.9},
+    r"MI300A": {"fp16": 980.6, "bf16": 980.6},
+    r"MI300X|MI325X": {"fp16": 1307.4, "bf16": 1307.4},
 }
+VENDORS = "(NVIDIA |Tesla |AMD Instinct )?"
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the dense peak of a GPU in FLOP/s, None for a name that has none in the table.
+    """Return the dense peak of a GPU in FLOP/s, None where the table has none for its name.
 
-    `precision` is one of ``start``'s: fp32, bf16 or fp16.
+    `precision` is one of ``start``'s: fp32, bf16 or fp16. For fp32 the peak of a GPU with TF32 is
+    known where torch is set to use it for matrices.
     """
-    peaks = next((pair for model, pair in PEAKS.items() if model in name), None)
-    return peaks and 1e12 * peaks[precision == "fp32"]
+    for pattern, peaks in PEAKS.items():
+        if re.fullmatch(f"{VENDORS}({pattern})", name):
+            as_tf32 = precision == "fp32" and "tf32" in peaks and devices.uses_tf32()
+            peak = peaks.get("tf32" if as_tf32 else precision)
+            return None if peak is None else 1e12 * peak
+    return None
 
 
-def use_per_sample(options: Options, device: torch.device, world_size: int) -> float | None:
+def use_per_sample(
+    options: Options, device: torch.device, device_count: int, tell: Callable[[str], None]
+) -> float | None:
     """Return the share of all GPUs' peak that one sample per second takes; None where the peak, or
-    the FLOPs of a sample, are not known."""
-    peak = options.peak_flops
-    if peak is None:
-        peak = peak_flops(devices.name(device), options.precision)
-    if peak is None or options.flops_per_sample is None:
+    the FLOPs of a sample, are not known.
+
+    Where only the peak is missing, `tell` gets a message. `device_count` counts those of all ranks.
+    """
+    if options.flops_per_sample is None:
         return None
-    return options.flops_per_sample / (peak * world_size)
+    name = devices.name(device)
+    peak = options.peak_flops or peak_flops(name, options.precision)
+    if peak is None:
+        tell(
+            f"there is no mfu: the peak of {name or device.type} with {options.precision} is not"
+            " known; start(peak_flops=) gives it"
+        )
+        return None
+    return options.flops_per_sample / (peak * device_count)
 
 
 class Profiler:

@@ -10,6 +10,8 @@ from hpc_ddp.training import start
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--flops", type=float, help="of a sample")
+parser.add_argument("--peak", type=float, help="of a device")
 args = parser.parse_args()
 
 
@@ -25,7 +27,8 @@ class Halves(nn.Module):
         return output
 
 
-run = start(devices_per_worker=2)
+run = start(devices_per_worker=2, flops_per_sample=args.flops, peak_flops=args.peak)
+run.print("SHARE", run._metrics._use_per_sample_s)
 model = run.wrap(Halves(run.devices))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(3))

@@ -255,6 +255,7 @@ def test_variables_of_an_outer_run_are_dropped() -> None:
     of_a_run = {"HPC_DDP_INTERACTIVE": "1", "HPC_DDP_NODE_INDEX": "0", "HPC_DDP_NODE_FOLDER": "/f"}
     of_a_run |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "1", "LOCAL_RANK": "1"}
     of_a_run |= {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=eth0"}
+    of_a_run |= {"HCCL_SOCKET_IFNAME": "=eth0", "CCL_KVS_IFACE": "eth0"}
     of_a_user = {"HPC_DDP_RUNS": "/r", "HPC_DDP_HANG_AFTER": "60", "NAME": "x", "RANKING": "y"}
     assert attempt_env.clean_env(of_a_run | of_a_user) == of_a_user
     of_a_user["GLOO_SOCKET_IFNAME"] = "ib0"

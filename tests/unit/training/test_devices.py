@@ -190,3 +190,23 @@ def test_a_thread_takes_its_ranks_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_cpu_has_no_model_name() -> None:
     assert devices.name(CPU) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (SimpleNamespace(is_bf16_supported=lambda including_emulation=True: False), False),
+        (SimpleNamespace(is_bf16_supported=lambda including_emulation=True: True), True),
+        (
+            SimpleNamespace(is_bf16_supported=lambda including_emulation=True: including_emulation),
+            False,
+        ),
+        (SimpleNamespace(is_bf16_supported=lambda: False), False),
+        (SimpleNamespace(), True),
+    ],
+)
+def test_an_emulated_bf16_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, module: SimpleNamespace, expected: bool
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert devices.has_bf16(torch.device("cuda", 0)) is expected

@@ -102,13 +102,28 @@ def test_the_interface_is_that_to_the_others(
     assert place_of(attempt, **values).chosen_interface == (f"to-{option}" if option else "ib0")
 
 
+def _clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete the variables that name an interface to a backend."""
+    for name in (
+        *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        *("HCCL_SOCKET_IFNAME", "CCL_KVS_IFACE"),
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_interface_variables_that_are_set_stay(
     attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place_module, "interface_to", lambda host: "eth0")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    _clear(monkeypatch)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert place_of(attempt).interface_env() == {"NCCL_SOCKET_IFNAME": "=eth0"}
+    variables = {"NCCL_SOCKET_IFNAME": "=eth0", "HCCL_SOCKET_IFNAME": "=eth0"}
+    variables["CCL_KVS_IFACE"] = "eth0"
+    assert place_of(attempt).interface_env() == variables
+    for name in ("HCCL_SOCKET_IFNAME", "CCL_KVS_IFACE"):
+        monkeypatch.setenv(name, "ib0")
+        del variables[name]
+        assert place_of(attempt).interface_env() == variables
     monkeypatch.setattr(place_module, "interface_to", lambda host: None)
     assert place_of(attempt).interface_env() == {}
 
@@ -117,14 +132,14 @@ def test_an_interface_of_nccls_own_files_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interface that the user names counts before them."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
+    _clear(monkeypatch)
     conf = tmp_path / "nccl.conf"
     conf.write_text("NCCL_SOCKET_IFNAME=ib0\n")
     monkeypatch.setenv("NCCL_CONF_FILE", str(conf))
     environ = {"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_ATTEMPT": "0"}
     RunFolder(tmp_path).claim_attempt({"nodes": ["local-0"]}, lambda identity: False)
     environ["HPC_DDP_NODE_INDEX"] = "0"
-    assert Place.from_env(environ).interface_env() == {"GLOO_SOCKET_IFNAME": "lo"}
+    others = {"GLOO_SOCKET_IFNAME": "lo", "HCCL_SOCKET_IFNAME": "=lo", "CCL_KVS_IFACE": "lo"}
+    assert Place.from_env(environ).interface_env() == others
     named = Place.from_env({**environ, "HPC_DDP_INTERFACE": "eth1"})
     assert named.interface_env()["NCCL_SOCKET_IFNAME"] == "=eth1"

@@ -13,6 +13,7 @@ from torch import nn
 
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import put_back, shards, state
 from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, StoredShard, rows, whole
 from hpc_ddp.training.devices import CPU
@@ -103,6 +104,7 @@ def test_memory_in_blocks_holds_the_same_file(
     one = StagingBuffer(CPU)
     one.fill(parts)
     monkeypatch.setattr(shards, "BLOCK", 256)
+    monkeypatch.setattr(devices, "use", lambda device: None)  # there is none here
     blocks = StagingBuffer(torch.device("cuda"))
     blocks.fill(parts)
     blocks.wait()
@@ -219,3 +221,15 @@ def test_a_new_rank_reads_the_first_ranks_buffers(tmp_path: Path, ignored: bool)
     ]
     means = [Reader(files, rank).read("model.running_mean")[0].item() for rank in (0, 1, None)]
     assert means == [1.0, 2.0, 1.0]
+
+
+def test_a_thread_that_waits_chooses_its_device_also_without_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may wait for sums next, and would open the node's first device for that."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(devices, "use", chosen.append)
+    buffer = StagingBuffer(CPU)
+    buffer.fill({})
+    assert buffer.wait() == 0.0
+    assert chosen == [CPU]

@@ -11,6 +11,7 @@ from torch import nn
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import precision
+from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.precision import Precision
 
 
@@ -39,6 +40,22 @@ def test_an_update_clips_the_true_gradient(kind: str) -> None:
     with precision.autocast():
         expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
         assert model(torch.ones(1, 3)).dtype == expected
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_bf16_that_a_device_emulates_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str, rank: int, is_fast: bool
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(precision, "say", told.append)
+    monkeypatch.setattr(precision, "has_bf16", lambda device: is_fast)
+    monkeypatch.setattr(precision, "name", lambda device: "Tesla T4")
+    Precision(kind, CPU, stop_on_nan=True, dims=ParallelDims(rank, 2))
+    line = "precision is 'bf16' on Tesla T4, which emulates it: steps are slow; precision='fp16'"
+    expected = kind == "bf16" and rank == 0 and not is_fast
+    assert told == ([f"{line} is fast there"] if expected else [])
 
 
 def test_an_update_without_clipping_returns_no_norm() -> None:
@@ -91,6 +108,60 @@ def test_an_optimizer_may_be_updated_twice_in_a_step(factor: float, clip: float 
     assert torch.allclose(before - model.weight, torch.full((1, 3), 2.0))
     precision.end_step()
     assert precision.state_dict()["scale"] == (2.0**16 if factor == 1.0 else 2.0**15)
+
+
+class Fused(torch.optim.SGD):
+    """An optimizer that skips an overflow by itself, as torch's fused ones do on a device."""
+
+    _step_supports_amp_scaling = True
+    found_inf: torch.Tensor
+    grad_scale: torch.Tensor | None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            scale = 1.0 if self.grad_scale is None else self.grad_scale
+            step = torch.where(self.found_inf.bool(), torch.zeros_like(weight), weight.grad / scale)
+            with torch.no_grad():
+                weight.sub_(step)
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_a_fused_optimizer_skips_by_itself(
+    monkeypatch: pytest.MonkeyPatch, factor: float, has_scheduler: bool
+) -> None:
+    """Whether it has is read from the device only where a scheduler hangs on it."""
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    model, _, _ = make_step(precision, factor)
+    optimizer = Fused(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if has_scheduler else None
+    reads: list[int] = []
+    read: Any = torch.Tensor.item
+
+    def count(tensor: torch.Tensor) -> Any:
+        reads.append(1)
+        return read(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "item", count)
+    precision.update(optimizer, None, scheduler)
+    assert bool(reads) is has_scheduler
+    if scheduler:
+        assert scheduler.get_last_lr() == [0.5 if factor == 1.0 else 1.0]
+    precision.end_step()
+    assert precision.state_dict()["scale"] == (2.0**16 if factor == 1.0 else 2.0**15)
+
+
+def test_large_weights_in_fp16_are_finite() -> None:
+    precision = Precision("fp32", CPU, stop_on_nan=True)
+    model = nn.Linear(400, 400).half()
+    for weight in model.parameters():
+        weight.data.fill_(300.0)
+    precision.watch(model)
+    precision.look()
+    assert not precision.has_non_finite()
+    model.bias.data[0] = torch.inf
+    precision.look()
+    assert precision.has_non_finite()
 
 
 def test_scaled_gradients_need_run_update() -> None:

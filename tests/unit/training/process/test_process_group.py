@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import os
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.process import process_group
@@ -65,9 +68,18 @@ def test_a_group_of_workers_with_several_devices_is_bound_to_none(
     monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append(values))
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "")
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
     gpus = [torch.device("cuda", index) for index in range(count)]
     process_group.join(DistEnv(1, 1, 2, 2, launched=True), gpus, None)
     assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
+    # The newer NCCL backend binds itself: torch's own choice by that variable is the other one.
+    assert os.environ.get("TORCH_DIST_USE_NCCL2") == (None if count == 1 else "0")
+
+
+def test_the_variable_for_the_unbound_nccl_is_torchs() -> None:
+    source = inspect.getsource(distributed_c10d)
+    assert "nccl2" not in source or 'environ.get("TORCH_DIST_USE_NCCL2") == "0"' in source
 
 
 @pytest.mark.parametrize(("hangs", "then_exit"), [(False, True), (True, True), (True, False)])
