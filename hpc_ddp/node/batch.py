@@ -14,10 +14,10 @@ import os
 import re
 import shlex
 import socket
+import threading
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hpc_ddp import slurm
@@ -28,13 +28,14 @@ from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
-from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome import end_step, requeue
 from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
 from hpc_ddp.node.worker import die_with_parent
@@ -70,12 +71,12 @@ def queue_next(environ: dict[str, str]) -> None:
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
     """Take the next attempt's number and return its variables, or None, with the effects and errors
-    of `_begin`; after an HpcDdpError the link of `queue_next` is cancelled (OSError if its note
-    can't be written)."""
+    of `_begin`; after an HpcDdpError the link of `queue_next` is cancelled."""
     try:
         return _begin(environ)
     except HpcDdpError:
-        requeue.take_back_early(_run_of(environ), environ)
+        with contextlib.suppress(OSError):  # the refusal is what has to be read
+            requeue.take_back_early(_run_of(environ), environ)
         raise
 
 
@@ -97,14 +98,14 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     if cluster and own_job.is_of(cluster):  # this node's, and not of another one that it can ask
         own_job = replace(own_job, cluster=cluster)
     array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
-    is_link = requeue.is_link(run, array or own_job)
-    if run.finished():
+    is_link = patiently(partial(requeue.is_link, run, array or own_job))
+    if patiently(run.finished):
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    requeue.check_wanted(run, restarts, is_link, own_job, array)
-    check_budget(run, spec)
-    check_silent_ends(run, spec)
+    patiently(partial(requeue.check_wanted, run, restarts, is_link, own_job, array))
+    patiently(partial(check_budget, run, spec))
+    patiently(partial(check_silent_ends, run, spec))
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
     info |= {"nodes": nodes, "cluster": own_job.cluster or None}
@@ -174,6 +175,7 @@ def attempt_env(
         warn_s=warn_s,
         notice_signal=spec.notice_signal,
         fabric=spec.fabric,
+        resume_args=spec.resume_args,
     )
 
 
@@ -189,22 +191,6 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
 
 def _own_job(environ: dict[str, str]) -> JobRef:
     return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
-
-
-def task_of(run: RunFolder, index: int) -> RunFolder:
-    """Make the folder of one task of an array, with its own job.json and a link to the array's lib,
-    and return it. It can be repeated: job.json is written anew.
-
-    Raise OSError if the disk refuses, UsageError if the array's job.json is broken, IndexError
-    beyond the last task of a sweep.
-    """
-    task = run.task(index).make()
-    array_spec = JobSpec.from_json(patiently(run.job_json.read_text))
-    task.job_json.write_text(array_spec.task(index).to_json())
-    link = task.path / "lib"
-    if not link.is_symlink():
-        link.symlink_to(Path("..") / "lib")
-    return task
 
 
 def _first_port(job_id: str) -> int:
@@ -256,6 +242,14 @@ def watch(environ: dict[str, str]) -> None:
         if (answer := _end_of(job)) is not None:
             end_time = answer
             _note_end_time(environ, end_time)
+
+
+def _watch_to_the_end(environ: dict[str, str]) -> None:
+    """Run `watch`, and beside it `end_step.guard`, which lasts as long as the batch shell."""
+    guard = threading.Thread(target=end_step.guard, args=(environ, os.getppid()), daemon=True)
+    guard.start()
+    watch(environ)
+    guard.join()
 
 
 def _end_of(job: Job | None) -> float | None:
@@ -373,7 +367,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 attempt_of(environ).notice.write_text(NoticeSource.INTERRUPTED)
             case ["warned" | "watch" as part]:
                 die_with_parent()  # the batch shell's end is theirs, also in an allocation
-                warned(environ) if part == "warned" else watch(environ)
+                warned(environ) if part == "warned" else _watch_to_the_end(environ)
             case ["teardown-time"]:
                 print(teardown_time(environ))
             case ["next-port"]:

@@ -12,11 +12,13 @@ from pathlib import Path
 from string import Template
 
 from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import NodeFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.worker import started_by
 
 AGENT_WORDS = 3  # python node.py elastic_agent
+NO_GROUP = "no-group"  # a file of the first node: its workers have formed no process group
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -32,11 +34,23 @@ def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
     """Return a command of torchrun with the ``$`` variables of its options filled in: under
     submitit and locally no shell has done it.
 
-    The script's arguments stay as they are: they are the user's. Raise KeyError for a variable that
-    `environ` lacks, ValueError for a ``$`` without a name, StopIteration without a script.
+    The script's arguments stay as they are: they are the user's. Raise UsageError for a variable
+    that `environ` lacks, or a ``$`` without a name; StopIteration without a script.
     """
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
-    return [*start, *(Template(word).substitute(environ) for word in options), *script]
+    return [*start, *(_filled(word, environ) for word in options), *script]
+
+
+def _filled(option: str, environ: Mapping[str, str]) -> str:
+    """Return an option of torchrun with its ``$`` variables filled in; raise as `expand`."""
+    try:
+        return Template(option).substitute(environ)
+    except (KeyError, ValueError) as error:
+        reason = f"{error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
+        raise UsageError(
+            f"torchrun's option {option} can't be filled in: {reason}",
+            hint="write $NAME of a variable that is set, and $$ for a dollar sign",
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.sweep import trial_args
+from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.journal.enums import Action
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
-from hpc_ddp.node.batch import attempt_env, task_of
+from hpc_ddp.node.batch import attempt_env
 from hpc_ddp.node.child_process import expand
 from hpc_ddp.node.net.network import LOOPBACK, free_port
 from hpc_ddp.node.outcome.gather_facts import check_budget, judge
@@ -91,7 +92,7 @@ class DryRun:
             the budget is used up, another process runs this run, or job.json is broken
         OSError
             the run's folder can't be used, no port is free, or a process can't be started
-        KeyError, ValueError
+        UsageError
             an option of torchrun has a variable that is not set, or a ``$`` without a name
         """
         check_budget(self.run, self.spec)
@@ -137,17 +138,22 @@ class DryRun:
 
         Like Slurm, kill those that run `KILL_WAIT_S` after the time limit. The end of the parent
         process, the user's command, is a notice. Raise OSError if a supervisor can't be started,
-        KeyError or ValueError as `expand`.
+        after those before it were killed, and UsageError as `expand`.
         """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
         if self.spec.launcher == "srun":
             argv = [sys.executable, node, "supervisor", "worker", *self.command]
         else:
             argv = [sys.executable, node, "supervisor", "torchrun", *expand(self.command, environ)]
-        self.supervisors = [
-            subprocess.Popen(argv, env=environ | self._task(index, tasks))
-            for index in range(len(self.nodes) * tasks)
-        ]
+        self.supervisors = []
+        try:
+            for index in range(len(self.nodes) * tasks):
+                env = environ | self._task(index, tasks)
+                self.supervisors.append(subprocess.Popen(argv, env=env))
+        except OSError:
+            for supervisor in self.supervisors:
+                supervisor.kill()
+            raise
         if self.notified:  # before they had started
             for supervisor in self.supervisors:
                 supervisor.terminate()
@@ -207,8 +213,7 @@ def main(command: list[str]) -> int:
     """Play the run of HPC_DDP_RUN with the command line of torchrun, or of python and the script.
 
     Return the exit code: 0 at once for a finished run. Errors are printed: an HpcDdpError gives its
-    own code, an OSError `CAN_GO_ON`. A ``cancelled`` of before is removed. Raise KeyError or
-    ValueError for a variable in torchrun's options, as `DryRun.attempt`.
+    own code, an OSError `CAN_GO_ON`. A ``cancelled`` of before is removed.
     """
     run = AttemptEnv.from_env(os.environ).run_folder
     try:

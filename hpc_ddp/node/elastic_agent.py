@@ -38,13 +38,14 @@ from typing import Any, NoReturn
 
 from hpc_ddp.core.file_io import patiently, read_word, write_json
 from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder
-from hpc_ddp.node.child_process import split
+from hpc_ddp.node.child_process import NO_GROUP, split
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.worker import die_with_parent, started_by
 
 # How long a start without a lost node waits for the rest of the others. They end their workers
 # first, which takes those that are torn down 2 s.
 LAST_CALL_S = 15
+LOOK_TIMEOUT = timedelta(seconds=10)
 
 
 def escape(script_args: list[str]) -> list[str]:
@@ -121,6 +122,31 @@ def count_the_lost() -> None:
 
     Handler.num_nodes_waiting = waiting_or_lost  # type: ignore[method-assign]
     Handler.next_rendezvous = join_and_count  # type: ignore[method-assign]
+
+
+def note_missing_group(folder: Path) -> None:
+    """Patch torchrun: once all workers have ended well, the first node's agent looks whether they
+    have formed a process group, and touches ``no-group`` in `folder` if not.
+
+    A group leaves keys in torchrun's store. One that its script forms by other means leaves none.
+    """
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
+
+    wait: Any = Agent._exit_barrier
+
+    def look_and_wait(self: Any) -> None:
+        """Look at the store, then wait for the other agents, which may close it afterwards."""
+        group = self._worker_group
+        # Any failure here is no reason to fail: the training is done.
+        with contextlib.suppress(Exception):
+            if group.group_rank == 0 and group.workers[0].world_size > 1:
+                store = TCPStore(group.master_addr, group.master_port, timeout=LOOK_TIMEOUT)
+                if not any("default_pg" in key for key in store.list_keys()):
+                    (folder / NO_GROUP).touch()
+        wait(self)
+
+    Agent._exit_barrier = look_and_wait  # type: ignore[method-assign]
 
 
 def rank_in_order(hosts: Sequence[str]) -> None:
@@ -229,6 +255,8 @@ def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
         # Each start of the workers has a store of its own: in the agent's, which all of them
         # share, they would find what those before them have left.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    else:
+        note_missing_group(place.attempt.node(place.node).path)
     try:
         elastic_launch(config=config, entrypoint=command)(*command_args)
     except ChildFailedError as error:

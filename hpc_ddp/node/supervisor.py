@@ -13,6 +13,7 @@ that file is being torn down after a failure of a peer.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -28,6 +29,7 @@ from typing import Any
 
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say, write_output
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
@@ -384,14 +386,15 @@ def main(argv: list[str]) -> int:
 
 
 def submitit_main(kind: str, command: list[str]) -> None:
-    """Be submitit's task: the supervisor of a launch, as `main`.
-
-    Exits the process with the supervisor's code: submitit's own is 0 whatever a function returned.
-    One file with `command` serves all tasks of an array; the script's arguments are in the run's
-    job.json. Raise KeyError if that can't be read, and as `expand`.
-    """
+    """Be submitit's task: the supervisor of a launch, as `main`, with the script's arguments from
+    job.json: one file with `command` serves all tasks of an array. Exits the process with the
+    supervisor's code (submitit's own is 0 whatever a function returned), or with 1 and a message
+    where job.json can't be read or `expand` refuses."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
-    args = read_json(AttemptEnv.from_env(os.environ).run_folder.job_json)["args"]
-    if kind == "torchrun":
-        command = expand(command, os.environ)
-    sys.exit(main([kind, *command, *args]))
+    job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
+    try:
+        args = json.loads(patiently(job_json.read_text)).get("args", [])
+        command = expand(command, os.environ) if kind == "torchrun" else command
+        sys.exit(main([kind, *command, *args]))
+    except (HpcDdpError, OSError, ValueError) as error:  # the last: a damaged job.json
+        sys.exit(f"hpc-ddp: this node can't take part: {error}")

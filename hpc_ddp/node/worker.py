@@ -133,6 +133,42 @@ def forget_other_ranks() -> None:
             os.unlink(os.path.join(folder, name))
 
 
+def compile_cache() -> str:
+    """Return a folder for the caches of torch's compiler that no other user can have made: below
+    TMPDIR, or in the run where another user has taken the name there.
+
+    torch would take ``/tmp/torchinductor_<user>`` whoever has made it, and load pickles from it.
+    Raise OSError if the run's can't be made.
+    """
+    name = f"hpc-ddp-compile-{os.geteuid()}"
+    in_tmp = os.path.join(os.environ.get("TMPDIR") or "/tmp", name)
+    in_run = os.path.join(os.environ["HPC_DDP_RUN"], "compile-cache")
+    for folder in (in_tmp, in_run):
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            pass
+        except OSError:  # there is no TMPDIR on this node, or no room
+            continue
+        facts = os.lstat(folder)
+        is_folder = facts.st_mode & 0o170000 == 0o040000
+        if is_folder and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
+            return folder
+    raise PermissionError(f"{in_run} is not this user's alone")
+
+
+def resume_args() -> list[str]:
+    """Return the further arguments of a script that is not started for the first time, by this
+    attempt or within it."""
+    counts = ("HPC_DDP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
+    words = os.environ.get("HPC_DDP_RESUME_ARGS")
+    if not words or not any(int(os.environ.get(name) or 0) for name in counts):
+        return []
+    import shlex
+
+    return shlex.split(words)
+
+
 def main(command: list[str]) -> None:
     """Prepare this process as a worker, and replace it by `command`: python and the script.
 
@@ -155,8 +191,11 @@ def main(command: list[str]) -> None:
     os.environ.update(as_task(), PYTHONPATH=python_path())
     # A set of strings has one order on all ranks, and after a resume: a vocabulary, for one.
     os.environ.setdefault("PYTHONHASHSEED", "0")
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache()
     if "HPC_DDP_UMASK" in os.environ:  # not under submitit, whose tasks have no `entry`
         os.umask(int(os.environ.pop("HPC_DDP_UMASK"), 8))
+    command = [*command, *resume_args()]
     os.execvp(command[0], command)
 
 

@@ -43,7 +43,7 @@ COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 # fmt: off
 RUN_ENTRIES = {
     "job.json", "job.sbatch", "limits.json", "early-links.json", "code", "lib", "journal", "logs",
-    "checkpoints", "submitit", "tensorboard", "cancelled", "report.html",
+    "checkpoints", "submitit", "tensorboard", "cancelled", "report.html", "compile-cache",
 }
 # fmt: on
 # A lost run may still work, unknown to this Slurm, so long after its last event.

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs
 from hpc_ddp.live_jobs import Queue
-from hpc_ddp.node.batch import task_of
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.submission import plan, restart

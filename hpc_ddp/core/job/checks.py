@@ -94,6 +94,13 @@ def check(spec: JobSpec) -> None:
         raise UsageError(
             f"time {spec.time!r} is zero; accepted: a positive Slurm time", hint="--time 1:00:00"
         )
+    try:
+        shlex.split(spec.resume_args)
+    except ValueError as error:
+        raise UsageError(
+            f"resume-args is {spec.resume_args!r}: {error}; accepted: words, quoted as in a shell",
+            hint="--resume-args '--init_from=resume'",
+        ) from None
     _check_sbatch(spec)
     _check_env(spec)
     _check_container(spec)
@@ -263,7 +270,7 @@ def _check_texts(spec: JobSpec) -> None:
                 hint=f"leave out line breaks and control characters in --{key}",
             )
     swept = [value for values in spec.sweep.values() for value in values]
-    lines = (*spec.setup, *spec.teardown)
+    lines = (spec.resume_args, *spec.setup, *spec.teardown)
     texts = (spec.script, spec.chdir, *spec.args, *lines, *spec.env.values(), *swept)
     for text in texts:
         if "\0" in text or not _is_unicode(text):

@@ -209,6 +209,12 @@ class JobSpec:
         group=CONTINUATION,
         accepted=CONTINUE_BY,
     )
+    resume_args: str = option(
+        "",
+        "Arguments that SCRIPT gets in addition from the second start on, as '--resume last.pt'.",
+        group=CONTINUATION,
+        metavar="ARGS",
+    )
     max_requeues: int | None = option(
         None, "Bound on requeues (default: none).", group=CONTINUATION, least=0
     )

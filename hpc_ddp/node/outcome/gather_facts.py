@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from hpc_ddp import slurm
@@ -14,9 +15,10 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.journal.enums import Action, Cause
+from hpc_ddp.core.journal.enums import Action, Cause, sequel_of
 from hpc_ddp.core.journal.events import JournalEvent, Submitted, VerdictGiven
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.node.child_process import NO_GROUP
 from hpc_ddp.node.outcome.verdict import (
     AttemptFacts,
     Verdict,
@@ -26,6 +28,11 @@ from hpc_ddp.node.outcome.verdict import (
     too_many_silent,
 )
 from hpc_ddp.slurm_text import Job
+
+APART = (
+    "WARNING: no process group was formed: unless the script joins its {count} workers by other"
+    " means, each of them has trained alone"
+)
 
 # --- before an attempt ---------------------------------------------------------------------
 
@@ -109,6 +116,8 @@ def judge(
         most_requeues=run.most_requeues,
     )
     decided = decide(facts)
+    if decided.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
+        decided = replace(decided, why=APART.format(count=len(nodes) * spec.workers_per_node))
     _note(run, attempt, facts, decided)
     return facts, decided
 
@@ -137,8 +146,7 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: 
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
-        again = "it starts over" if facts.step is None else "it goes on"  # by its checkpoints
-        then = again if decided.action == Action.REQUEUE else "given up"
+        then = sequel_of(facts.step) if decided.action == Action.REQUEUE else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")
 
 

@@ -102,7 +102,8 @@ def check_wanted(
             marked = [JobRef.parse(str(name)) for name in names]
             if any(one and one.is_among(marked) for one in (job, array)):
                 raise HpcDdpError(f"job {job.id} was cancelled as it started")
-            folder.cancelled.unlink(missing_ok=True)
+            if folder.cancelled.exists():  # a disk that is read-only refuses to remove nothing
+                folder.cancelled.unlink(missing_ok=True)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 

@@ -36,7 +36,7 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import is_finished, last_event
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.live_jobs import process_of
+from hpc_ddp.live_jobs import is_final, process_of
 from hpc_ddp.slurm_text import QueuedJob
 
 
@@ -141,11 +141,11 @@ def _find_state(
 
 
 def _is_final(last: JournalEvent | None) -> bool:
-    """Return whether the last event of a task is a verdict without a requeue; False for None.
+    """Return whether the last event of a task is a verdict that nothing follows; False for None.
 
     The last task of an array has the array's own job id, which is live while other tasks run.
     """
-    return isinstance(last, VerdictGiven) and last.action != Action.REQUEUE
+    return isinstance(last, VerdictGiven) and is_final(last)
 
 
 def _has_live_process(last: JournalEvent | None) -> bool:

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.child_process import expand, split, worker_launch
@@ -109,3 +110,9 @@ def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
     words = ["$A", "node.py", "elastic_agent", "--rdzv-id=$ID", "--x=${ID}", "train.py", "--lr=$ID"]
     assert expand(words, {"ID": "7"}) == [*words[:3], "--rdzv-id=7", "--x=7", *words[5:]]
     assert split(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])
+
+
+@pytest.mark.parametrize(("option", "reason"), [("--x=$ID", "ID is not set"), ("--x=1$", "line 1")])
+def test_a_variable_that_is_not_set_is_named(option: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        expand(["python", "node.py", "elastic_agent", option, "train.py"], {})

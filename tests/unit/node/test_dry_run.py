@@ -13,10 +13,10 @@ import pytest
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import dry_run
-from hpc_ddp.node.batch import task_of
 from hpc_ddp.node.dry_run import DryRun
 from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver

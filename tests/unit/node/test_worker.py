@@ -63,6 +63,63 @@ def test_a_worker_has_a_log_and_slurms_variables_of_its_own(
     assert first
 
 
+@pytest.mark.parametrize(
+    ("environ", "is_later"),
+    [
+        ({"HPC_DDP_ATTEMPT": "0"}, False),
+        ({"HPC_DDP_ATTEMPT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ({"HPC_DDP_ATTEMPT": "0", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"HPC_DDP_ATTEMPT": "2"}, True),
+    ],
+)
+def test_a_script_has_further_arguments_from_its_second_start_on(
+    start: Callable[..., subprocess.CompletedProcess[bytes]],
+    tmp_path: Path,
+    environ: dict[str, str],
+    is_later: bool,
+) -> None:
+    look = "import sys; print(sys.argv[1:])"
+    done = start(look=look, HPC_DDP_RESUME_ARGS="--resume 'last one.pt'", **environ)
+    assert done.returncode == 0, done.stderr
+    printed = (tmp_path / "rank-2.log").read_text().strip()
+    assert printed == str(["--resume", "last one.pt"] if is_later else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_link", "where"),
+    [(None, False, "tmp"), (0o700, False, "tmp"), (0o777, False, "run"), (0o700, True, "run")],
+)
+def test_the_compilers_cache_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, is_link: bool, where: str
+) -> None:
+    """Pickles are loaded from it, and its usual place has a name that anybody can make."""
+    folders = {name: tmp_path / name for name in ("tmp", "run", "theirs")}
+    for folder in folders.values():
+        folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folders["tmp"]))
+    monkeypatch.setenv("HPC_DDP_RUN", str(folders["run"]))
+    taken = folders["tmp"] / f"hpc-ddp-compile-{os.geteuid()}"
+    if is_link:
+        taken.symlink_to(folders["theirs"])
+    elif mode is not None:
+        taken.mkdir()
+        taken.chmod(mode)
+    expected = {"tmp": taken, "run": folders["run"] / "compile-cache"}[where]
+    assert worker.compile_cache() == worker.compile_cache() == str(expected)
+    assert expected.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_tmpdir_the_compilers_cache_is_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
+    assert worker.compile_cache() == str(tmp_path / "compile-cache")
+    (tmp_path / "compile-cache").chmod(0o777)
+    with pytest.raises(PermissionError, match="is not this user's alone"):
+        worker.compile_cache()
+
+
 def test_sets_have_one_order_in_all_workers(
     start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core import process
+from hpc_ddp.core import file_io, process
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
@@ -20,7 +20,7 @@ from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin
 from tests.raw_events import raw, raw_events
-from unit.fakes import Clock, Slurm
+from unit.fakes import Clock, Slurm, stop_clock
 from unit.node.batch.fakes import END, job_environ, show_job, write_spec
 from unit.report.written_runs import linked
 
@@ -44,6 +44,7 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
         "HPC_DDP_SIGNAL": "USR1",
         "HPC_DDP_WARN_S": "90",
         "HPC_DDP_CPUS": "1",
+        "HPC_DDP_RESUME_ARGS": "",
     }
     (event,) = raw_events(run.path)
     assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")
@@ -255,3 +256,21 @@ def test_exported_values_survive_a_shell() -> None:
         ["bash", "-c", f'{lines}printf "%s|%s" "$A" "$B"'], capture_output=True, text=True
     )
     assert done.stdout == "a b'$(x)|"
+
+
+@pytest.mark.parametrize("name", ["check_budget", "check_silent_ends"])
+def test_a_start_waits_for_its_disk(
+    controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    clock = stop_clock(monkeypatch, file_io)
+    look = getattr(batch, name)
+    refusals = [OSError(116, "Stale file handle")] * 2
+
+    def refuse(*words: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        look(*words)
+
+    monkeypatch.setattr(batch, name, refuse)
+    assert begin(job_environ(run)) is not None
+    assert len(clock.slept) == 2

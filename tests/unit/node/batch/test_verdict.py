@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import verdict
+from hpc_ddp.node.outcome import end_step
 from hpc_ddp.node.outcome.gather_facts import judge
 from tests.raw_events import raw, raw_events
 from unit.fakes import Clock, Slurm
@@ -52,7 +54,7 @@ def test_an_error_of_the_script_is_given_up(
     ]
 
 
-@pytest.mark.parametrize(("step", "then"), [(None, "it starts over"), (5, "it goes on")])
+@pytest.mark.parametrize(("step", "then"), [(None, "it is started again"), (5, "it goes on")])
 def test_a_lost_node_is_kept_off_the_requeued_job(
     controller: Slurm,
     run: RunFolder,
@@ -131,7 +133,10 @@ def test_each_call_of_the_batch_script(
     call: Callable[..., int],
     printed: list[str],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    guarded: list[int] = []
+    monkeypatch.setattr(end_step, "guard", lambda environ, shell: guarded.append(shell))
     assert call("begin") == 0
     assert "export HPC_DDP_ATTEMPT=0\n" in capsys.readouterr().out
     attempt = run.attempt(0)
@@ -140,6 +145,7 @@ def test_each_call_of_the_batch_script(
     assert call("warned", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
     assert attempt.notice.read_text() == "warning signal"
     assert call("watch", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
+    assert guarded == [os.getppid()]  # in the job the batch script
     assert call("teardown-time", HPC_DDP_END_TIME="1") == 0
     assert int(capsys.readouterr().out) >= 1
     attempt.port_taken.touch()

@@ -186,3 +186,18 @@ def test_submitits_task_ends_with_the_supervisors_code(
         supervisor.submitit_main(kind, command)
     assert calls == [[kind, *expanded]]
     assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"args": []}'])
+def test_submitits_task_that_can_not_start_says_why(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "patiently", lambda call: call())
+    monkeypatch.setattr(signal, "signal", lambda *words: None)
+    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
+    if content:
+        (tmp_path / "job.json").write_text(content)
+    with pytest.raises(SystemExit) as ended:  # the last by an option of torchrun
+        supervisor.submitit_main("torchrun", ["python", "node.py", "agent", "--x=$NO_SUCH", "t.py"])
+    assert "this node can't take part" in str(ended.value.code)
+    assert ("NO_SUCH is not set" in str(ended.value.code)) is (content == '{"args": []}')

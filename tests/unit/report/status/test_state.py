@@ -77,3 +77,13 @@ def test_a_start_that_failed_before_its_attempt_is_no_superseded_one(tmp_path: P
     status = status_of(run, Queue({}))
     assert status.state == "lost"
     assert status.why == "its job was started again, and ended before the next attempt began"
+
+
+def test_a_task_that_waits_after_a_requeue_is_not_lost(tmp_path: Path) -> None:
+    """Its attempt ended as superseded: the requeue was Slurm's, or a person's."""
+    sweep = make_run(tmp_path)
+    task = RunFolder(sweep.path / "task-0").make()
+    write_event(task, "batch", "started", 0, job_id="5", nodes=["n1"])
+    write_event(task, "batch", "verdict", 0, cause="superseded", action="none", why="")
+    waiting = QueuedJob("PENDING", "BeginTime", "", "9:00", "/w/job.sbatch", "name")
+    assert status_of(task, Queue({"5": waiting})).state == "waiting"

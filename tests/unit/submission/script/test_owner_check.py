@@ -28,13 +28,14 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def check(run: Path, **more: str) -> str:
-    """Return what the script prints to stderr; '' where it would go on. `more` are variables."""
+def check(run: Path, profile: str = "", **more: str) -> str:
+    """Return what the script prints to stderr; '' where it would go on. `profile` are lines before
+    it, and `more` are variables."""
     begin, _, rest = GOLDEN.read_text().partition("check_owner() {")
     function = "check_owner() {" + rest.partition("\n}\n")[0] + "\n}\n"
     env = {"PATH": os.environ["PATH"], "HPC_DDP_RUN": str(run), "node": f"{run}/lib/node.py"}
     env |= more
-    argv = ["/bin/bash", "-c", f"{function}check_owner"]
+    argv = ["/bin/bash", "-c", f"{profile}\n{function}check_owner"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert bool(done.returncode) == bool(done.stderr)
     assert begin
@@ -99,3 +100,13 @@ def test_a_task_runs_no_library_that_another_user_has_linked(run: Path) -> None:
     os.chown(run / "task-2" / "lib", 54321, -1, follow_symlinks=False)
     assert check(run, SLURM_ARRAY_TASK_ID="1") == ""
     assert f"nothing is run of {run}/task-2/lib: " in check(run, SLURM_ARRAY_TASK_ID="2")
+
+
+def test_functions_of_a_profile_change_nothing(run: Path) -> None:
+    names = ("cd", "find", "stat", "mktemp", "rm")
+    profile = 'cd() { builtin cd "$@" && ls; }\n'
+    profile += "".join(f"{name}() {{ echo {name}; }}\n" for name in names[1:])
+    assert check(run, profile) == ""
+    (run / "lib" / "node.py").chmod(0o664)
+    assert "nothing is run of" in check(run, profile)
+    assert not list((run / "logs").glob(".owner*"))

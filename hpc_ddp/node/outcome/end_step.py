@@ -1,0 +1,113 @@
+"""The end of a step that does not end by itself: its srun is killed, so that the verdict can come.
+
+srun waits for each of its tasks, and longer than Slurm lets the batch shell live after the time
+limit: a node that does not answer, or a task that nothing can kill, would cost the run its requeue.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_ddp import slurm
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import patiently, read_seconds
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.node.outcome.requeue import ask
+from hpc_ddp.node.outcome.verdict import silent_nodes
+
+POLL_S = 10.0
+ENDED_S = 60.0  # how long srun may take once all nodes have recorded their end
+KEPT_S = 8.0  # of the batch shell's life after the time limit, for the verdict
+KILL_WAIT_S = 30.0  # Slurm's default: from the time limit's SIGTERM to SIGKILL
+ANSWER_S = 5.0
+LAUNCHERS = ("srun", "mpirun", "orterun", "prterun", "ibrun")
+
+
+def guard(environ: dict[str, str], shell: int) -> None:
+    """Kill the step of the batch script `shell`, a process id, where it would cost the verdict.
+
+    That is `ENDED_S` after all nodes have recorded their end, and `KEPT_S` before Slurm ends the
+    batch shell at the time limit. Returns never: it ends with its process. Raise OSError or
+    UsageError where job.json can't be read.
+    """
+    env = AttemptEnv.from_env(environ)
+    spec = JobSpec.from_json(patiently(env.run_folder.job_json.read_text))
+    grace_s = _kill_wait() - KEPT_S
+    ended_at: float | None = None
+    while True:
+        time.sleep(_pause(env, grace_s))
+        ended_at = (ended_at or time.monotonic()) if _have_all_ended(env, spec) else None
+        if ended_at is not None and time.monotonic() - ended_at > ENDED_S:
+            _kill_step(shell, "all nodes have ended, and srun has not")
+        elif _is_last_moment(env, environ["SLURM_JOB_ID"], grace_s):
+            _kill_step(shell, "the time limit is over, and the step has not ended")
+
+
+def _kill_wait() -> float:
+    """Return the cluster's KillWait in seconds, Slurm's default where it does not say."""
+    try:
+        return float(slurm.show_config().get("KillWait", "").split()[0])
+    except (HpcDdpError, ValueError, IndexError):
+        return KILL_WAIT_S
+
+
+def _pause(env: AttemptEnv, grace_s: float) -> float:
+    """Return the seconds until the next look, 1 to `POLL_S`."""
+    return max(1.0, min(POLL_S, _end(env) + grace_s - time.time()))
+
+
+def _end(env: AttemptEnv) -> float:
+    """Return the end of the job's time in unix seconds, as `batch.watch` keeps it; inf without."""
+    end_time = read_seconds(env.attempt_folder.end_time) or env.end_time
+    return float("inf") if end_time is None else end_time
+
+
+def _have_all_ended(env: AttemptEnv, spec: JobSpec) -> bool:
+    """Return whether all tasks of all nodes have recorded their end. The first node's are looked at
+    before the others'. False where the disk does not answer."""
+    attempt = env.attempt_folder
+    try:
+        nodes = list(env.nodes)
+        if not attempt.node(nodes[0]).records():
+            return False
+        return not silent_nodes(spec, nodes, attempt.records())
+    except (OSError, ValueError, KeyError, TypeError):  # a damaged record is the verdict's matter
+        return False
+
+
+def _is_last_moment(env: AttemptEnv, job_id: str, grace_s: float) -> bool:
+    """Return whether Slurm ends the batch shell within seconds. Slurm is asked for the limit once
+    more; where it does not answer, it ends nothing. False for a preempted job, which Slurm itself
+    requeues."""
+    if time.time() < _end(env) + grace_s:
+        return False
+    job = ask(job_id, is_quiet=True, give_up=time.monotonic() + ANSWER_S)
+    if job is None or job.preempted:
+        return False
+    return job.left_s is None or job.left_s + grace_s <= 0
+
+
+def _kill_step(shell: int, why: str) -> None:
+    """Kill the launchers and preflights that the batch script waits for, and print why."""
+    for pid in _children(shell):
+        with suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if name in LAUNCHERS or b"preflight.driver" in words:
+                say(f"{why}: {name} is killed, so that the verdict can come")
+                os.kill(pid, signal.SIGKILL)
+
+
+def _children(parent: int) -> Iterator[int]:
+    """Yield the ids of a process's children."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                yield int(path.parent.name)
