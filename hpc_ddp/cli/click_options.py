@@ -23,7 +23,12 @@ from hpc_ddp.submission.settings import config
 
 Command = Callable[..., Any]
 OTHERS = "Others"
-_GROUP_OF = {"run-text": COMMON, "fresh": CONTINUATION, "force": CONTINUATION}
+_GROUP_OF = {
+    "run-text": COMMON,
+    "fresh": CONTINUATION,
+    "new-code": CONTINUATION,
+    "force": CONTINUATION,
+}
 
 # The options that describe the nodes of a job.
 _OF_NODES = (

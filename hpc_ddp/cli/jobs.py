@@ -39,12 +39,16 @@ from hpc_ddp.submission.plan import Plan, PreparedRun, find_mistakes, plan_new
 from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.runs_dir import runs_root
+from hpc_ddp.submission.snapshot import changed_since
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 
 
 _fresh = click.option(
     "--fresh", is_flag=True, help="With --run: begin at step 0; the old checkpoints are kept."
+)
+_new_code = click.option(
+    "--new-code", is_flag=True, help="With --run: the code as it is now, not the run's own copy."
 )
 _force = click.option(
     "--force",
@@ -54,20 +58,25 @@ _force = click.option(
 
 
 def _prepare(
-    options: dict[str, Any], fresh: bool = False, force: bool = False, **forced: Any
+    options: dict[str, Any],
+    fresh: bool = False,
+    force: bool = False,
+    new_code: bool = False,
+    **forced: Any,
 ) -> PreparedRun:
     """Write the folder of the run that the command line's `options` describe, and return the run;
     `forced` settings, by key, come before them. With `force` a job of the run that can't be asked
     for counts as over.
 
     Takes ``run_text`` out of `options`; prints files, site and warnings to stderr. An existing run
-    is claimed: no other process can start it before `_begin` has, or this one ends.
+    is claimed: no other process can start it before `_begin` has, or this one ends. It keeps its
+    code without `new_code`.
 
     Raises
     ------
     UsageError
-        ``--fresh`` without ``--run``, a refused setting, ``--run`` means no run or one that can't
-        go on or is at work, or the folder can't be written
+        ``--fresh`` or ``--new-code`` without ``--run``, a refused setting, ``--run`` means no run
+        or one that can't go on or is at work, or the folder can't be written
     OSError
         the folder of ``--run`` can't be read
     """
@@ -76,7 +85,9 @@ def _prepare(
             "--fresh needs --run RUN: a new run begins at step 0 in any case",
             hint="hpc-ddp submit --run RUN --fresh",
         )
-    plan, _ = _plan(options, **forced)
+    if new_code and options["run_text"] is None:
+        raise UsageError("--new-code needs --run RUN: a new run copies the code in any case")
+    plan, _ = _plan(options, new_code, **forced)
     return replace(plan, is_forced=force).write()
 
 
@@ -120,7 +131,9 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
             say(f"note: {name} stands behind {script}, so it goes to the script")
 
 
-def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings]:
+def _plan(
+    options: dict[str, Any], new_code: bool = False, **forced: Any
+) -> tuple[Plan, config.Settings]:
     """Return the plan of a job, of a new run or of ``--run``, and its merged settings; nothing is
     written.
 
@@ -142,19 +155,34 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings
         plan = plan_new(settings, cwd, runs_root(settings))
     else:
         run = find_run(runs_root(settings), run_text, own_cluster)
-        plan = plan_continuation(run, layer, settings, cwd)
+        plan = plan_continuation(run, layer, settings, cwd, new_code)
+        _note_changes(plan)
     for text in (*plan.rendering.left_out(), *find_mistakes(plan.spec)):
         say(f"warning: {text}")
     return plan, settings
 
 
+def _note_changes(plan: Plan) -> None:
+    """Print which files of a run's code have changed where it goes on with its own copy."""
+    if plan.copies_code or not plan.code.is_relative_to(plan.run.whole):
+        return
+    inside = plan.script.relative_to(plan.code)
+    if changed := changed_since(plan.code, inside, Path(plan.spec.script)):
+        names = ", ".join(changed[:3]) + (", …" if changed[3:] else "")
+        say(
+            f"note: the run goes on with its own copy of the code; changed since: {names};"
+            " --new-code takes it as it is now"
+        )
+
+
 @click.command(cls=Grouped, context_settings=PASS_ON)
 @_fresh
+@_new_code
 @_force
 @job_options
-def submit(as_json: bool, fresh: bool, force: bool, **options: Any) -> None:
+def submit(as_json: bool, fresh: bool, new_code: bool, force: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
-    _start(_prepare(options, fresh, force), as_json, fresh)
+    _start(_prepare(options, fresh, force, new_code), as_json, fresh)
 
 
 def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
@@ -225,14 +253,15 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)
 @_fresh
+@_new_code
 @_force
 @job_options
-def dry_run(as_json: bool, fresh: bool, force: bool, **options: Any) -> None:
+def dry_run(as_json: bool, fresh: bool, new_code: bool, force: bool, **options: Any) -> None:
     """Play the same job on this machine: gloo on CPU, nodes as processes, in the foreground.
 
     Exit code 75 means that it was stopped and can go on with --run.
     """
-    _start(_prepare(options, fresh, force, backend="local"), as_json, fresh)
+    _start(_prepare(options, fresh, force, new_code, backend="local"), as_json, fresh)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)

@@ -182,17 +182,23 @@ def new_folder(root: Path, spec: JobSpec) -> RunFolder:
 
 
 def make_plan(
-    spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool, source: RunFolder | None = None
+    spec: JobSpec,
+    run: RunFolder,
+    settings: Settings,
+    is_new: bool,
+    source: RunFolder | None = None,
+    keeps_code: bool = False,
 ) -> Plan:
-    """Return the plan of a job, with the code of the run `source` where one is given.
+    """Return the plan of a job, with a copy of the code of the run `source` where one is given.
 
-    `run` is the job's folder, which does not exist yet if `is_new`; nothing is written.
+    `run` is the job's folder, which does not exist yet if `is_new`. With `keeps_code` it goes on
+    with its newest snapshot, or without one with the live code. Nothing is written.
 
     Raises
     ------
     UsageError
         a variable is not set here, the user's template is broken, the job exceeds the operators'
-        limits, or `source` has no snapshot of the script
+        limits, or there is a snapshot to take, and the script is not in it
     """
     _check_environment(spec)
     limits: Mapping[str, Any] = {}
@@ -201,8 +207,11 @@ def make_plan(
         limits = {} if spec.backend == "local" else settings.limits.bounds
     script = Path(spec.script)
     code = script.parent
-    copies_code = bool(settings.get("snapshot", True))
-    if source:
+    copies_code = bool(settings.get("snapshot", True)) and not keeps_code
+    if keeps_code and run.newest_code:
+        code, inside = snapshot.newest(run, script)
+        script = code / inside
+    elif source:
         code = run.code / "0"
         script = code / snapshot.newest(source, script)[1]
     elif copies_code:

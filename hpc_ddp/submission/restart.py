@@ -117,13 +117,18 @@ def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
 
 
 def plan_continuation(
-    run: RunFolder, options: Mapping[str, Any], settings: Settings, cwd: Path
+    run: RunFolder,
+    options: Mapping[str, Any],
+    settings: Settings,
+    cwd: Path,
+    new_code: bool = False,
 ) -> Plan:
-    """Return the plan of a run that continues: its job with `options` over it, and fresh code.
+    """Return the plan of a run that continues: its job with `options` over it, and its own code.
 
     `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
-    that paths in `options` are relative to. Of an array the tasks go on that are not finished.
-    Nothing is written; whether a job works on the run is looked at when the plan is.
+    that paths in `options` are relative to. With `new_code`, and for a script in `options`, the
+    code is copied anew. Of an array the tasks go on that are not finished. Nothing is written;
+    whether a job works on the run is looked at when the plan is.
 
     Raises
     ------
@@ -145,8 +150,12 @@ def plan_continuation(
     elif spec.array:
         changed.setdefault("array", _unfinished(run, spec))
     spec = _changed(spec, changed)
-    _check_script(spec, hint="name SCRIPT")
-    return make_plan(spec, run, settings, is_new=False)
+    if new_code or "script" in options:
+        _check_script(spec, hint="name SCRIPT")
+        return make_plan(spec, run, settings, is_new=False)
+    if run.newest_code is None:  # it was begun with --no-snapshot
+        _check_script(spec, hint="name SCRIPT")
+    return make_plan(spec, run, settings, is_new=False, keeps_code=True)
 
 
 def _changes(

@@ -7,11 +7,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from filecmp import cmp
 from fnmatch import fnmatch
 from pathlib import Path
 
 from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import close_to_others
 from hpc_ddp.core.run_folder import RunFolder
@@ -20,6 +23,9 @@ from hpc_ddp.submission.settings.fabric_profiles import for_auto
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
+# What trainings write; left out where it is large, and the rest is not.
+WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".npz", ".npy", ".h5", ".onnx")
+LARGE_BYTES = 10**6
 # The work tree may be another user's, where `safe.directory` lets git in: it runs nothing of it.
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 TRAVELS = ("core", "node", "training")
@@ -68,8 +74,9 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     """Copy the code around `script` to its `place`; a bar on stderr shows the progress.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
-    ignored), or else its folder. Links are copied as links. `exclude` has patterns of files to
-    leave out, but for the script, which is copied in any case.
+    ignored), or else its folder, without folders of runs. Large weights are left out, with a note
+    on stderr, where it would be too large with them. Links are copied as links. `exclude` has
+    patterns of files to leave out, but for the script, which is copied in any case.
 
     Raises
     ------
@@ -120,7 +127,7 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     else:
         root = script.parent
         names = _plain_files(root, run.root)
-    return root, list(_select_within_limits(root, names, exclude))
+    return root, list(_select_within_limits(root, _without_runs(root, names), exclude))
 
 
 def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
@@ -138,9 +145,26 @@ def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
     inside = next((end for end in ends if newest_code and (newest_code / end).is_file()), None)
     if newest_code is None or inside is None:
         raise UsageError(
-            f"run {run.path} has no snapshot of {script}", hint="leave out --same-code"
+            f"run {run.path} has no snapshot of {script}",
+            hint="take the code as it is now: without --same-code, or with --new-code",
         )
     return newest_code, inside
+
+
+def changed_since(code: Path, inside: Path, script: Path) -> list[str]:
+    """Return the Python files of a snapshot that are others now, or gone, by their names in it.
+
+    `inside` is the path of the live `script` in the snapshot `code`. A file that can't be read is
+    passed over.
+    """
+    live = Path(*script.parts[: -len(inside.parts)])
+    changed = []
+    for path in sorted(code.rglob("*.py")):
+        name = path.relative_to(code)
+        with suppress(OSError):
+            if path.is_file() and not ((live / name).exists() and cmp(path, live / name, False)):
+                changed.append(str(name))
+    return changed
 
 
 def _work_tree(script: Path) -> Path | None:
@@ -190,12 +214,26 @@ def _plain_files(root: Path, runs: Path) -> Iterator[str]:
             yield str((parent / name).relative_to(root))
 
 
+def _without_runs(root: Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield the names, relative to `root`, that lie in no folder of a run: plain starts have theirs
+    in ``runs``, beside the script."""
+    is_run: dict[Path, bool] = {}
+    for name in names:
+        for folder in Path(name).parents:
+            if folder not in is_run:
+                path = root / folder
+                is_run[folder] = (path / "job.json").exists() and (path / "journal").is_dir()
+        if not any(is_run[folder] for folder in Path(name).parents):
+            yield name
+
+
 def _select_within_limits(
-    root: Path, names: Iterator[str], exclude: Sequence[str]
+    root: Path, names: Iterable[str], exclude: Sequence[str]
 ) -> dict[str, int]:
     """Return the size in bytes of each file to copy, by its name relative to `root`.
 
-    Left out are names that match a pattern of `exclude`, and whatever is no file and no link.
+    Left out are names that match a pattern of `exclude`, whatever is no file and no link, and with
+    a note large weights that do not fit.
 
     Raises
     ------
@@ -205,6 +243,7 @@ def _select_within_limits(
         a file can't be looked at, or is deleted just then
     """
     sizes: dict[str, int] = {}
+    weights: dict[str, int] = {}
     total = 0
     for name in names:
         path = root / name
@@ -212,21 +251,32 @@ def _select_within_limits(
             continue
         if not path.is_symlink() and not path.is_file():  # deleted but tracked, a submodule, a pipe
             continue
-        sizes[name] = path.lstat().st_size
-        total += sizes[name]
+        size = path.lstat().st_size
+        if size > LARGE_BYTES and path.suffix in WEIGHTS:
+            weights[name] = size
+            continue
+        sizes[name] = size
+        total += size
         if len(sizes) > LIMIT_FILES or total > LIMIT_BYTES:
             _refuse(root, sizes)
+    if total + sum(weights.values()) <= LIMIT_BYTES:
+        return sizes | weights
+    say(f"note: the copy of the code has no room for {_largest(weights)}")
     return sizes
 
 
 def _refuse(root: Path, sizes: dict[str, int]) -> None:
     """Raise UsageError that the code is too large, with the three largest files; `sizes` are bytes
     by name, relative to `root`, one or more."""
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    sizes_text = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
     raise UsageError(
         f"the code in {root} is more than a snapshot takes ({LIMIT_BYTES // 10**6} MB,"
-        f" {LIMIT_FILES:,} files); largest so far: {sizes_text}",
-        hint=f"put snapshot-exclude = [{largest[0]!r}] into hpc-ddp.toml, list it in .gitignore,"
-        " or run the live code with --no-snapshot",
+        f" {LIMIT_FILES:,} files); largest so far: {_largest(sizes)}",
+        hint=f"put snapshot-exclude = [{max(sizes, key=lambda name: sizes[name])!r}] into"
+        " hpc-ddp.toml, list it in .gitignore, or run the live code with --no-snapshot",
     )
+
+
+def _largest(sizes: Mapping[str, int]) -> str:
+    """Return the three largest files with their sizes, for a message."""
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    return ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)

@@ -196,13 +196,13 @@ def test_snapshot_of_a_git_tree(run_cli: Cli, project: Path) -> None:
 
 
 def test_too_large_a_snapshot_names_the_largest(run_cli: Cli, project: Path) -> None:
-    with open(project / "big.bin", "wb") as file:
+    with open(project / "big.raw", "wb") as file:
         file.truncate(60 * 10**6)
     done = run_cli("submit", "train.py")
     assert done.returncode == 2
-    assert "big.bin (60.0 MB)" in done.stderr
+    assert "big.raw (60.0 MB)" in done.stderr
     assert "snapshot-exclude" in done.stderr
-    (project / "hpc-ddp.toml").write_text('snapshot-exclude = ["*.bin"]\n')
+    (project / "hpc-ddp.toml").write_text('snapshot-exclude = ["*.raw"]\n')
     assert run_cli("render", "train.py").returncode == 0
     (project / "hpc-ddp.toml").unlink()
     done = run_cli("render", "--no-snapshot", "train.py")
@@ -222,7 +222,7 @@ def test_the_options_are_these() -> None:
     options = {o for p in command("submit").params for o in p.opts if o.startswith("--")}
     assert options == {
         *("--account", "--array", "--backend", "--budget-gpu-hours", "--constraint", "--container"),
-        *("--continue-by", "--force", "--fresh"),
+        *("--continue-by", "--force", "--fresh", "--new-code", "--resume-args"),
         *(
             "--cpus-per-node",
             "--cpus-per-task",

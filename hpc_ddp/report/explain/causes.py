@@ -107,7 +107,8 @@ def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
         return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
     if verdict.cause == Cause.FAILED and verdict.node is None:
         text = "left its training loop, but the script ended without run.finish()."
-        return Explanation("unfinished", text, f"call run.finish() at its end; then {facts.again}")
+        hint = f"call run.finish() at its end; then {facts.with_new_code}"
+        return Explanation("unfinished", text, hint)
     return _explain_cause(facts, verdict.cause)
 
 
@@ -171,9 +172,9 @@ def _no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     count = verdict.why.rpartition("; ")[2].replace(" ended so,", " have ended")
     hint = last.hint
     if verdict.cause == Cause.TIME_LIMIT:
-        hint = f"save more often, start(save_every=…), or more --time; then {facts.again}"
+        hint = f"save more often, start(save_every=…), or more --time; then {facts.with_new_code}"
     elif verdict.cause == Cause.NOTICE:
-        hint = f"save more often, start(save_every=…); then {facts.again}"
+        hint = f"save more often, start(save_every=…); then {facts.with_new_code}"
     text = f"was given up: {count}. The last one {last.text}"
     return replace(last, kind="no progress", text=text, hint=hint)
 
@@ -202,7 +203,7 @@ def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, s
     if error:
         place = place_in(facts.rank_log.rpartition("Traceback (most recent call last)")[2])
         text = f"failed{at}: {process} raised {shorten(error)}{place and f', in {place}'}."
-        return "python error", text, f"fix it, then {facts.again}"
+        return "python error", text, f"fix it, then {facts.with_new_code}"
     if failure.code < 0:
         signal = SIGNALS.get(-failure.code, f"it was ended by signal {-failure.code}")
         return "killed", f"failed{at}: {process} died; {signal}.", logs

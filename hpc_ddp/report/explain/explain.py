@@ -151,6 +151,9 @@ def _explain_finished(facts: RunFacts) -> Explanation:
     share = goodput.share(goodput.account(facts.events))
     if share is not None:
         text += f" Its goodput was {share:.0%}."
+    verdict = last_event(facts.events, VerdictGiven)
+    if verdict is not None and verdict.why:
+        text += f" {verdict.why}."
     export = f"python -m hpc_ddp.training.export {quoted_path(facts)} model.safetensors"
     return Explanation("finished", text, export if facts.saved is not None else "")
 
@@ -329,7 +332,7 @@ def _loss(facts: RunFacts, explanation: Explanation) -> str:
     if explanation.lost_steps is None:
         if facts.newest is None or facts.has_progress or explanation.kind not in _NO_FAULT:
             return ""
-        return "Its progress is unknown: it starts over, or from its own snapshot."
+        return "Its progress is unknown: it starts over, or goes on from its own checkpoints."
     if not explanation.lost_steps:
         return f"Nothing is lost: step {explanation.step} is saved." if explanation.step else ""
     steps = plural(explanation.lost_steps, "step")

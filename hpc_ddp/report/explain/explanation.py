@@ -86,8 +86,8 @@ def log_hint(facts: RunFacts) -> str:
 def fill_hint(
     facts: RunFacts, hint: str, groups: Mapping[str, str], rank: int | None = None
 ) -> str:
-    """Return a hint with its fields filled: ``{again}``, ``{path}``, ``{python}``, ``{logs}``, and
-    `groups`.
+    """Return a hint with its fields filled: ``{again}``, ``{with_new_code}``, ``{path}``,
+    ``{python}``, ``{logs}``, and `groups`.
 
     ``{logs}`` is the command that shows the log of `rank`, or (None) the run's output. Raise
     KeyError for another field.
@@ -95,6 +95,7 @@ def fill_hint(
     option = "" if rank is None or facts.standalone else f" --rank {rank} --attempt {facts.newest}"
     fields = {
         "again": facts.again,
+        "with_new_code": facts.with_new_code,
         "path": quoted_path(facts),
         "python": str(facts.spec.get("python", "python3")),
         "logs": f"{log_hint(facts)}{option}",

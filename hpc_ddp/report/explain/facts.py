@@ -172,6 +172,11 @@ class RunFacts:
         )
         return f"{command} --run {shlex.quote(str(self.path))}"
 
+    @property
+    def with_new_code(self) -> str:
+        """The same, with the code as it is then."""
+        return self.again if self.standalone else f"{self.again} --new-code"
+
 
 # --- gathering -----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import open_data
-from hpc_ddp.core.journal.enums import Action
+from hpc_ddp.core.journal.enums import Action, sequel_of
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
@@ -260,7 +260,9 @@ def _end(verdict: VerdictGiven) -> str:
     end = time.strftime("%H:%M:%S", time.localtime(verdict.time))
     why = verdict.why or str(verdict.cause)
     if verdict.action == Action.REQUEUE:
-        why += "; it starts over" if verdict.step is None else "; it goes on"
+        why += f"; {sequel_of(verdict.step)}"
     elif verdict.action == Action.GIVE_UP:
         why += "; given up"
+    elif verdict.why:
+        why = f"{verdict.cause}; {why}"
     return f" ended {end}: {why}"

@@ -45,6 +45,10 @@ NCCL_WATCHDOG = (
     "terminate called after throwing an instance of 'c10::DistBackendError'\n"
 )
 
+NCCL2_TIMEOUT = (  # of torch 2.15, by the strings of its library
+    "torch.distributed.DistBackendError: Watchdog caught collective operation timeout: NCCL"
+    " operation timed out"
+)
 NCCL_SYSTEM = (
     "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/"
     "ProcessGroupNCCL.cpp:1333, unhandled system error (run with NCCL_DEBUG=INFO for details)"

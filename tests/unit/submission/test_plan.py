@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.resources import PACKAGE
+from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings.config import Settings
 from tests.raw_events import raw
 
@@ -41,3 +43,48 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
     assert [path for path in paths if path.stat().st_mode & 0o022] == []
     for folder in (run.run.path.parent, run.run.root):
         assert not folder.stat().st_mode & 0o022
+
+
+@pytest.mark.parametrize("new_code", [False, True])
+def test_a_continued_run_keeps_its_code_unless_new_code_is_asked_for(
+    tmp_path: Path, new_code: bool
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    script = project / "train.py"
+    script.write_text("old")
+    settings = Settings({"script": "train.py"})
+    run = plan.plan_new(settings, project, tmp_path / "runs").write().run
+    script.write_text("new")
+    (project / "weights.pt").write_bytes(bytes(60_000_000 if not new_code else 1))  # the script's
+    continued = plan_continuation(run, {}, Settings({}), project, new_code).write()
+    assert continued.script == run.code / str(int(new_code)) / "train.py"
+    assert continued.script.read_text() == ("new" if new_code else "old")
+    assert (run.code / "1").exists() is new_code
+    continued.discard()  # its start was refused
+    assert (run.code / "0" / "train.py").read_text() == "old"
+    assert not (run.code / "1").exists()
+
+
+def test_a_script_that_is_named_is_new_code(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text(name)
+    settings = Settings({"script": "a.py"})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    (tmp_path / "a.py").unlink()
+    kept = plan_continuation(run, {}, Settings({}), tmp_path)  # its own copy is there
+    assert (kept.script, kept.copies_code) == (run.code / "0" / "a.py", False)
+    other = plan_continuation(run, {"script": "b.py"}, Settings({}), tmp_path)
+    assert (other.script, other.copies_code) == (run.code / "1" / "b.py", True)
+
+
+def test_a_run_of_the_live_code_stays_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("old")
+    settings = Settings({"script": "train.py", "snapshot": False})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    kept = plan_continuation(run, {}, Settings({}), tmp_path)
+    assert (kept.script, kept.copies_code) == (script, False)
+    script.unlink()
+    with pytest.raises(UsageError, match="does not exist any more"):
+        plan_continuation(run, {}, Settings({}), tmp_path)

@@ -37,3 +37,41 @@ def test_a_later_start_brings_its_own_library(tmp_path: Path) -> None:
     current = PACKAGE / "node" / "batch.py"
     assert (run.lib / "hpc_ddp" / "node" / "batch.py").read_text() == current.read_text()
     assert not list(run.path.glob(".lib*"))
+
+
+def test_files_that_have_changed_since_are_named(tmp_path: Path) -> None:
+    code, live = tmp_path / "code" / "0", tmp_path / "live"
+    for folder in (code, live):
+        (folder / "sub").mkdir(parents=True)
+        for name in ("same.py", "sub/other.py", "sub/gone.py", "sub/train.py"):
+            (folder / name).write_text(name)
+    (live / "sub" / "gone.py").unlink()
+    (live / "sub" / "other.py").write_text("new")
+    (live / "more.py").write_text("no part of the snapshot")
+    (code / "output.txt").write_text("of an earlier run")
+    changed = snapshot.changed_since(code, Path("sub/train.py"), live / "sub" / "train.py")
+    assert changed == ["sub/gone.py", "sub/other.py"]
+
+
+@pytest.mark.parametrize("has_git", [False, True])
+def test_what_trainings_leave_behind_is_no_code(
+    tmp_path: Path, has_git: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if has_git:
+        subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    script = tmp_path / "train.py"
+    script.touch()
+    plain = RunFolder(tmp_path / "runs" / "train" / "local").make()
+    plain.job_json.write_text("{}")
+    (plain.path / "journal").mkdir(exist_ok=True)
+    (plain.path / "journal" / "rank-0.jsonl").touch()
+    for name, size in (("small.pt", 1000), ("best.pt", 40 * 10**6), ("last.pth", 30 * 10**6)):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(size)
+    run = RunFolder(tmp_path / "elsewhere" / "train" / "20260101-000000-abcd")
+    assert sorted(snapshot.files(script, run, ())[1]) == ["small.pt", "train.py"]
+    assert "no room for best.pt (40.0 MB), last.pth (30.0 MB)" in capsys.readouterr().err
+    assert sorted(snapshot.files(script, run, ("last.*",))[1]) == [
+        *("best.pt", "small.pt", "train.py"),
+    ]
+    assert not capsys.readouterr().err

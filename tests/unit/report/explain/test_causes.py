@@ -73,7 +73,7 @@ def test_a_polite_stop_loses_nothing(written: Written) -> None:
 
 def test_a_script_of_others_starts_over(written: Written) -> None:
     explanation = written.attempt(0).verdict("preempted", "requeue").explain()
-    assert "it starts over, or from its own snapshot" in explanation.text
+    assert "it starts over, or goes on from its own checkpoints" in explanation.text
 
 
 def test_a_spent_budget_is_explained(written: Written) -> None:

@@ -13,6 +13,7 @@ from unit.report.written_runs import (
     CUDA_OOM,
     GLOO_CLOSED,
     GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
     NCCL_SYSTEM,
     NCCL_WATCHDOG,
     Written,
@@ -96,6 +97,7 @@ def test_slurms_reasons_have_plain_words(written: Written, reason: str, words: s
         ),
         (GLOO_TIMEOUT, "communication", "gloo waited 5000 ms for another rank (recv)"),
         (GLOO_CLOSED, "communication", "connection to another rank was lost"),
+        (NCCL2_TIMEOUT, "communication", "NCCL waited in vain for the others"),
         (NCCL_SYSTEM, "communication", "collective communication failed"),
         (
             f"{NCCL_SYSTEM}\nLast error:\nError: network AWS Libfabric not found.",
@@ -243,7 +245,7 @@ def test_the_line_of_the_script_is_named(written: Written) -> None:
     )
     explanation = written.attempt(0, steps=20).failure("ValueError: boom", log=log).explain()
     assert "raised ValueError: boom, in t.py line 12." in explanation.text
-    assert explanation.hint == f"fix it, then hpc-ddp submit --run {written.run.path}"
+    assert explanation.hint == f"fix it, then hpc-ddp submit --run {written.run.path} --new-code"
 
 
 def test_a_late_rank_is_named(written: Written) -> None:
@@ -339,7 +341,7 @@ def test_only_the_newest_attempts_output_counts(written: Written) -> None:
 def test_every_row_can_be_filled_in(written: Written, cause: Any) -> None:
     """Words and hints name only what is there to be filled in."""
     groups = dict.fromkeys(re.compile(cause.pattern).groupindex, "x")
-    replacements = dict.fromkeys(("again", "python", "logs", "path"), "y")
+    replacements = dict.fromkeys(("again", "with_new_code", "python", "logs", "path"), "y")
     assert cause.words.format(**groups, when_size="")
     assert cause.hint.format(**groups, **replacements)
 
@@ -367,7 +369,9 @@ def _filled(text: str, name: str, table: str) -> str:
 
 def _words(text: str) -> str:
     """Fill in what `explain` would of a run."""
-    replacements = {"again": "`hpc-ddp submit --run RUN`", "logs": "`hpc-ddp logs RUN --rank 3`"}
+    again = "hpc-ddp submit --run RUN"
+    replacements = {"again": f"`{again}`", "with_new_code": f"`{again} --new-code`"}
+    replacements |= {"logs": "`hpc-ddp logs RUN --rank 3`"}
     replacements |= {"python": "the job's Python", "job": "JOB"}
     text = re.sub(r"\{(\w+)\}", lambda match: replacements.get(match[1], "…"), text)
     return text.replace("<", "&lt;").replace("*", "\\*")
