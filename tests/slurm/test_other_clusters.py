@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from cluster_machine import ensure_packages
-from harness import DIGITS, REPO, SCRIPTS, TWO_BY_ONE, TWO_BY_TWO, WALK, Hpc, Job
+from harness import (
+    DIGITS,
+    REPO,
+    SCRIPTS,
+    TWO_BY_ONE,
+    TWO_BY_TWO,
+    WALK,
+    Hpc,
+    Job,
+    same_weights,
+)
 
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -195,6 +205,25 @@ def test_a_cluster_that_restarts_exit_codes(hpc: Hpc, other: Cluster, tmp_path: 
     assert verdict[1] == "give up"
     shown = job.show()
     assert (shown["ExitCode"], shown["Restarts"]) == ("3:0", "0")
+
+
+@pytest.mark.row(
+    "a node goes silent shortly before the time limit, with Slurm's own timers",
+    promise="the step is ended while the batch script lives; the job is requeued, and goes on",
+)
+def test_a_node_goes_silent_before_the_time_limit(hpc: Hpc, other: Cluster, walked: Job) -> None:
+    _with(other, "SlurmdTimeout=300\nKillWait=30")
+    words = (*TWO_BY_ONE, str(WALK), "--step-seconds", "0.8")
+    job = hpc.submit("--time", "2", *words)
+    job.until(lambda: job.show()["RunTime"] >= "00:01:42", "the last seconds before the limit")
+    silent = job.events("started")[0]["nodes"][1]
+    other.cut(silent)
+    job.until(job.verdicts, "verdict")
+    other.heal(silent)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("time limit", "requeue"), ("finished", "none")]
+    assert "srun is killed, so that the verdict can come" in job.output()
+    assert same_weights(job, walked)
 
 
 @pytest.mark.row(

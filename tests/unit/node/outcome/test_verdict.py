@@ -116,6 +116,15 @@ def test_the_deadline_is_the_time_limit(reason: str, notice: str | None) -> None
     assert (verdict.cause, verdict.action) == ("time limit", "requeue")
 
 
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [("time limit", "time limit"), ("warning signal", "time limit"), ("SIGTERM", "node lost")],
+)
+def test_a_step_that_is_killed_at_the_time_limit_is_no_lost_node(source: str, cause: str) -> None:
+    events = (event_of("first_step", step=1), event_of("notice", source=source))
+    assert decide_by(events=events, records=()).cause == cause
+
+
 def test_preemption_is_without_bound_unless_one_is_given() -> None:
     before = [event_of("verdict", k, cause="preempted", action="requeue") for k in range(50)]
     job = replace(RUNNING, preempted_at=900.0)
