@@ -93,7 +93,7 @@ def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: st
 )
 def test_a_signal_to_each_attempt_ends(hpc: Hpc, cluster: Cluster) -> None:
     use(cluster)
-    # Once a worker of this attempt runs: before its supervisor does, the signal would kill the task.
+    # Once a worker runs: before its supervisor does, the signal would kill the task.
     signal_each = (
         "number=$(ls $HPC_DDP_RUN/logs | grep -c attempt-);"
         " (until ls $HPC_DDP_RUN/logs/attempt-$number/*/rank-1.pid; do sleep 0.1; done;"
