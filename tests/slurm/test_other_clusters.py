@@ -112,8 +112,14 @@ def test_an_mpi_by_default(hpc: Hpc, other: Cluster, tmp_path: Path, launcher: s
     if other.suite:
         pytest.skip("PMIx is installed for the machine's own Slurm only")
     ensure_packages({f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}/libpmix.so": "libpmix-dev"})
+    # The nodes of this rig share their /tmp, in which each node makes a folder of the step's name:
+    # two nodes would meet there, and so would steps of two clusters.
+    base = other.folder / "pmix"
+    base.mkdir(exist_ok=True)
+    (other.folder / "mpi.conf").write_text(f"PMIxCliTmpDirBase={base}\n")
     _with(other, "MpiDefault=pmix")
-    job = hpc.submit("--launcher", launcher, *TWO_BY_TWO, str(SCRIPTS / "where.py"))
+    nodes = ("--nodes", "1", "--gpus-per-node", "4", "--cpus-per-node", "4")
+    job = hpc.submit("--launcher", launcher, *nodes, str(SCRIPTS / "where.py"))
     output = _finishes(job)
     (line,) = re.findall(r"PMIX_RANK (.*)", output)
     assert line.split() == (["None"] * 4 if launcher == "torchrun" else ["0", "1", "2", "3"])
