@@ -153,12 +153,11 @@ class AttemptFacts:
     @property
     def notices(self) -> list[str]:
         """The sources of notices that the nodes, or the ranks at their agreed stop, have recorded;
-        [] without any. For the end of the job's time a notice itself counts: a node whose step was
-        killed for it has recorded no end."""
-        stopped = self.here(Stopped)
+        [] without any. One for the time limit counts at once: a step killed there records no end.
+        """
+        stopped, notice = self.here(Stopped), self.here(NoticeGiven)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
         early = [self.unfit.notice] if self.unfit and self.unfit.notice else []
-        notice = self.here(NoticeGiven)
         timely = [notice.source] if notice and notice.source in END_OF_TIME else []
         return ([stopped.reason] if stopped else []) + sources + early + timely
 
