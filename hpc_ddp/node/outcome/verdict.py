@@ -152,14 +152,12 @@ class AttemptFacts:
 
     @property
     def notices(self) -> list[str]:
-        """The sources of notices that the nodes, or the ranks at their agreed stop, have recorded;
-        [] without any. One for the time limit counts at once: a step killed there records no end.
-        """
+        """The sources of notices that nodes or ranks recorded, or were given for the time limit."""
         stopped, notice = self.here(Stopped), self.here(NoticeGiven)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
-        early = [self.unfit.notice] if self.unfit and self.unfit.notice else []
-        timely = [notice.source] if notice and notice.source in END_OF_TIME else []
-        return ([stopped.reason] if stopped else []) + sources + early + timely
+        sources += [self.unfit.notice] if self.unfit and self.unfit.notice else []
+        sources += [notice.source] if notice and notice.source in END_OF_TIME else []
+        return [*([stopped.reason] if stopped else []), *sources]
 
 
 @dataclass(frozen=True)
