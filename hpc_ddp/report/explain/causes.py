@@ -121,6 +121,8 @@ def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
         return _time_limit(facts)
     if cause in _BY_CAUSE:
         kind, words = _BY_CAUSE[cause]
+        if facts.verdict and "and was killed)" in facts.verdict.why:
+            words = words.replace(", and did.", ", did not, and was killed.")
         return Explanation(kind, words.format(at=at_step(facts)), facts.again)
     return _without_failure(facts, cause)
 

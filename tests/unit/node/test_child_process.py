@@ -72,9 +72,9 @@ def test_only_the_first_task_shows_its_output(
     first, second = task(0), task(1)
     with open(attempt.node("n1").rank_log(0), "ab") as log:
         log.write(b"new\n")
-    second._show_rank_0()
+    second.growth.note()
     assert capfdbinary.readouterr().out == b""
-    first._show_rank_0()
+    first.growth.note()
     assert capfdbinary.readouterr().out == b"new\n"
 
 

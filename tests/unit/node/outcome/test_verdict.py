@@ -102,6 +102,16 @@ def test_a_worker_that_dies_of_the_notice_is_preempted_not_failed() -> None:
     assert (verdict.cause, verdict.action) == ("preempted", "requeue")
 
 
+def test_a_script_that_did_not_end_after_the_notice_is_named() -> None:
+    records = (
+        {**record_of("n1", "SIGTERM", code=-9), "outlasted": True},
+        record_of("n2", "SIGTERM"),
+    )
+    verdict = decide_by(records=records)
+    assert (verdict.cause, verdict.action) == ("notice", "requeue")
+    assert verdict.why == "notice, at step 1 (the script did not end by itself, and was killed)"
+
+
 def test_a_cancelled_run_is_cancelled_whatever_failed() -> None:
     assert decide_by(cancelled=True, records=failed_records()).action == "none"
 

@@ -174,6 +174,14 @@ def test_no_progress_as_the_verdict_words_it(written: Written) -> None:
             "save more often",
         ),
         (
+            "notice",
+            "notice (the script did not end by itself, and was killed); 10 attempts in a row have"
+            " ended without a newer checkpoint",
+            "10 attempts in a row have ended without a newer checkpoint."
+            " The last one was asked to stop at step 20, did not, and was killed.",
+            "save more often",
+        ),
+        (
             "bad node",
             "preflight: n2 is slow; 10 attempts in a row have ended without a newer checkpoint",
             "10 attempts in a row have ended without a newer checkpoint."
