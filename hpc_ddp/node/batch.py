@@ -366,8 +366,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
             case ["interrupted"]:
                 attempt_of(environ).notice.write_text(NoticeSource.INTERRUPTED)
                 end_time = time.time() + AttemptEnv.from_env(environ).warn_s
-                known = read_seconds(attempt_of(environ).end_time) or _end_time(environ)
-                note_end_time(environ, min(end_time, known))
+                noted = read_seconds(attempt_of(environ).end_time) or _end_time(environ)
+                note_end_time(environ, min(end_time, noted))
             case ["warned" | "watch" as part]:
                 die_with_parent()  # the batch shell's end is theirs, also in an allocation
                 warned(environ) if part == "warned" else _watch_to_the_end(environ)

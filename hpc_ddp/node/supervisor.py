@@ -346,7 +346,7 @@ class Supervisor:
         if launch.rank is not None and not noted:  # else the worker's Python could not be started
             failures = [{"rank": launch.rank, "code": code, "time": time.time()}]
         for failure in failures:
-            failure["error"] = first_failure.error_of(failure, self.place.run, self.folder)
+            failure |= first_failure.reason_of(failure, self.place.run, self.folder)
         if not failures:
             error = noted.get("agent", "")
             failures = [{"rank": None, "code": code, "time": time.time(), "error": error}]

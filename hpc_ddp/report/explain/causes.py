@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpc_ddp.core.errors import ERROR_LINE
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -15,8 +15,6 @@ from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
 
 _MODULE = "hpc_ddp.training in the script (docs/adopt)"
-# Errors that hpc-ddp or argparse explain, without a traceback.
-_ERROR_LINE = re.compile(r"^(?:error|\S+\.py: error): (?P<text>.+)(\nhint: (?P<hint>.+))?", re.M)
 # The cause of a job without a verdict, by Slurm's last state of it.
 _CAUSE_OF_STATE = {
     "TIMEOUT": Cause.TIME_LIMIT,
@@ -196,10 +194,11 @@ def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, s
     at, error = at_step(facts), failure.error
     # The cause of a death without an error is in the end of the log.
     log = facts.agent_log if failure.rank is None else facts.rank_log
-    diagnosis = recognise(error or log[-8000:])
+    refused = ERROR_LINE.match(error)  # its words may be those of a known failure
+    diagnosis = None if refused else recognise(error or log[-8000:])
     if diagnosis:
         return _describe_known(facts, failure, diagnosis, process)
-    line = _ERROR_LINE.search(facts.rank_log)
+    line = refused or ERROR_LINE.search(facts.rank_log)
     if line and (not error or line["text"][:60] in error):
         return "script error", f"failed{at}: {process} said: {line['text']}.", line["hint"] or logs
     if error:

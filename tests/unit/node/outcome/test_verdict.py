@@ -192,6 +192,9 @@ def test_the_operators_bound_holds_for_each_run() -> None:
         ({"error": "", "code": 3}, False, "give up", 3),
         ({"error": "ValueError: boom"}, True, "requeue", 0),
         ({"error": "", "code": -9}, False, "requeue", 0),
+        ({"error": "[gloo] op.preamble.length <= op.nbytes", "code": -6}, False, "give up", 134),
+        ({"error": "[gloo] op.preamble.length <= op.nbytes", "code": -6}, True, "requeue", 0),
+        ({"error": "t.py: error: --backend: not 'gloo'", "code": 2}, False, "give up", 2),
         ({"error": "RuntimeError: Connection closed by peer"}, False, "requeue", 0),
     ],
 )

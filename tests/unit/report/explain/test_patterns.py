@@ -96,6 +96,21 @@ def test_slurms_reasons_have_plain_words(written: Written, reason: str, words: s
             "/dev/shm",
         ),
         (GLOO_TIMEOUT, "communication", "gloo waited 5000 ms for another rank (recv)"),
+        (
+            "[enforce fail at gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8",
+            "collective mismatch",
+            "the ranks called different collectives",
+        ),
+        (
+            "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running",
+            "collective mismatch",
+            "the ranks called different collectives",
+        ),
+        (
+            "t.py: error: argument --backend: invalid choice: 'x' (choose from 'gloo', 'nccl')",
+            "script error",
+            "rank 3 on n2 said: argument --backend: invalid choice: 'x'",
+        ),
         (GLOO_CLOSED, "communication", "connection to another rank was lost"),
         (NCCL2_TIMEOUT, "communication", "NCCL waited in vain for the others"),
         (NCCL_SYSTEM, "communication", "collective communication failed"),
