@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_ddp.core import process
+from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
@@ -29,7 +30,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.job.task_folder import task_of
-from hpc_ddp.core.journal.enums import Action
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
@@ -112,7 +113,10 @@ class DryRun:
         environ = self._environ(attempt)
         if not self.spec.preflight or self._preflight(attempt.number, environ):
             self._supervise(environ)
-        return judge(self.run, attempt, environ, job=None, goes_on=not self.notified)[1]
+        facts, decided = judge(self.run, attempt, environ, job=None, goes_on=not self.notified)
+        if decided.cause == Cause.FAILED and facts.failure and NO_GPU.search(facts.failure.error):
+            say(CPU_ONLY)
+        return decided
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
         """Test the nodes, journal and print the outcome, and return whether they are fit for the

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
 from hpc_ddp.core.errors import ERROR_LINE
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
@@ -182,6 +183,8 @@ def _no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 def _failed(facts: RunFacts, failure: RecordedFailure) -> Explanation:
     """Explain a failure of a rank, or of torchrun itself."""
     kind, text, hint = _describe_failure(facts, failure)
+    if facts.spec.get("backend") == "local" and NO_GPU.search(failure.error):
+        hint = CPU_ONLY
     return Explanation(kind, text, hint, node=failure.node or None, rank=failure.rank)
 
 

@@ -94,14 +94,15 @@ class Metrics:
 
     def _write_line(self) -> None:
         """Pass the fields that are not None on to the journal and the listeners, if a line is under
-        way; waits for values that are not here.
+        way, -0.0 as 0.0; waits for values that are not here.
 
         Raise RuntimeError, ValueError or TypeError for a value that is no scalar.
         """
         if self._line is None:
             return
         numbers = self._line.numbers()
-        fields = {name: number for name, number in numbers.items() if number is not None}
+        present = {name: number for name, number in numbers.items() if number is not None}
+        fields = {name: number if number else abs(number) for name, number in present.items()}
         self._line = None
         self._journal.write_later(MetricsLine(fields))
         for listener in self._listeners:

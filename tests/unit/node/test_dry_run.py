@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import dry_run
 from hpc_ddp.node.dry_run import DryRun
+from hpc_ddp.node.outcome.first_failure import Failure
 from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver
 from tests.raw_events import raw, raw_events
@@ -285,6 +287,32 @@ def test_an_attempt_has_a_preflight_then_supervisors_then_a_verdict(
     local_run.notified = False
     local_run.attempt()  # that of the same process before it is over
     assert calls[-1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_said"),
+    [
+        ("AssertionError: Torch not compiled with CUDA enabled", True),
+        ("RuntimeError: nccl2 requires at least one CUDA device", True),
+        ("RuntimeError: Distributed package doesn't have NCCL built in", True),
+        ("ValueError: boom", False),
+    ],
+)
+def test_a_script_that_names_a_gpu_is_told_that_there_is_none(
+    tmp_path: Path,
+    handlers: dict[int, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: str,
+    is_said: bool,
+) -> None:
+    local_run = DryRun(_run(tmp_path), ["python", "t.py"])
+    facts = SimpleNamespace(failure=Failure(0, "local-0", 1, 0.0, error))
+    verdict = Verdict(Cause.FAILED, Action.GIVE_UP, "", 1)
+    monkeypatch.setattr(dry_run, "judge", lambda *args, **options: (facts, verdict))
+    monkeypatch.setattr(local_run, "_supervise", lambda environ: None)
+    assert local_run.attempt() == verdict
+    assert ("a dry run has CPUs and gloo only" in capfd.readouterr().err) == is_said
 
 
 def test_supervisors_continue_while_the_parent_lives(

@@ -249,6 +249,13 @@ def test_ends_without_an_exception_are_recognised(
     assert words in explanation.text
 
 
+@pytest.mark.parametrize("error", ["No CUDA GPUs", "nccl2 requires at least one CUDA"])
+def test_a_dry_run_has_no_gpu_to_ask_for(tmp_path: Path, error: str) -> None:
+    written = Written(tmp_path, backend="local").event("submitted", backend="local")
+    explanation = written.attempt(0).failure(f"RuntimeError: {error}").explain()
+    assert explanation.hint.startswith("a dry run has CPUs and gloo only")
+
+
 def test_the_line_of_the_script_is_named(written: Written) -> None:
     log = (
         "[rank3]: Traceback (most recent call last):\n"
