@@ -42,6 +42,7 @@ from hpc_ddp.core.journal.events import (
     Stopped,
     TrainingBegun,
     VerdictGiven,
+    WorkerStarted,
 )
 from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
@@ -51,6 +52,7 @@ E = TypeVar("E", bound=JournalEvent)
 
 UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
 OUTLASTED = " (the script did not end by itself, and was killed)"
+MAYBE_DONE = " (the script exited with 0 after the notice, so it may have finished)"
 NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 
@@ -233,11 +235,8 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.FAILED
     if not complete or any(codes):
         return Cause.NODE_LOST
-    return (
-        Cause.UNFINISHED
-        if facts.here(TrainingBegun) and not facts.here(Finished)
-        else Cause.FINISHED
-    )
+    is_finished = facts.here(Finished) or not facts.here(TrainingBegun)
+    return Cause.FINISHED if is_finished else Cause.UNFINISHED
 
 
 def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
@@ -394,4 +393,7 @@ def _describe(facts: AttemptFacts, cause: Cause) -> str:
         silent = silent_nodes(facts.spec, facts.nodes, facts.records)
         return f"no word from {', '.join(silent) or 'a node'}"
     end = OUTLASTED if any(record.get("outlasted") for record in facts.ends) else ""
+    is_plain = not (facts.is_ours or facts.here(WorkerStarted))
+    if is_plain and facts.notices and facts.complete and not any(r["code"] for r in facts.ends):
+        end = MAYBE_DONE
     return f"{cause}{end}" if facts.step is None else f"{cause}, at step {facts.step}{end}"
