@@ -39,13 +39,17 @@ class Metrics:
         where it is not known; each of the `listeners` is called with the fields of each line.
         """
         self._journal, self._use_per_sample_s = journal, use_per_sample_s
-        self._listeners = listeners
+        self._listeners = list(listeners)
         self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
         self._began = self._written_at = time.monotonic()
         self._due = self._began + EVERY_S
         self._samples = 0
         self._latest: dict[str, Any] | None = None
         self._line: Transfer | None = None  # the fields of a line under way to the journal
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Call `listener` with the fields of each further line."""
+        self._listeners.append(listener)
 
     def add(
         self,
