@@ -5,22 +5,25 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hpc_ddp.training import start
 
 run = start(seed=0)
-cache, lines = Path("cache"), []
+cache = Path("cache")
+lines: list[dict[str, Any]] = []
 with run.rank_0_first():
     print(f"CACHE {run.rank} {cache.exists()}", flush=True)
     cache.touch()
-model = run.wrap(torch.nn.Linear(4, 1, bias=False))
+net = torch.nn.Linear(4, 1, bias=False)
+model = run.wrap(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run.track(model=model, optimizer=optimizer)
 if not run.resumed:
-    torch.nn.init.constant_(model.module.weight, 7.0)
-run.print("BEGIN", run.resumed, model.module.weight.mean().item())
+    torch.nn.init.constant_(net.weight, 7.0)
+run.print("BEGIN", run.resumed, net.weight.mean().item())
 run.on_metrics(lines.append)
 for step in run.steps(40):
     if "--stop" in sys.argv and not run.resumed:
@@ -38,4 +41,4 @@ for step in run.steps(40):
 run.finish()
 if run.rank == 0:
     print("LAST", lines[-1]["step"], isinstance(lines[-1]["loss"], float))
-    (run.folder.path / "weights").write_bytes(model.module.weight.detach().numpy().tobytes())
+    (run.folder.path / "weights").write_bytes(net.weight.detach().numpy().tobytes())
