@@ -62,7 +62,8 @@ class DryRun:
         self.nodes = [f"local-{index}" for index in range(self.spec.node_range[1])]
         self.notified = self.is_hurried = False
         self._noticed_at = 0.0
-        self.parent = os.getppid()
+        # By name, since the parent may have ended by now.
+        self.parent = int(os.environ.get("HPC_DDP_PARENT") or os.getppid())
         self.supervisors: list[subprocess.Popen[bytes]] = []
         for number in NOTICES:
             signal.signal(number, self._notify)

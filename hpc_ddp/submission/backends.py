@@ -138,6 +138,7 @@ class LocalBackend(SlurmBackend):
         spec, run = prepared.spec, prepared.run
         env = {**clean_env(os.environ), **job_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
+        env["HPC_DDP_PARENT"] = str(os.getpid())
         if not os.environ.get(SHOW_DEVICES):
             env |= hiding_env()
         env.setdefault("OMP_NUM_THREADS", "1")

@@ -53,7 +53,7 @@ def _status(folder: Path) -> tuple[str, str]:
 def _has_started(pid: int) -> bool:
     """Return whether a dry run has started the process of its run."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return any(b"dry_run" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
+    return any(b"\0dry_run\0" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
 
 
 def test_a_script_that_ignores_the_notice_is_ended(tmp_path: Path) -> None:

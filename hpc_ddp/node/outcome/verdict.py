@@ -362,7 +362,8 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
         return "the same error came at the same step in the attempt before"
     failed = sum(v.cause == Cause.FAILED for v in facts.verdicts)
     if failed >= facts.spec.max_failures:
-        return f"{failed} retries were made already (--max-failures)"
+        were = "retry was" if failed == 1 else "retries were"
+        return f"{failed} {were} made already (--max-failures)"
     if failure and failure.kind == "disk":  # it could not even be read where the run stood
         return None
     return _no_progress(facts) if facts.is_ours else None

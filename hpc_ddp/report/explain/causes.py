@@ -120,7 +120,7 @@ def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
         return _time_limit(facts)
     if cause in _BY_CAUSE:
         kind, words = _BY_CAUSE[cause]
-        if facts.verdict and "and was killed)" in facts.verdict.why:
+        if _was_outlasted(facts):
             words = words.replace(", and did.", ", did not, and was killed.")
         return Explanation(kind, words.format(at=at_step(facts)), facts.again)
     return _without_failure(facts, cause)
@@ -146,11 +146,18 @@ def _time_limit(facts: RunFacts) -> Explanation:
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
+    if _was_outlasted(facts):
+        text += " It did not end by itself, and was killed."
     if facts.verdict and "its progress can't be seen" in facts.verdict.why:
         text += " It reports no step, so that its progress can't be seen."
         hint = f"{facts.again} --max-requeues 100, if it goes on by itself; else save: {_MODULE}"
         return Explanation("time limit", text, hint)
     return Explanation("time limit", text, facts.again)
+
+
+def _was_outlasted(facts: RunFacts) -> bool:
+    """Return whether the script of the newest attempt was killed after a notice."""
+    return facts.verdict is not None and "and was killed)" in facts.verdict.why
 
 
 def _end_in(verdict: VerdictGiven) -> str:

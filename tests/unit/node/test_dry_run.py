@@ -326,6 +326,20 @@ def test_supervisors_continue_while_the_parent_lives(
     assert [child.calls for child in children] == [[]]
 
 
+def test_a_parent_that_has_ended_before_is_noticed(
+    tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_DDP_PARENT", str(os.getppid() + 1))
+    monkeypatch.setattr(dry_run, "time", Clock())
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Child(3))
+    local_run = DryRun(_run(tmp_path, launcher="srun"), ["python", "t.py"])
+    environ = {"HPC_DDP_RUN": str(local_run.run.path), "HPC_DDP_END_TIME": ""}
+    local_run.run.attempt(0).path.mkdir(parents=True)
+    local_run._supervise(environ)
+    children: Any = local_run.supervisors
+    assert [child.calls for child in children] == [["terminate"]]
+
+
 def test_an_attempt_beyond_the_budget_does_not_begin(
     tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
