@@ -3,9 +3,10 @@
 ``make bench`` prints a table of medians and writes it to ``bench/results/``. Three questions:
 
 - how much longer does `hpc-ddp submit` take than `sbatch` of the same script
-- how much longer is it from a job's start to its first step than with bare ``srun torchrun``
+- how long is it from a job's start to its first step, with workers that are forked and with workers
+  that import torch by themselves, against bare ``srun torchrun`` and bare ``srun python``
 - how long is it from the notice of a preemption to the first new step, against the sum of what
-  can't be avoided: Slurm's own requeue delay, one save, one bare start
+  can't be avoided: Slurm's own requeue delay, one save, one start
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,15 @@ export PYTHONPATH={repo}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
 srun --ntasks-per-node=1 {python} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 \\
     --rdzv-backend=c10d --rdzv-endpoint="$head:29500" --rdzv-id="$SLURM_JOB_ID" {script} {args}
+"""
+BARE_PYTHON = """\
+#!/bin/bash
+#SBATCH --nodes=2 --gpus-per-node=2 --ntasks-per-node=2 --output={folder}/out
+date +%s.%N >{folder}/begin
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HPC_DDP_RUN={folder}/run HPC_DDP_ATTEMPT=0
+export PYTHONPATH={repo} MASTER_PORT=29500 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
+srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec {python} {script} {args}'
 """
 REQUEUED = """\
 #!/bin/bash
@@ -75,20 +86,21 @@ class Bench:
         self.cluster.run("scancel", job.id, again.strip())
         return ours, bare
 
-    def start_ours_s(self) -> float:
-        """Return the seconds from the first line of our batch script to the first step."""
+    def start_ours_s(self, *words: str) -> float:
+        """Return the seconds from the first line of our batch script to the first step, with some
+        more options."""
         folder = self.fresh()
         hpc = Hpc(self.cluster, folder / "runs")
         setup = f"--setup=date +%s.%N >{folder}/begin"
-        job = hpc.submit(setup, *TWO_BY_TWO, str(DIGITS), *ARGS)
+        job = hpc.submit(setup, *words, *TWO_BY_TWO, str(DIGITS), *ARGS)
         return self._first_step(job, folder)
 
-    def start_bare_s(self) -> float:
-        """The same with a hand-written script and torchrun as it is documented."""
+    def start_bare_s(self, script: str) -> float:
+        """The same with a hand-written script: torchrun as it is documented, or python."""
         folder = self.fresh()
         run = RunFolder(folder / "run").make()
         words = {"repo": REPO, "python": sys.executable, "script": DIGITS, "args": " ".join(ARGS)}
-        (folder / "job").write_text(BARE.format(folder=folder, **words))
+        (folder / "job").write_text(script.format(folder=folder, **words))
         printed = self.cluster.run("sbatch", "--parsable", str(folder / "job")).stdout
         return self._first_step(Job(self.cluster, printed.strip(), run), folder)
 
@@ -126,29 +138,44 @@ class Bench:
 def measure(bench: Bench) -> list[str]:
     """Measure everything, ours and the reference in turn; return a table's lines."""
     submits = [bench.submit_s() for _ in range(ROUNDS)]
-    starts = [(bench.start_ours_s(), bench.start_bare_s()) for _ in range(ROUNDS)]
+    starts = [
+        (
+            bench.start_ours_s(),
+            bench.start_ours_s("--no-warm-start"),
+            bench.start_bare_s(BARE),
+            bench.start_bare_s(BARE_PYTHON),
+        )
+        for _ in range(ROUNDS)
+    ]
     requeue = statistics.median(bench.requeue_s() for _ in range(PREEMPTIONS))
     preempted = [bench.preempted_s() for _ in range(PREEMPTIONS)]
     ours, bare = (statistics.median(column) for column in zip(*submits, strict=True))
-    our_start, bare_start = (statistics.median(column) for column in zip(*starts, strict=True))
+    our_start, by_exec, torchrun, python = (
+        statistics.median(column) for column in zip(*starts, strict=True)
+    )
     back, save = (statistics.median(column) for column in zip(*preempted, strict=True))
-    floor = requeue + save + bare_start
+    floor = requeue + save + our_start
     return [
         "| what (medians) | hpc-ddp | reference | reach | measured |",
         "|---|---|---|---|---|",
         f"| submit | {ours:.3f} s | sbatch {bare:.3f} s | at most 0.3 s more"
         f" | {ours - bare:.3f} s more |",
-        f"| job start to first step | {our_start:.2f} s | srun torchrun {bare_start:.2f} s"
-        f" | at most 1.05 x | {our_start / bare_start:.3f} x |",
+        f"| job start to first step | {our_start:.2f} s | srun python {python:.2f} s"
+        f" | at most 0.65 x | {our_start / python:.3f} x |",
+        f"| the same | {our_start:.2f} s | srun torchrun {torchrun:.2f} s"
+        f" | at most 0.45 x | {our_start / torchrun:.3f} x |",
+        f"| the same with --no-warm-start | {by_exec:.2f} s | srun torchrun {torchrun:.2f} s"
+        f" | at most 1.05 x | {by_exec / torchrun:.3f} x |",
         f"| notice to first new step | {back:.2f} s | requeue {requeue:.2f} s + save {save:.2f} s"
-        f" + start {bare_start:.2f} s = {floor:.2f} s | at most 1.15 x | {back / floor:.3f} x |",
+        f" + start {our_start:.2f} s = {floor:.2f} s | at most 1.5 s more | {back - floor:.2f} s"
+        " more |",
         "",
         f"All values: submit {_all(submits)}; start {_all(starts)}; back {_all(preempted)}",
     ]
 
 
-def _all(pairs: list[tuple[float, float]]) -> str:
-    return " ".join(f"{a:.2f}/{b:.2f}" for a, b in pairs)
+def _all(rows: Sequence[Sequence[float]]) -> str:
+    return " ".join("/".join(f"{value:.2f}" for value in row) for row in rows)
 
 
 def machine() -> str:

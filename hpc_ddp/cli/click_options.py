@@ -43,6 +43,7 @@ _OF_NODES = (
     "env",
     "runs-dir",
 )
+_ON_BY_DEFAULT = ("snapshot", "warm-start")  # an option switches them off
 _RUN = click.option(
     "--run", "run_text", metavar="RUN", help="Continue a run: folder, id, name or job id."
 )
@@ -75,8 +76,8 @@ def _click_option(key: str, declared: Option) -> Command:
     """Return the decorator that adds the option of one key to a command."""
     flags = [f"-{declared.letter}"] if declared.letter else []
     metavar = declared.metavar or "|".join(declared.accepted) or None
-    if key == "snapshot":
-        return click.option("--no-snapshot", is_flag=True, help=declared.help)
+    if key in _ON_BY_DEFAULT:
+        return click.option(f"--no-{key}", is_flag=True, help=declared.help)
     if declared.kind is FLAG:
         return click.option(*flags, f"--{key}", is_flag=True, default=None, help=declared.help)
     return click.option(
@@ -136,7 +137,8 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
 
     `options` are click's parameters by name, and with ``script`` there is ``args``. An option that
     was not given is left out; ARGS count only behind a SCRIPT; ``--env NAME=VALUE`` becomes
-    ``env``, ``--env NAME`` ``env-names``, and ``--no-snapshot`` ``snapshot``: False.
+    ``env``, ``--env NAME`` ``env-names``, and ``--no-snapshot`` ``snapshot``: False, as all those
+    of `_ON_BY_DEFAULT`.
     """
     settings: dict[str, Any] = {}
     for name, value in options.items():
@@ -150,8 +152,9 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
         settings["env"] = written
     if passed_on:
         settings["env-names"] = passed_on
-    if settings.pop("no-snapshot", False):
-        settings["snapshot"] = False
+    for key in _ON_BY_DEFAULT:
+        if settings.pop(f"no-{key}", False):
+            settings[key] = False
     if settings.get("script"):
         settings["args"] = list(options["args"])
     else:

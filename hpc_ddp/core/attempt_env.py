@@ -77,6 +77,8 @@ class AttemptEnv:
         the command that starts the supervisors
     resume_args
         further arguments of the script from its second start on, quoted as for a shell
+    warm_start
+        1 if workers are forked from a process that has imported torch, 0 if each imports it
     restarts, cpus
         how often Slurm has requeued the job; CPUs of the smallest node
     node_index
@@ -104,6 +106,7 @@ class AttemptEnv:
     cpus: int = 1
     node_index: int | None = None
     resume_args: str = ""
+    warm_start: int = 0
 
     @property
     def run_folder(self) -> RunFolder:
@@ -157,7 +160,16 @@ def _value(name: str, text: str) -> Any:
 
 
 _OF_THE_SCRIPT = ("host_suffix", "interface", "step_launcher", "node_index")
-_INTEGERS = ("attempt", "nnodes", "min_nodes", "port", "restarts", "cpus", "node_index")
+_INTEGERS = (
+    "attempt",
+    "nnodes",
+    "min_nodes",
+    "port",
+    "restarts",
+    "cpus",
+    "node_index",
+    "warm_start",
+)
 
 
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:

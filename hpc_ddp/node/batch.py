@@ -38,7 +38,7 @@ from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import end_step, requeue
 from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
-from hpc_ddp.node.worker import die_with_parent
+from hpc_ddp.node.workers.worker import die_with_parent
 from hpc_ddp.slurm_text import Job
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
@@ -176,6 +176,7 @@ def attempt_env(
         notice_signal=spec.notice_signal,
         fabric=spec.fabric,
         resume_args=spec.resume_args,
+        warm_start=int(spec.warm_start),
     )
 
 

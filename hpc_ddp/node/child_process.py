@@ -15,9 +15,9 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import NodeFolder
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.worker import started_by
+from hpc_ddp.node.workers.worker import started_by
 
-AGENT_WORDS = 3  # python node.py elastic_agent
+AGENT_WORDS = 4  # python -u node.py elastic_agent
 NO_GROUP = "no-group"  # a file of the first node: its workers have formed no process group
 
 
@@ -75,8 +75,9 @@ class Launch:
 def torchrun_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of a node's torchrun, with the options that differ between nodes.
 
-    `command` is python, node.py, ``elastic_agent``, torchrun's options, and the script with its
-    arguments. Raise StopIteration without a script.
+    `command` is python, -u, node.py, ``elastic_agent``, torchrun's options, and the script with its
+    arguments: Python is started as for a worker, which may be forked from it. Raise StopIteration
+    without a script.
 
     torchrun would guess the store's host and this node's name from host names: wrong with several
     interfaces, aliases, or a name that /etc/hosts maps to loopback (pytorch issue 73656).
@@ -89,7 +90,7 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
         name=place.node,
         folder=place.attempt.node(place.node),
         command=[*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script],
-        env={},
+        env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
         peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
         is_elastic=any(word.startswith("--nnodes=") and ":" in word for word in options),
     )

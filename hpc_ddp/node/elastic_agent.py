@@ -6,7 +6,8 @@
   torchrun would take that as its own death, kill the workers in mid-save and exit 1. A no-op
   handler, not "ignored": children inherit the latter, and then a worker that hangs can't be
   ended by the agent either.
-- Workers are started through ``worker.py`` (log by rank, end with the agent).
+- Workers are forked from a process that has imported torch already (`fork_server`), or started
+  through ``worker.py``; either way they have a log by rank, and end with the agent.
 - Which worker failed, when and how is written to ``failures.json`` instead of a table and a
   traceback; torchrun's own exit code is 1 whatever happened.
 - Workers are not started again (``--max-restarts``) once the attempt has to end.
@@ -34,13 +35,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.file_io import patiently, read_word, write_json
 from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder
 from hpc_ddp.node.child_process import NO_GROUP, split
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.worker import die_with_parent, started_by
+from hpc_ddp.node.workers import fork_server
+from hpc_ddp.node.workers.fork_server import ForkServer
+from hpc_ddp.node.workers.forked_script import ForkedScript
+from hpc_ddp.node.workers.worker import die_with_parent, started_by
 
 # How long a start without a lost node waits for the rest of the others. They end their workers
 # first, which takes those that are torn down 2 s.
@@ -227,8 +232,29 @@ def read_options(options: list[str]) -> Any:
         raise ValueError(stderr.getvalue().strip().rpartition("error: ")[2]) from None
 
 
-def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
-    """Run torchrun with its command line `argv` until all workers have ended.
+def fork_workers(server: ForkServer) -> None:
+    """Patch torchrun: its workers come from the fork server, unless that refuses, or torchrun
+    redirects their output or wraps their command."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    start_new: Any = SubprocessHandler._popen
+
+    def fork_or_start(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        """Return the process of a worker with this command line and environment."""
+        if self._stdout is None and self._stderr is None:
+            process = server.fork(args, env)
+            if process is not None:
+                return process
+        return start_new(self, args, env)
+
+    SubprocessHandler._popen = fork_or_start  # type: ignore[method-assign]
+
+
+def launch(
+    argv: list[str], place: Place, server: ForkServer | None = None
+) -> dict[str, Any] | None:
+    """Run torchrun with its command line `argv` until all workers have ended; they come from the
+    fork server, if there is one.
 
     Patches torchrun in this process, as the module has it. Return None when all exited 0, else
     ``{"failures": [{"rank", "code", "time"}, …]}``. Raise ValueError for a wrong option,
@@ -249,6 +275,8 @@ def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
     end_when_told(place.attempt.node(place.node))
     rank_in_order([place.host_of(index) for index in range(len(place.nodes))])
     sign_state(patiently(place.attempt.secret.read_bytes))
+    if server is not None:
+        fork_workers(server)
     if config.min_nodes < config.max_nodes:
         count_the_lost()
     if config.max_restarts:
@@ -270,8 +298,19 @@ def _failure(rank: int, failure: Any) -> dict[str, Any]:
     return {"rank": rank, "code": failure.exitcode, "time": failure.timestamp}
 
 
-def main(argv: list[str]) -> NoReturn:
-    """Run torchrun with its command line `argv`; exit with 0, or 1 when a worker has failed.
+def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
+    """Import torch, and start the fork server for the script of torchrun's command line, unless the
+    job is without one (``--no-warm-start``). Returns as `fork_server.start`, also in workers."""
+    if not AttemptEnv.from_env(os.environ).warm_start:
+        return None
+    import torch  # noqa: F401  # the server's, and by it all workers'
+
+    return fork_server.start(split(argv)[1])
+
+
+def main(argv: list[str]) -> ForkedScript:
+    """Run torchrun with its command line `argv`; exit with 0, or 1 when a worker has failed. Return
+    in forked workers alone, with their script.
 
     Failed workers, or an exception as ``{"agent": text}``, are written to ``failures.json`` of the
     node's folder; the exception is raised. A taken port also makes the attempt's ``port-taken``.
@@ -282,7 +321,10 @@ def main(argv: list[str]) -> NoReturn:
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
     try:
-        ended = launch(argv, Place.from_env(dict(os.environ)))
+        server = start_server(argv)
+        if isinstance(server, ForkedScript):
+            return server
+        ended = launch(argv, Place.from_env(dict(os.environ)), server)
     except Exception as error:
         if "EADDRINUSE" in f"{error!r} {error.__cause__!r}":
             AttemptFolder(folder.parent).port_taken.touch()

@@ -14,4 +14,14 @@ if __name__ == "__main__":
     umask = os.umask(0o022)
     os.umask(umask | 0o022)
     os.environ.setdefault("HPC_DDP_UMASK", f"{umask:o}")
-    sys.exit(importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:]))
+    ended = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:])
+    if isinstance(ended, int):
+        sys.exit(ended)
+    # A forked worker: its script runs here, below no frame but this one.
+    try:
+        exec(ended.code, vars(ended.module))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        ended.report(error)
+        raise

@@ -244,7 +244,7 @@ def test_the_options_are_these() -> None:
             "--reservation",
             "--run",
         ),
-        *("--elastic", "--max-restarts", "--torchrun"),
+        *("--elastic", "--max-restarts", "--no-warm-start", "--torchrun"),
         *("--chdir", "--gpu-request", "--image", "--signal", "--step-launcher"),
         *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }

@@ -227,6 +227,12 @@ class JobSpec:
     elastic: bool = option(
         False, "Continue with the other nodes if one is lost.", group=CONTINUATION
     )
+    warm_start: bool = option(
+        True,
+        "Have each worker import torch by itself.",
+        group=WORKERS,
+        is_local=True,
+    )
     torchrun: tuple[str, ...] = option(
         (),
         "Any other option of torchrun, as --torchrun=--numa-binding=node; repeatable.",

@@ -13,7 +13,7 @@ from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR, ERROR_LINE, MISM
 from hpc_ddp.core.file_io import read_tail
 from hpc_ddp.core.journal.events import RankFailed, parse_event
 from hpc_ddp.core.run_folder import NodeFolder, RunFolder
-from hpc_ddp.node.worker import AGAIN
+from hpc_ddp.node.workers.worker import AGAIN
 
 TAIL_BYTES = 64 * 1024
 JOURNALED_S = 60.0  # how long before its end a worker may have journaled its error

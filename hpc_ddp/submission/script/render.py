@@ -42,7 +42,7 @@ def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]
     """
     if spec.launcher == "srun":
         return "worker", [spec.python, script]
-    return "torchrun", [spec.python, node, "elastic_agent", *torchrun_options(spec), script]
+    return "torchrun", [spec.python, "-u", node, "elastic_agent", *torchrun_options(spec), script]
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:

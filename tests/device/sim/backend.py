@@ -94,7 +94,7 @@ def _device_module() -> Any:
     module: Any = types.ModuleType("torch.sim")
     module.Stream, module.Event, module.device = Stream, make_event, use_device
     module.is_available = lambda: C.device_count() > 0
-    module.is_initialized = lambda: True
+    module.is_initialized = C.is_used
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.device_count = C.device_count

@@ -51,6 +51,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   sim::define_collectives(module);
   module.def("use_cpu_kernels", &sim::use_cpu_kernels);
   module.def("device_count", &sim::device_count);
+  module.def("is_used", &sim::is_used);
   module.def("default_generator", [](int device) { return sim::default_generator(c10::DeviceIndex(device)); });
   module.def("take_reports", &sim::take_reports);
   module.def("waits", &sim::waits);

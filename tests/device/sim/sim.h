@@ -103,6 +103,7 @@ at::Generator new_generator(c10::DeviceIndex device);
 at::Generator inner_generator(const at::Generator& generator);  // the CPU's, for one operation
 
 void note_use();     // of a device, by this process
+bool is_used();
 void refuse_fork();  // raises where a process that has used a device has forked this one
 
 int64_t waits();  // how often the host has waited for a device

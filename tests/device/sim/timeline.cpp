@@ -116,6 +116,8 @@ void note_use() {
   if (!user) user = getpid();
 }
 
+bool is_used() { return user != 0; }
+
 void refuse_fork() {
   TORCH_CHECK(!user || user == getpid(),
               "Cannot re-initialize sim in forked subprocess. To use sim with multiprocessing, you must use the "

@@ -108,12 +108,21 @@ def test_a_port_that_was_taken_is_marked(
 
 
 def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
-    words = ["$A", "node.py", "elastic_agent", "--rdzv-id=$ID", "--x=${ID}", "train.py", "--lr=$ID"]
-    assert expand(words, {"ID": "7"}) == [*words[:3], "--rdzv-id=7", "--x=7", *words[5:]]
+    words = [
+        "$A",
+        "-u",
+        "node.py",
+        "elastic_agent",
+        "--rdzv-id=$ID",
+        "--x=${ID}",
+        "train.py",
+        "--lr=$ID",
+    ]
+    assert expand(words, {"ID": "7"}) == [*words[:4], "--rdzv-id=7", "--x=7", *words[6:]]
     assert split(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])
 
 
 @pytest.mark.parametrize(("option", "reason"), [("--x=$ID", "ID is not set"), ("--x=1$", "line 1")])
 def test_a_variable_that_is_not_set_is_named(option: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        expand(["python", "node.py", "elastic_agent", option, "train.py"], {})
+        expand(["python", "-u", "node.py", "elastic_agent", option, "train.py"], {})

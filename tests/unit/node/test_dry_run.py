@@ -136,7 +136,7 @@ def test_each_node_has_a_supervisor(
     nodes = ["local-0", "local-1"]
     job = JobSpec("t.py", nodes=2, **spec)
     local_run = _local(
-        run=run, spec=job, nodes=nodes, command=["python", "node.py", "elastic_agent", "t.py"]
+        run=run, spec=job, nodes=nodes, command=["python", "-u", "node.py", "elastic_agent", "t.py"]
     )
     environ = local_run._environ(attempt)
     assert environ["HPC_DDP_END_TIME"] == ("1600" if end else "")

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from hpc_ddp.core.run_folder import NodeFolder, RunFolder
 from hpc_ddp.node import elastic_agent as agent
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.worker import started_by
+from hpc_ddp.node.workers.worker import started_by
 
 
 class LeftError(Exception):
@@ -191,7 +191,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_failed_workers_are_recorded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[str, Any] | None, code: str
 ) -> None:
-    monkeypatch.setattr(agent, "launch", lambda argv, place: ended)
+    monkeypatch.setattr(agent, "launch", lambda argv, place, server: ended)
     with pytest.raises(LeftError, match=code):
         agent.main(["train.py"])
     path = folder / "failures.json"
@@ -204,7 +204,7 @@ def test_failed_workers_are_recorded(
 def test_a_port_that_is_taken_is_marked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_taken: bool
 ) -> None:
-    def launch(argv: list[str], place: Place) -> None:
+    def launch(argv: list[str], place: Place, server: None) -> None:
         raise RuntimeError("rendezvous") from OSError(text)
 
     monkeypatch.setattr(agent, "launch", launch)
@@ -221,7 +221,7 @@ def test_an_agent_dies_with_its_supervisor_and_loses_no_output(
 ) -> None:
     ties: list[str] = []
     monkeypatch.setattr(agent, "die_with_parent", lambda: ties.append("parent"))
-    monkeypatch.setattr(agent, "launch", lambda argv, place: None)
+    monkeypatch.setattr(agent, "launch", lambda argv, place, server: None)
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)

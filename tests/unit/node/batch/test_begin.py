@@ -45,6 +45,7 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
         "HPC_DDP_WARN_S": "90",
         "HPC_DDP_CPUS": "1",
         "HPC_DDP_RESUME_ARGS": "",
+        "HPC_DDP_WARM_START": "1",
     }
     (event,) = raw_events(run.path)
     assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")

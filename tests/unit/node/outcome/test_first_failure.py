@@ -20,7 +20,7 @@ from hpc_ddp.node.outcome.first_failure import (
     last_exception,
     reason_of,
 )
-from hpc_ddp.node.worker import AGAIN
+from hpc_ddp.node.workers.worker import AGAIN
 from tests.raw_events import raw
 
 

@@ -11,6 +11,7 @@ from unit.node.fakes import NoSignals, place_of
 
 COMMAND = [
     "python",
+    "-u",
     "node.py",
     "elastic_agent",
     "--nnodes=2",

@@ -47,7 +47,7 @@ def test_the_end_of_a_supervisor_depends_on_notice_peers_and_leader(
     monkeypatch.setattr(
         head_failover, "decide", lambda place, env, reports: decided.append(reports())
     )
-    words = [*COMMAND[:3], "--nnodes=1:3" if elastic else "--nnodes=3", "train.py", "--a=:"]
+    words = [*COMMAND[:4], "--nnodes=1:3" if elastic else "--nnodes=3", "train.py", "--a=:"]
     watcher = make_supervisor(attempt, *words, index=index)
     watcher.notice, watcher.torn_down = notice, torn_down
     if superseded:
@@ -67,7 +67,7 @@ def test_the_end_of_a_supervisor_depends_on_notice_peers_and_leader(
 
 def test_a_failed_worker_is_no_lost_leader(attempt: AttemptFolder, clock: Clock) -> None:
     watcher = make_supervisor(
-        attempt, *COMMAND[:3], "--nnodes=1:3", "train.py", index=1, nodes=("n0", "n1")
+        attempt, *COMMAND[:4], "--nnodes=1:3", "train.py", index=1, nodes=("n0", "n1")
     )
     watcher.folder.failures.write_text(
         json.dumps({"failures": [{"rank": 1, "code": 1, "time": 5.0}]})

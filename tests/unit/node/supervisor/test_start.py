@@ -39,9 +39,9 @@ def test_each_node_knows_the_host_of_the_store(
 ) -> None:
     watcher = make_supervisor(attempt, index=index)
     conf, address = f"--rdzv-conf=a=1,is_host={is_host}", f"--local-addr=n{index + 1}"
-    assert watcher.launch.command == [*COMMAND[:5], conf, address, *COMMAND[5:]]
-    plain = make_supervisor(attempt, *COMMAND[:3], "train.py", index=index)
-    assert plain.launch.command[3] == f"--rdzv-conf=is_host={is_host}"
+    assert watcher.launch.command == [*COMMAND[:6], conf, address, *COMMAND[6:]]
+    plain = make_supervisor(attempt, *COMMAND[:4], "train.py", index=index)
+    assert plain.launch.command[4] == f"--rdzv-conf=is_host={is_host}"
 
 
 def test_workers_get_their_variables(
@@ -77,7 +77,7 @@ def test_a_start_removes_files_of_an_earlier_one(attempt: AttemptFolder) -> None
 
 def test_a_missing_python_is_recorded(attempt: AttemptFolder, clock: Clock) -> None:
     watcher = make_supervisor(
-        attempt, "/no/python", "node.py", "elastic_agent", "train.py", nodes=("n1",)
+        attempt, "/no/python", "-u", "node.py", "elastic_agent", "train.py", nodes=("n1",)
     )
     assert watcher.run() == 1
     (failure,) = read_json(watcher.folder.record)["failures"]
@@ -124,7 +124,7 @@ def test_an_elastic_node_without_its_leader_is_killed(
     monkeypatch.setattr(head_failover, "watch", lambda place, environ: lost)
     monkeypatch.setattr(head_failover, "decide", lambda *words: None)
     agent = Agent(-9)
-    watcher = make_supervisor(attempt, *COMMAND[:3], "--nnodes=1:2", "train.py", index=1)
+    watcher = make_supervisor(attempt, *COMMAND[:4], "--nnodes=1:2", "train.py", index=1)
     watcher._kill_at = 0.0
     assert _run(watcher, agent, monkeypatch) == 1
     assert agent.killed
@@ -158,8 +158,8 @@ def test_a_node_that_can_not_take_part_reports_why(
         ("worker", ["python", "$a.py"], ["python", "$a.py", "--x=$a"]),
         (
             "torchrun",
-            ["python", "node.py", "elastic_agent", "--n=$a", "t.py"],
-            ["python", "node.py", "elastic_agent", "--n=5", "t.py", "--x=$a"],
+            ["python", "-u", "node.py", "elastic_agent", "--n=$a", "t.py"],
+            ["python", "-u", "node.py", "elastic_agent", "--n=5", "t.py", "--x=$a"],
         ),
     ],
 )
@@ -198,6 +198,8 @@ def test_submitits_task_that_can_not_start_says_why(
     if content:
         (tmp_path / "job.json").write_text(content)
     with pytest.raises(SystemExit) as ended:  # the last by an option of torchrun
-        supervisor.submitit_main("torchrun", ["python", "node.py", "agent", "--x=$NO_SUCH", "t.py"])
+        supervisor.submitit_main(
+            "torchrun", ["python", "-u", "node.py", "agent", "--x=$NO_SUCH", "t.py"]
+        )
     assert "this node can't take part" in str(ended.value.code)
     assert ("NO_SUCH is not set" in str(ended.value.code)) is (content == '{"args": []}')

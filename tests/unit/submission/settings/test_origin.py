@@ -77,6 +77,7 @@ def test_each_setting_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPa
         ("signal", "default", "TERM@60"),
         ("continue-by", "default", "requeue"),
         ("max-failures", "default", "3"),
+        ("warm-start", "default", "True"),
         ("torchrun", "--torchrun", "--numa-binding=node"),
     ]
     line = next(line for line in origin.table(rows).splitlines() if line.startswith("nodes"))

@@ -29,6 +29,7 @@ OF_AN_MPI_TASK = (
     "MPI_LOCAL",
     "MV2_COMM_WORLD_",
 )
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
@@ -169,12 +170,13 @@ def resume_args() -> list[str]:
     return shlex.split(words)
 
 
-def main(command: list[str]) -> None:
-    """Prepare this process as a worker, and replace it by `command`: python and the script.
+def prepare(command: list[str]) -> list[str]:
+    """Prepare this process as a worker; return `command`, python and the script, with the arguments
+    that a resume adds.
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
     user's umask, and dies with its parent. It exits with 1 if that has died already. Raise OSError
-    if the node's folder can't be used or the command can't be started.
+    if the node's folder can't be used.
     """
     die_with_parent()
     if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
@@ -191,11 +193,17 @@ def main(command: list[str]) -> None:
     os.environ.update(as_task(), PYTHONPATH=python_path())
     # A set of strings has one order on all ranks, and after a resume: a vocabulary, for one.
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache()
+    if COMPILE_CACHE not in os.environ:
+        os.environ[COMPILE_CACHE] = compile_cache()
     if "HPC_DDP_UMASK" in os.environ:  # not under submitit, whose tasks have no `entry`
         os.umask(int(os.environ.pop("HPC_DDP_UMASK"), 8))
-    command = [*command, *resume_args()]
+    return [*command, *resume_args()]
+
+
+def main(command: list[str]) -> None:
+    """Prepare this process, and replace it by `command`; raise OSError as `prepare`, and if the
+    command can't be started."""
+    command = prepare(command)
     os.execvp(command[0], command)
 
 

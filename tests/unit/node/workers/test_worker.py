@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core import process
-from hpc_ddp.node import worker
+from hpc_ddp.node.workers import worker
 from tests.waiting import pid_in, wait_until
 from unit.fakes import stop_clock
 

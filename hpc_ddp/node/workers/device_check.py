@@ -1,0 +1,78 @@
+"""Whether a fork of this process can use an accelerator, which drivers decide: a trial tells.
+
+Imports torch: it runs in the fork server, which has imported it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
+
+TRIAL_S = 120.0
+POLL_S = 0.02
+
+
+def has_initialised_device() -> bool:
+    """Return whether torch has initialised an accelerator in this process."""
+    accelerator = torch.accelerator.current_accelerator()
+    return bool(accelerator and torch.get_device_module(accelerator).is_initialized())
+
+
+@dataclass
+class Trial:
+    """A fork that uses the first accelerator, and makes a collective there; it starts at once, and
+    ends soon where there is none."""
+
+    pid: int = field(default_factory=lambda: _forked())
+    result: str | None = None
+
+    def failure(self) -> str:
+        """Wait for the end of the trial; return why a fork can't use the accelerator, '' if it can,
+        or has none."""
+        if self.result is None:
+            self.result = self._wait()
+        return self.result
+
+    def _wait(self) -> str:
+        give_up = time.monotonic() + TRIAL_S
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                return f"a fork can't use the accelerator: it ended with {code}" if code else ""
+            if time.monotonic() > give_up:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                return f"a fork can't use the accelerator: no end within {TRIAL_S:.0f} s"
+            time.sleep(POLL_S)
+
+
+def _forked() -> int:
+    """Fork a process that tries the accelerator, and return its id. What it prints goes to this
+    process's log."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = 0 if _works() else 1
+    finally:
+        os._exit(code)
+
+
+def _works() -> bool:
+    """Use the first accelerator, alone; return whether the result is right, true without one."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return True
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    ones = torch.ones(2, device=device)
+    dist.all_reduce(ones)
+    return bool(ones.sum().item() == 2)

@@ -1,0 +1,284 @@
+"""The process from which the workers of a node are forked, so that torch is imported once.
+
+torchrun's agent imports torch, and forks this process while it has no threads. The fork server
+imports what the optimizers and the script will need, and forks a worker whenever the agent asks for
+one: torchrun's start, and each restart. The agent itself can't: its rendezvous has threads.
+
+A worker is forked twice and so becomes a child of the agent, as if that had started it. Where a
+fork would not be the same as a start of Python, the server refuses, with a reason, and the agent
+starts the worker by exec: docs/decisions/011-warm-start.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.node.workers.forked_script import ForkedScript
+from hpc_ddp.node.workers.preload import import_ahead
+from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of
+from hpc_ddp.node.workers.worker import (
+    COMPILE_CACHE,
+    OF_AN_MPI_TASK,
+    compile_cache,
+    die_with_parent,
+    prepare,
+    started_by,
+)
+
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.05
+# What an optimizer and DDP import when they are first used.
+ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel")
+# Variables that torchrun and `worker.prepare` set for a worker; no import depends on them.
+OF_A_WORKER = (
+    *OF_AN_MPI_TASK,
+    *("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "SLURM_", "HPC_DDP_"),
+    *("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass
+class ForkedProcess:
+    """A worker, as torchrun uses its ``subprocess.Popen``."""
+
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code; raise subprocess.TimeoutExpired after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+
+@dataclass
+class ForkServer:
+    """The agent's end of a fork server."""
+
+    connection: Connection
+    is_reported: bool = False  # the reason of a refusal is printed once
+
+    def fork(self, command: Sequence[str], environ: dict[str, str]) -> ForkedProcess | None:
+        """Fork a worker that runs `command` (`started_by`) with this environment. None where the
+        server refuses or has ended: it has to be started by exec then."""
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            self.connection.send((list(command), environ))
+            answer: int | str = self.connection.recv()
+        except (EOFError, OSError) as error:
+            answer = f"the fork server has ended: {error!r}"
+        finally:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+        if isinstance(answer, int):
+            return ForkedProcess(answer)
+        if not self.is_reported:
+            say(f"workers are started by exec: {answer}")
+            self.is_reported = True
+        return None
+
+
+def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
+    """Start the fork server for a `script` with its arguments; torch is imported already.
+
+    Return the agent's end of it; None where nothing can be forked, on other systems than Linux. It
+    returns once more in each worker, with the script that the process is to run.
+    """
+    if sys.platform != "linux":
+        return None
+    connection, servers = Pipe()
+    agent = os.getpid()
+    if os.fork():
+        servers.close()
+        return ForkServer(connection)
+    connection.close()
+    die_with_parent()
+    if os.getppid() != agent:
+        os._exit(0)
+    try:
+        return _Server(servers, list(script), agent).serve()
+    except Exception:  # of this process, or of a worker that can't become its script
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+
+@dataclass
+class _Server:
+    """The server's own side."""
+
+    connection: Connection
+    script: list[str]
+    agent: int  # its process id
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    refusal: str = ""  # why no worker can be forked
+    output: int = -1  # a file with what the imports print
+
+    def serve(self) -> ForkedScript:
+        """Import, then fork a worker for each request until the agent closes the connection, which
+        ends this process. Return in each worker, with its script."""
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in SIGNALS:  # a preempting Slurm may signal each process of the step
+            signal.signal(number, signal.SIG_IGN)
+        sys.argv[:] = self.script  # some packages look at it
+        os.environ.setdefault(
+            COMPILE_CACHE, compile_cache()
+        )  # torch would set another at its import
+        self.output = os.memfd_create("imports")
+        try:
+            self._import_all()
+        except UnfitError as error:
+            self.refusal = str(error)
+        gc.collect()
+        gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
+        atexit.register(gc.unfreeze)  # the last one of a worker is to see all
+        while True:
+            try:
+                command, environ = self.connection.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            answer = self._refusal(command, environ) or self._fork()
+            if answer:
+                self.connection.send(answer)
+                continue
+            for number, handler in handlers.items():
+                # An exec would reset Python's own handlers, and leave signals that are ignored.
+                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                ignored = handler is signal.SIG_IGN
+                signal.signal(number, signal.SIG_IGN if ignored else default)
+            return self._begin(command, environ)
+
+    def _import_all(self) -> None:
+        """Import torch, then what the script needs, while a fork tries the accelerator.
+
+        Raise UnfitError where a forked worker would differ from one that is started.
+        """
+        is_other = getattr(sys.flags, "safe_path", False) or sys.flags.no_user_site
+        if "PYTHONHASHSEED" not in self.environ or is_other:
+            raise UnfitError("its Python was started in another way than a script's")
+        folders = own_folders(Path(self.script[0]))
+        packages = imports_of(Path(self.script[0]), folders)
+        import_ahead(ALWAYS, self.output)
+        _check_hidden(folders)
+        from hpc_ddp.node.workers.device_check import Trial
+
+        trial = Trial()
+        if not packages:
+            self.refusal = trial.failure()
+            return
+        reader, writer = Pipe(duplex=False)
+        with reader, writer:
+            child = self._fork_importer(packages, folders)
+            if not child:
+                self.refusal = reader.recv()
+                return
+            self.refusal = trial.failure()
+            writer.send(self.refusal)
+            _, status = os.waitpid(child, 0)
+            if status == 0:
+                os._exit(0)
+
+    def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
+        """Fork a process that imports the packages, and return its id; 0 in that process.
+
+        It is to serve in place of this one, and ends with 1 if a package turns out to be unfit:
+        that can't be undone.
+        """
+        size = os.fstat(self.output).st_size
+        if child := os.fork():
+            return child
+        die_with_parent()
+        try:
+            import_ahead(packages, self.output)
+            _check_hidden(folders)
+        except UnfitError as error:
+            os.write(2, f"hpc-ddp: only torch is imported once for all workers: {error}\n".encode())
+            os.ftruncate(self.output, size)
+            os._exit(1)
+        return 0
+
+    def _refusal(self, command: list[str], environ: dict[str, str]) -> str:
+        """Return why a worker is not to be forked, '' if it is."""
+        if self.refusal:
+            return self.refusal
+        if command[: len(started_by(sys.executable, []))] != started_by(sys.executable, []):
+            return f"its command begins with {command[0]}"
+        names = {*environ, *self.environ}
+        for name in sorted(names):
+            if environ.get(name) != self.environ.get(name) and not name.startswith(OF_A_WORKER):
+                return f"{name} has changed since the imports"
+        return ""
+
+    def _fork(self) -> int:
+        """Fork twice, so that the agent becomes the parent; return the worker's process id, and 0
+        in the worker."""
+        reader, writer = os.pipe()
+        between = os.fork()
+        if not between:
+            pid = os.fork()
+            if not pid:
+                os.close(reader)
+                os.close(writer)
+                return 0
+            os.write(writer, str(pid).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as file:
+            pid = int(file.read() or 0)
+        os.waitpid(between, 0)
+        return pid
+
+    def _begin(self, command: list[str], environ: dict[str, str]) -> ForkedScript:
+        """Make this process, just forked, the worker that `worker.py` would make of it."""
+        self.connection.close()
+        while os.getppid() != self.agent:  # until the process between has ended
+            if os.getppid() == 1:
+                os._exit(1)
+            time.sleep(0.0005)
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(environ)
+        words = prepare(command[len(started_by(sys.executable, [])) - 2 :])
+        os.write(2, os.pread(self.output, os.fstat(self.output).st_size, 0))
+        os.close(self.output)
+        return ForkedScript.of(words)
+
+
+def own_folders(script: Path) -> list[Path]:
+    """Return the folders in which a worker's Python looks before those of this process: the
+    script's, and the snapshot of the user's code."""
+    code = os.environ.get("HPC_DDP_CODE")
+    folders = [script.resolve().parent, *([Path(code)] if code else [])]
+    return list(dict.fromkeys(folders))
+
+
+def _check_hidden(folders: Sequence[Path]) -> None:
+    """Raise UnfitError if a module in `folders` hides one that is imported already."""
+    if file := hidden_by(folders, list(sys.modules)):
+        raise UnfitError(f"{file} hides a module that is imported already")

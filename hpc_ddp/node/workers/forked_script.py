@@ -1,0 +1,111 @@
+"""A forked process that becomes what ``python -u SCRIPT ARGS`` would be."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import io
+import multiprocessing
+import os
+import struct
+import sys
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+PR_SET_MM, PR_SET_MM_MAP = 35, 14
+# Fields of /proc/self/stat (man 5 proc) for `struct prctl_mm_map`, up to the start of the stack.
+FIRST_FIELD = 3
+CODE, DATA, BREAK, STACK = (26, 27), (45, 46), 47, 28
+
+
+@dataclass
+class ForkedScript:
+    """A script that node.py runs at its top level, below which no frame of ours is left."""
+
+    code: CodeType
+    module: ModuleType
+
+    @classmethod
+    def of(cls, command: list[str]) -> ForkedScript:
+        """Make this process that of `command`, python and its options before the script.
+
+        ``__main__``, ``sys.argv``, ``sys.path`` and the process's command line and environment, as
+        others see them, become the script's. Raise OSError if it can't be read, SyntaxError or
+        ValueError if it is no Python.
+        """
+        python, *options = command
+        start = next(place for place, word in enumerate(options) if not word.startswith("-"))
+        script, argv = options[start], options[start:]
+        with io.open_code(os.path.abspath(script)) as file:
+            code = compile(file.read(), os.path.abspath(script), "exec", dont_inherit=True)
+        name_process([python, *options])
+        sys.argv[:] = argv
+        sys.orig_argv[:] = command
+        sys.path[:] = search_path(script)
+        importlib.invalidate_caches()
+        _draw_anew()
+        module = ModuleType("__main__")
+        module.__file__ = os.path.abspath(script)
+        module.__loader__ = SourceFileLoader("__main__", os.path.abspath(script))
+        vars(module).update(__builtins__=sys.modules["builtins"], __cached__=None)
+        if "__annotations__" in vars(sys.modules["__main__"]):  # up to Python 3.13
+            vars(module)["__annotations__"] = {}
+        sys.modules["__main__"] = module
+        return cls(code, module)
+
+    def report(self, error: BaseException) -> None:
+        """Print an exception that has ended the script as Python would, without node.py's frame;
+        Python itself then prints nothing more."""
+        traceback = error.__traceback__.tb_next if error.__traceback__ else None
+        error.__traceback__ = traceback
+        sys.excepthook(type(error), error, traceback)
+        sys.excepthook = lambda *_: None
+
+
+def search_path(script: str) -> list[str]:
+    """Return ``sys.path`` as the interpreter would make it for a script: its folder, PYTHONPATH,
+    and the rest, which this process has after the folder of node.py."""
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder]
+    first = [str(Path(script).resolve().parent), *map(os.path.abspath, folders)]
+    return [first[0], *dict.fromkeys([*first[1:], *sys.path[1:]])]
+
+
+def _draw_anew() -> None:
+    """Seed the generators of numpy and torch as a start of each would, and draw the key of
+    multiprocessing anew; Python's own generator is seeded at a fork."""
+    multiprocessing.current_process().authkey = os.urandom(32)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+
+
+def name_process(command: list[str]) -> None:
+    """Set the command line and the environment that others see of this process (``/proc/<pid>``).
+
+    Does nothing where the kernel has no PR_SET_MM_MAP (CONFIG_CHECKPOINT_RESTORE).
+    """
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+    pairs = (f"{name}={value}" for name, value in os.environ.items())
+    ends: list[int] = []
+    for words in (command, pairs):
+        content = b"".join(os.fsencode(word) + b"\0" for word in words)
+        buffer = ctypes.create_string_buffer(content, len(content))
+        _BUFFERS.append(buffer)
+        ends += [ctypes.addressof(buffer), ctypes.addressof(buffer) + len(content)]
+
+    def field(number: int) -> int:
+        return int(stat[number - FIRST_FIELD])
+
+    sections = [*map(field, CODE), *map(field, DATA), field(BREAK), libc.sbrk(0), field(STACK)]
+    layout = struct.pack("<12QIi", *sections, *ends, 0, 0, -1)
+    buffer = ctypes.create_string_buffer(layout, len(layout))
+    libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(buffer), ctypes.c_ulong(len(layout)), 0)
+
+
+_BUFFERS: list[Any] = []  # the kernel reads them as long as the process lives

@@ -1,0 +1,134 @@
+"""Imports made once for all workers of a node, and the checks that they do no harm there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hpc_ddp.node.workers.script_imports import UnfitError
+
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
+OF_A_RANK = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS)|PMI\w*_RANK|OMPI_COMM_WORLD_\w+)$"
+)
+DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
+
+
+def import_ahead(names: Sequence[str], output: int) -> None:
+    """Import modules, whose prints go to the descriptor `output`.
+
+    Raise UnfitError where one fails, or leaves something that a fork does not survive, or that a
+    worker would not have from its own import.
+    """
+    before = _state()
+    with _captured(output), _without_driver(), _rank_unread():
+        for name in names:
+            _import_if_there(name)
+    for title, value in _state().items():
+        if value != before[title]:
+            raise UnfitError(f"an import has changed {title}")
+    if devices := _open_devices():
+        raise UnfitError(f"an import has opened {devices[0]}")
+    from hpc_ddp.node.workers.device_check import has_initialised_device
+
+    if has_initialised_device():
+        raise UnfitError("an import has initialised an accelerator")
+    if not (pid := os.fork()):  # thread pools that survive a fork end their threads before one
+        os._exit(0)
+    os.waitpid(pid, 0)
+    if (count := len(os.listdir("/proc/self/task"))) > 1:
+        raise UnfitError(f"an import has started {count - 1} threads")
+
+
+@contextlib.contextmanager
+def _captured(output: int) -> Iterator[None]:
+    """Redirect stdout and stderr to a descriptor."""
+    outputs = [os.dup(number) for number in (1, 2)]
+    try:
+        for number in (1, 2):
+            os.dup2(output, number)
+        yield
+    finally:
+        sys.stdout.flush()
+        for number, copy in zip((1, 2), outputs, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _state() -> dict[str, Any]:
+    """Return what an import must not change, by its name."""
+    return {
+        "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
+        "the working directory": os.getcwd(),
+        "the environment": {k: v for k, v in os.environ.items() if k != NVML_CHECK},
+        "sys.path": list(sys.path),
+        "the root logger": list(logging.getLogger().handlers),
+    }
+
+
+@contextlib.contextmanager
+def _rank_unread() -> Iterator[None]:
+    """Raise UnfitError at the end if something has asked the environment for a worker's rank, which
+    is not there yet."""
+    names: list[str] = []
+    kind: Any = type(os.environ)
+    read = kind.__getitem__
+
+    def note(self: Any, name: str) -> str:
+        try:
+            return str(read(self, name))
+        except KeyError:  # a read of all variables is none of the rank
+            if OF_A_RANK.match(name):
+                names.append(name)
+            raise
+
+    kind.__getitem__ = note
+    try:
+        yield
+    finally:
+        kind.__getitem__ = read
+    if names:
+        raise UnfitError(f"an import has read {names[0]}")
+
+
+@contextlib.contextmanager
+def _without_driver() -> Iterator[None]:
+    """Have ``torch.cuda.is_available()`` start no driver, which a fork would not survive."""
+    before = os.environ.get(NVML_CHECK)
+    os.environ[NVML_CHECK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NVML_CHECK]
+        else:
+            os.environ[NVML_CHECK] = before
+
+
+def _import_if_there(name: str) -> None:
+    """Import a module, unless there is none; raise UnfitError if it fails: the script may rely on
+    that."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(str(error.name)):  # no submodule, but a function, say
+            raise UnfitError(f"the import of {name} has failed: {error}") from None
+    except BaseException as error:
+        raise UnfitError(f"the import of {name} has failed: {error!r}") from None
+
+
+def _open_devices() -> list[str]:
+    """Return the device files that this process has open."""
+    files = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            files.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [file for file in files if file.startswith(DEVICE_FILES)]

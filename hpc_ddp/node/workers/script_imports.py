@@ -1,0 +1,210 @@
+"""The imports of a script at its start, read from its text: it is never run for that.
+
+The fork server imports it beforehand. A script is refused where its modules would not be the same
+ones then: it changes its environment or the search path before an import, or has a module of its
+own that hides an installed one.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MOST_FILES = 500  # of the script's own modules, which are read as well
+# Variables that are read when a group, a device or a data loader starts, never at an import.
+READ_LATE = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|CUDA_VISIBLE_DEVICES"
+    r"|CUBLAS_WORKSPACE_CONFIG|TOKENIZERS_PARALLELISM|(TORCH_)?NCCL_\w+|GLOO_\w+|FI_\w+|UCX_\w+"
+)
+# Their import starts MPI, which a fork does not survive.
+NEVER_AHEAD = ("mpi4py", "horovod", "petsc4py")
+OURS = "hpc_ddp"  # in the run's library, which comes before the snapshot of the user's code
+CHANGES_OF_PATH = ("insert", "remove", "pop", "clear", "sort", "reverse")
+INSTALLED = {"site-packages", "dist-packages"}
+
+
+class UnfitError(Exception):
+    """The script has to be started by exec; the text is the reason."""
+
+
+@dataclass
+class _Reading:
+    """One file: the modules that it imports at its top level, and the changes before an import."""
+
+    imports: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
+    last_import: int = 0  # line of the last import, at any level
+    changes: list[tuple[int, str]] = field(default_factory=list)  # line, and what is changed there
+
+
+def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
+    """Return the names of installed modules that `script` and its own modules import at their top
+    level, in that order; `folders` are those in which its own modules are, the script's first.
+
+    Raise UnfitError where it can't be read, or changes its environment or ``sys.path`` in time for
+    an import.
+    """
+    names: dict[str, None] = {}
+    waiting, done = [script], {script}
+    while waiting:
+        path = waiting.pop(0)
+        reading = _read(path)
+        for line, change in reading.changes:
+            # The top level of a module runs at an import, its functions whenever they are called.
+            if path != script or line < reading.last_import:
+                raise UnfitError(f"{path.name}, line {line}, changes {change} before an import")
+        for name, parts, level in reading.imports:
+            package = _package(path, level)
+            is_ours = name.partition(".")[0] == OURS
+            base = [package] if package else folders[:1] if is_ours else folders
+            files = list(_files(name, parts, base))
+            for file in files:
+                if file not in done and len(done) < MOST_FILES:
+                    done.add(file)
+                    waiting.append(file)
+            if not files and not level and (is_ours or is_installed(name)):
+                names[name] = None
+                names |= dict.fromkeys(f"{name}.{part}" for part in parts if part != "*")
+    return list(names)
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a module of this name would come from a folder of installed packages."""
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top in NEVER_AHEAD:
+        return False
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    return bool(spec and spec.origin and INSTALLED & set(Path(spec.origin).parts))
+
+
+def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
+    """Return the first file or folder in `folders`, the script's first, that an import would take
+    in place of one of the `loaded` modules, None without one."""
+    tops = {name.partition(".")[0] for name in loaded} - {"__main__"}
+    tops |= {"sitecustomize", "usercustomize"}  # Python imports them at its start
+    for folder in folders:
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        for entry in entries:
+            name, _, suffix = entry.name.partition(".")
+            is_module = suffix in ("py", "pyc") or suffix.endswith("so")
+            is_package = not suffix and any(Path(entry.path).glob("__init__.*"))
+            is_ours = name == OURS and folder != folders[0]
+            if name in tops and (is_module or is_package) and not is_ours:
+                return Path(entry.path)
+    return None
+
+
+def _read(path: Path) -> _Reading:
+    """Read a file; raise UnfitError if it is no Python."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UnfitError(f"{path.name} can't be read: {error}") from None
+    reading = _Reading()
+    for node in _at_top_level(tree.body):
+        if isinstance(node, ast.Import):
+            reading.imports += [(alias.name, (), 0) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = tuple(alias.name for alias in node.names)
+            reading.imports.append((node.module or "", parts, node.level))
+    for statement in ast.walk(tree):
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            reading.last_import = max(reading.last_import, statement.lineno)
+        elif change := _change(statement):
+            reading.changes.append((statement.lineno, change))  # type: ignore[attr-defined]
+    return reading
+
+
+def _at_top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run at an import, also below ``if`` and ``try``."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from _at_top_level(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for name in ("body", "orelse", "finalbody"):
+                yield from _at_top_level(getattr(node, name, ()))
+            for handler in getattr(node, "handlers", ()):
+                yield from _at_top_level(handler.body)
+
+
+def _change(node: ast.AST) -> str:
+    """Return what a statement or call changes of the environment or the search path, '' if nothing
+    that an import may depend on."""
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
+        targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+        for target in targets:
+            if isinstance(target, ast.Subscript) and _is(target.value, "environ"):
+                return _variable(target.slice)
+            if isinstance(target, ast.Subscript) and _is(target.value, "path", "sys"):
+                return "sys.path"
+            if _is(target, "environ") or _is(target, "path", "sys"):
+                return ast.unparse(target)
+    if not isinstance(node, ast.Call):
+        return ""
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name in ("putenv", "unsetenv", "load_dotenv"):
+        return "its environment"
+    if not isinstance(function, ast.Attribute):
+        return ""
+    if _is(function.value, "environ") and name in ("setdefault", "pop"):
+        return _variable(node.args[0]) if node.args else "its environment"
+    if _is(function.value, "environ") and name in ("update", "clear", "popitem"):
+        return "its environment"
+    return "sys.path" if _is(function.value, "path", "sys") and name in CHANGES_OF_PATH else ""
+
+
+def _is(node: ast.AST, name: str, module: str = "") -> bool:
+    """Return whether an expression is ``name`` itself, or that of a module."""
+    if isinstance(node, ast.Attribute):
+        owner = getattr(node.value, "id", "")
+        return node.attr == name and (not module or owner == module)
+    return not module and isinstance(node, ast.Name) and node.id == name
+
+
+def _variable(key: ast.AST) -> str:
+    """Return the name of the variable that a key of ``os.environ`` means, '' for one that is read
+    late."""
+    name = key.value if isinstance(key, ast.Constant) else ""
+    if isinstance(name, str) and READ_LATE.fullmatch(name):
+        return ""
+    return str(name) or "its environment"
+
+
+def _package(path: Path, level: int) -> Path | None:
+    """Return the folder in which a relative import of a file begins, None for an absolute one."""
+    return path.parents[level - 1] if level and level <= len(path.parents) else None
+
+
+def _files(name: str, parts: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files of a module of the script's own, of its parents and of the submodules
+    `parts`."""
+    words = name.split(".") if name else []
+    for folder in folders:
+        if words and not ((folder / words[0]).is_dir() or (folder / f"{words[0]}.py").is_file()):
+            continue
+        path = folder
+        for word in words:
+            path = path / word
+            yield from _existing(path)
+        for part in parts:
+            yield from _existing(path / part)
+        return
+
+
+def _existing(path: Path) -> Iterator[Path]:
+    for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+        if file.is_file():
+            yield file

@@ -1,0 +1,58 @@
+"""A worker that is forked sees what one that is started by exec sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from test_dry_run import SCRIPTS, DryRun
+
+OF_A_RUN = (
+    *("HPC_DDP_AGENT_PID", "HPC_DDP_PARENT", "HPC_DDP_PORT", "HPC_DDP_WARM_START"),
+    *("MASTER_PORT", "TORCHELASTIC_ERROR_FILE"),
+)
+
+
+def _surroundings(tmp_path: Path, *words: str) -> tuple[DryRun, list[dict[str, Any]]]:
+    """Run the script on two ranks; return the dry run, and what each rank has seen."""
+    out = tmp_path / "out"
+    out.mkdir(parents=True)
+    options = ("--nproc-per-node", "2", "--max-failures", "0", *words)
+    job = DryRun(
+        tmp_path / "runs", *options, str(SCRIPTS / "surroundings.py"), "--x", "$HOME", OUT=str(out)
+    )
+    assert job.end() == 1, job.printed()
+    run, text = job.run, ""
+    seen = []
+    for rank in range(2):
+        text = (out / f"{rank}.json").read_text()
+        for word, name in ((str(run.path), "RUN"), (run.id, "ID"), (str(tmp_path), "TMP")):
+            text = text.replace(word, name)
+        seen.append(json.loads(text))
+    return job, seen
+
+
+def _environment(facts: dict[str, Any]) -> dict[str, Any]:
+    """Take what differs between any two runs from the facts."""
+    env = [pair for pair in facts["environment"] if pair[0] not in OF_A_RUN]
+    pairs = [text for text in facts["seen environment"] if text.partition("=")[0] not in OF_A_RUN]
+    return {**facts, "environment": env, "seen environment": pairs}
+
+
+def test_a_forked_worker_sees_what_a_started_one_sees(tmp_path: Path) -> None:
+    forked, by_fork = _surroundings(tmp_path / "fork")
+    started, by_exec = _surroundings(tmp_path / "exec", "--no-warm-start")
+    (agent_log,) = forked.run.logs.glob("attempt-0/*/agent.log")
+    assert "by exec" not in agent_log.read_text()
+    for one, other in zip(by_fork, by_exec, strict=True):
+        assert _environment(one["facts"]) == _environment(other["facts"])
+    numbers = [number for facts in (*by_fork, *by_exec) for number in facts["random"]]
+    assert len(set(numbers)) == len(numbers)
+    logs = []
+    for job in (forked, started):
+        (log,) = job.run.logs.glob("attempt-0/*/rank-0.log")
+        logs.append(log.read_text().replace(str(job.run.path), "RUN"))
+    assert logs[0] == logs[1]
+    assert "a child has __mp_main__ surroundings.py" in logs[0]
+    assert logs[0].endswith("ValueError: the end\n")

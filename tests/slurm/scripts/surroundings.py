@@ -1,0 +1,78 @@
+"""Writes what a script sees of its process, as JSON into the folder OUT, a file for each rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+
+import numpy
+import torch
+
+
+def text_of(name: str) -> str:
+    with open(f"/proc/self/{name}") as file:
+        return file.read()
+
+
+status = text_of("status").splitlines()
+facts = {
+    "arguments": [sys.argv, sys.orig_argv[1:]],
+    "search path": sys.path,
+    "flags": [str(sys.flags), sys.warnoptions, str(sys._xoptions)],
+    "main": [sys.modules["__main__"] is sys.modules[__name__], __name__, __file__, repr(__spec__)],
+    "names": sorted(name for name in globals() if name.startswith("__")),
+    "loader": type(globals()["__loader__"]).__name__,
+    "folder": os.getcwd(),
+    "open files": sorted(os.listdir("/proc/self/fd")),
+    "stdin": os.readlink("/proc/self/fd/0"),
+    "stdout": [
+        getattr(sys.stdout, "write_through", None),
+        sys.stdout.line_buffering,
+        sys.stdout.isatty(),
+    ],
+    "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+    "masks": [line for line in status if line.startswith("Sig")],
+    "command line": text_of("cmdline").split("\0")[1:],
+    "environment": sorted(os.environ.items()),
+    "seen environment": sorted(text_of("environ").split("\0")),
+    "name": text_of("comm"),
+    "threads": [len(os.listdir("/proc/self/task")), threading.active_count()],
+    "session": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
+    "parent": os.getppid() == int(os.environ["HPC_DDP_AGENT_PID"]),
+    "umask": os.umask(0o22),
+    "limits": resource.getrlimit(resource.RLIMIT_CORE),
+    "processors": sorted(os.sched_getaffinity(0)),
+    "hash": hash("a text"),
+    "hooks": [sys.excepthook is sys.__excepthook__, faulthandler.is_enabled()],
+    "processes": [multiprocessing.current_process().name, multiprocessing.get_start_method()],
+    "torch": [torch.get_num_threads(), torch.is_grad_enabled(), str(torch.get_default_dtype())],
+}
+numbers = [random.random(), float(numpy.random.rand()), torch.rand(1, dtype=torch.float64).item()]
+secret = bytes(multiprocessing.current_process().authkey).hex()
+path = os.path.join(os.environ["OUT"], f"{os.environ['RANK']}.json")
+if __name__ == "__main__":
+    with open(path, "w") as out:
+        json.dump({"facts": facts, "random": [*numbers, secret]}, out)
+
+
+def in_a_child(queue: multiprocessing.SimpleQueue[list[str]]) -> None:
+    queue.put([__name__, os.path.basename(sys.argv[0])])
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        signal.pause()  # until rank 0 has failed
+    spawned = multiprocessing.get_context("spawn")
+    queue: multiprocessing.SimpleQueue[list[str]] = spawned.SimpleQueue()
+    child = spawned.Process(target=in_a_child, args=(queue,))
+    child.start()
+    print("a child has", *queue.get())
+    child.join()
+    raise ValueError("the end")

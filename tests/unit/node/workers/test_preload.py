@@ -1,0 +1,73 @@
+"""Imports that a fork would not survive, or that would leave less than one of the worker's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[4]
+# Imports what the arguments name in a process of its own, and prints the refusal.
+PROGRAM = """
+import os, sys
+from hpc_ddp.node.workers.preload import import_ahead
+from hpc_ddp.node.workers.script_imports import UnfitError
+output = os.memfd_create("output")
+try:
+    import_ahead(sys.argv[1:], output)
+except UnfitError as error:
+    print(error)
+os.lseek(output, 0, 0)
+print(os.read(output, 100).decode())
+"""
+
+
+def _import(folder: Path, text: str, *names: str) -> list[str]:
+    (folder / "package.py").write_text(f"import os, sys, threading, time\n{text}")
+    env = {**os.environ, "PYTHONPATH": f"{folder}:{REPO}", "MASTER_ADDR": "n1"}
+    argv = [sys.executable, "-c", PROGRAM, *(names or ("package",))]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+         "an import has started 1 threads"),
+        ("import signal\nsignal.signal(signal.SIGTERM, print)", "a signal's handler"),
+        ("os.chdir('/')", "the working directory"),
+        ("os.environ['A_B'] = '1'", "the environment"),
+        ("sys.path.insert(0, '/')", "sys.path"),
+        ("import logging\nlogging.basicConfig()", "the root logger"),
+        ("os.environ.get('LOCAL_RANK')", "an import has read LOCAL_RANK"),
+        ("'RANK' in os.environ", "an import has read RANK"),
+        ("raise ValueError(1)", "the import of package has failed: ValueError(1)"),
+        ("sys.exit(3)", "the import of package has failed: SystemExit(3)"),
+        ("import no_such_module", "the import of package has failed: No module named"),
+        ("file = open('/dev/dri')", "the import of package has failed"),
+    ],
+)  # fmt: skip
+def test_an_import_that_must_be_the_workers_own_is_refused(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    assert reason in _import(tmp_path, text)[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "os.environ.get('HOME'), dict(os.environ), os.environ.copy()",
+        "t = threading.Thread(target=time.sleep, args=(0,))\nt.start()\nt.join()",
+    ],
+)
+def test_an_import_without_a_trace_is_taken(tmp_path: Path, text: str) -> None:
+    lines = _import(tmp_path, f"print('out')\nprint('err', file=sys.stderr)\n{text}")
+    assert sorted(lines) == ["", "err", "out"]
+
+
+def test_a_name_that_is_no_module_is_passed_over(tmp_path: Path) -> None:
+    assert _import(tmp_path, "a = 1", "package", "package.a", "none") == [""]

@@ -1,0 +1,152 @@
+"""The imports of a script are read, and what makes a fork differ from a start is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of, is_installed
+
+
+def _script(folder: Path, text: str, **others: str) -> list[str]:
+    """Write a script, and other files by name (``a__b`` is ``a/b.py``); return its imports."""
+    for name, content in {"train": text, **others}.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return imports_of(folder / "train.py", [folder])
+
+
+def test_installed_modules_of_the_top_level_are_imports(tmp_path: Path) -> None:
+    text = """
+import os, json
+import numpy as np
+from torch import nn, optim
+from torch.utils.data import *
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import pytest
+else:
+    import click
+try:
+    import no_such_module
+except ImportError:
+    import jinja2
+with open("x"):
+    import submitit
+for _ in ():
+    import yaml_which_is_not_there
+def later():
+    import hypothesis
+class A:
+    import hypothesis
+"""
+    names = ["numpy", "torch", "torch.nn", "torch.optim", "torch.utils.data"]
+    assert _script(tmp_path, text) == [*names, "click", "jinja2", "submitit"]
+
+
+def test_modules_of_its_own_are_read_and_not_imported(tmp_path: Path) -> None:
+    own = {
+        "data": "import numpy\nfrom models.net import Net\n",
+        "models__net": "from . import layers\nfrom ..models.blocks import deep\nimport click\n",
+        "models__layers": "import jinja2\n",
+        "models__blocks": "import train\nimport hypothesis\n",
+    }
+    names = _script(tmp_path, "import data\nfrom models import net\n", **own)
+    assert sorted(names) == ["click", "hypothesis", "jinja2", "numpy"]
+
+
+def test_a_plain_folder_hides_no_package_and_a_package_of_its_own_does(tmp_path: Path) -> None:
+    (tmp_path / "numpy").mkdir()
+    assert _script(tmp_path, "import numpy\n") == ["numpy"]
+    assert hidden_by([tmp_path], ["numpy.random", "os"]) is None
+    (tmp_path / "numpy" / "__init__.py").touch()
+    assert _script(tmp_path, "import numpy\n") == []
+    assert hidden_by([tmp_path], ["numpy.random", "os"]) == tmp_path / "numpy"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_hidden"),
+    [
+        ("queue.py", True),
+        ("queue.cpython-311-x86_64-linux-gnu.so", True),
+        ("sitecustomize.py", True),
+        ("queue.txt", False),
+        ("__main__.py", False),
+        ("train.py", False),
+    ],
+)
+def test_a_file_hides_a_module(tmp_path: Path, name: str, is_hidden: bool) -> None:
+    (tmp_path / name).touch()
+    loaded = ["queue", "__main__", "torch.nn"]
+    assert hidden_by([tmp_path / "none", tmp_path], loaded) == (
+        tmp_path / name if is_hidden else None
+    )
+
+
+def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_path: Path) -> None:
+    code, jobs = tmp_path, tmp_path / "jobs"
+    jobs.mkdir()
+    (code / "hpc_ddp").mkdir()
+    (code / "hpc_ddp" / "__init__.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
+    script = jobs / "train.py"
+    script.write_text("from hpc_ddp.training import start\n")
+    assert imports_of(script, [jobs, code]) == ["hpc_ddp.training", "hpc_ddp.training.start"]
+    assert hidden_by([jobs, code], ["hpc_ddp"]) is None
+    assert hidden_by([code, jobs], ["hpc_ddp"]) == code / "hpc_ddp"
+    beside = code / "train.py"
+    beside.write_text("import hpc_ddp\nimport numpy\n")
+    with pytest.raises(UnfitError, match=r"__init__\.py, line 2, changes HF_HOME"):
+        imports_of(beside, [code])
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        ("os.environ['HF_HOME'] = '1'", "HF_HOME"),
+        ("environ['OMP_NUM_THREADS'] = '1'", "OMP_NUM_THREADS"),
+        ("os.environ.setdefault('MPLBACKEND', 'Agg')", "MPLBACKEND"),
+        ("os.environ.update(TORCH_LOGS='dynamo')", "its environment"),
+        ("os.environ[name] = '1'", "its environment"),
+        ("del os.environ['PYTORCH_ALLOC_CONF']", "PYTORCH_ALLOC_CONF"),
+        ("os.environ.pop('HF_HOME', None)", "HF_HOME"),
+        ("os.environ |= {'A': '1'}", "os.environ"),
+        ("os.putenv('A', '1')", "its environment"),
+        ("load_dotenv()", "its environment"),
+        ("sys.path.insert(0, '..')", "sys.path"),
+        ("sys.path[:0] = ['..']", "sys.path"),
+        ("sys.path = ['..', *sys.path]", "sys.path"),
+        ("os.environ['MASTER_PORT'] = '1'", ""),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", ""),
+        ("os.environ.get('HF_HOME')", ""),
+        ("sys.path.append('..')", ""),
+        ("path['a'] = 1", ""),
+        ("os.path = 1", ""),
+        ("update('a')", ""),
+    ],
+)
+def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change: str) -> None:
+    if change:
+        with pytest.raises(UnfitError, match=f"train.py, line 2, changes {change} before"):
+            _script(tmp_path, f"import os\n{line}\nimport numpy\n")
+        with pytest.raises(UnfitError, match=f"config.py, line 2, changes {change} before"):
+            _script(tmp_path, "import config\n", config=f"import os\ndef f():{line}\n")
+    else:
+        assert _script(tmp_path, f"import os\n{line}\nimport numpy\n") == ["numpy"]
+    assert _script(tmp_path, f"import os\nimport numpy\n{line}\n") == ["numpy"]
+
+
+def test_a_script_that_is_no_python_is_refused(tmp_path: Path) -> None:
+    for text in ("def", "\0", "(" * 300):
+        with pytest.raises(UnfitError, match=r"train\.py can't be read"):
+            _script(tmp_path, text)
+    with pytest.raises(UnfitError, match="can't be read"):
+        imports_of(tmp_path / "none.py", [tmp_path])
+
+
+def test_some_modules_are_never_imported_ahead() -> None:
+    assert is_installed("numpy")
+    assert not is_installed("mpi4py")
+    assert not is_installed("json")
+    assert not is_installed("no_such_module")
