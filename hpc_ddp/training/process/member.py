@@ -50,6 +50,7 @@ class Member:
         self._notices = Notices(self._env.notice)
         self._notices.install()
         self._options = options.checked(self._env)
+        self.position = Position()
 
     def _open_run(self, control: Control) -> None:
         """Open the run's folder and the journal, once the ranks have met; every rank must call it.
@@ -60,7 +61,7 @@ class Member:
         self.folder, attempt = run_directory.find(self._env, self._info, control)
         self._journal = self.folder.journal(f"rank-{self.rank}", attempt)
         self._hook.journal = self._journal
-        self.position = self._hook.position = Position()
+        self._hook.position = self.position
         if self.rank == 0:
             self._journal.write(WorkerStarted(process.began_at(), self._called))
             self._notices.watch_for_cancel(self.folder.cancelled)
