@@ -26,7 +26,7 @@ from hpc_ddp.training.models import rng
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-STATE = "state"
+STATE, ORDER = "state", "order.pt"
 
 
 class Stop(StopPoint):
@@ -37,6 +37,7 @@ class Stop(StopPoint):
         super().__init__(format="accelerate", **options)
         self._accelerator = accelerator
         self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
+        self._order: torch.Tensor | None = None  # the sampler's generator as the epoch began
         self.facts = {"epoch": 0, "batches": 0}
 
     def load(self) -> int:
@@ -45,6 +46,8 @@ class Stop(StopPoint):
         if folder := self.latest():
             self._accelerator.load_state(str(folder / STATE))
             self._random = rng.snapshot(self._devices)
+            if (path := folder / ORDER).exists():
+                self._order = torch.load(path, weights_only=True)
         return self.position.step
 
     def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
@@ -56,6 +59,11 @@ class Stop(StopPoint):
         self.facts = {"epoch": epoch, "batches": done}
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
+        # Of a shuffle: one for all ranks, or what a loader of one process seeds its own with.
+        generator = getattr(loader, "synchronized_generator", None) or torch.default_generator
+        if done and self._order is not None:
+            generator.set_state(self._order)
+        self._order = generator.get_state()
         rest = self._accelerator.skip_first_batches(loader, done) if done else loader
         for batch in rest:
             self._restore_random()
@@ -72,6 +80,8 @@ class Stop(StopPoint):
         if self.step(epoch=self.facts["epoch"], **values):
             with self.checkpoint() as folder:
                 self._accelerator.save_state(str(folder / STATE))
+                if self.rank == 0 and self._order is not None:
+                    torch.save(self._order, folder / ORDER)
 
     def _restore_random(self) -> None:
         """Give the generators the checkpoint's state once more: to skip batches draws numbers."""

@@ -20,6 +20,7 @@ import atexit
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -159,7 +160,7 @@ class StopPoint(Member):
         self._consensus.end_pause()
         began = time.monotonic()
         yield self._checkpoints.open_draft(self.position.step)
-        facts = {"position": asdict(self.position), "facts": self.facts}
+        facts = {"position": asdict(self.position), "facts": deepcopy(self.facts)}
         self._checkpoints.commit(self.position.step, facts, began)
         decision, self._decision = self._decision, Decision()
         self._schedule.saved()

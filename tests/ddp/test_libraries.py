@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from crews import Crew, Zygote, crews_of
 
 from hpc_ddp.core.checkpoints import published, step_of, verify
+from hpc_ddp.core.run_folder import RunFolder
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1", "TOKENIZERS_PARALLELISM": "false"}
 LIBRARIES = ("transformers", "lightning", "accelerate", "dcp")
@@ -31,9 +33,9 @@ def make_crew(library_zygote: Zygote, tmp_path: Path) -> Iterator[Callable[[str]
     yield from crews_of(library_zygote, tmp_path)
 
 
-def launch(crew: Crew, library: str, *argv: str, ranks: int = 2) -> Any:
+def launch(crew: Crew, library: str, *argv: str, ranks: int = 2, **more: str) -> Any:
     plain = ("--plain",) if library == "lightning" else ()
-    env = {**OFFLINE, "TMPDIR": str(crew.base)}
+    env = {**OFFLINE, "TMPDIR": str(crew.base), **more}
     script = f"libraries/with_{library}.py"
     return crew.launch(ranks, *plain, *argv, script=script, **env)
 
@@ -66,3 +68,46 @@ def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) 
     assert (line["step"], line["total_steps"]) == (24, 24)
     assert isinstance(line["loss"], float)
     assert stopped.weights == whole.weights
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_killed_in_a_save_and_the_one_before_damaged(
+    make_crew: Callable[[str], Crew], library: str
+) -> None:
+    """The draft counts for nothing, and the damaged checkpoint is passed over."""
+    whole, killed = make_crew("whole"), make_crew("killed")
+    go(whole, library)
+    started = launch(killed, library, *SAVE, "--at", "10", "--kill-in-save")
+    assert started.wait()[0] == -signal.SIGKILL, started.output()
+    newest, before = published(killed.run.checkpoints)
+    assert 8 <= step_of(newest) <= 10
+    assert list(killed.run.checkpoints.glob("step-*.tmp-0"))
+    damaged = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    printed = go(killed, library, *SAVE)
+    assert f"PASSED OVER the checkpoint {newest.name}" in printed
+    (restored,) = killed.events("restored")
+    assert restored["step"] == step_of(before) == 4
+    assert not list(killed.run.checkpoints.glob("step-*.tmp-0"))
+    assert len(published(killed.run.checkpoints)) == 3  # keep_last
+    assert killed.weights == whole.weights
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_without_a_launcher(make_crew: Callable[[str], Crew], library: str) -> None:
+    """A process alone, with a folder of runs beside it."""
+    crew = make_crew("alone")
+    local = {"HPC_DDP_RUN": "", "HPC_DDP_RUNS": str(crew.base / "runs")}
+    stopped = launch(crew, library, *SLOW, "--at", "9", ranks=0, **local)
+    assert stopped.wait() == [0], stopped.output()
+    assert "stopped and saved at step" in stopped.output()
+    resumed = launch(crew, library, ranks=0, **local)
+    assert resumed.wait() == [0], resumed.output()
+    assert "going on from step" in resumed.output()
+    run = RunFolder(crew.base / "runs" / f"with_{library}" / "local")
+    assert run.finished()
+    undisturbed = launch(crew, library, ranks=0, **local)
+    assert undisturbed.wait() == [0]
+    weights = [path.read_bytes() for path in sorted(run.path.parent.glob("*/weights"))]
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
