@@ -38,6 +38,7 @@ class Stop(StopPoint):
         self._accelerator = accelerator
         self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
         self._order: torch.Tensor | None = None  # the sampler's generator as the epoch began
+        self._samples = 0  # of all ranks in a batch
         self.facts = {"epoch": 0, "batches": 0}
 
     def load(self) -> int:
@@ -57,6 +58,7 @@ class Stop(StopPoint):
             return
         done = self.facts["batches"] if epoch == self.facts["epoch"] else 0
         self.facts = {"epoch": epoch, "batches": done}
+        self._samples = getattr(loader, "total_batch_size", 0)
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         # Of a shuffle: one for all ranks, or what a loader of one process seeds its own with.
@@ -77,7 +79,8 @@ class Stop(StopPoint):
         `values` as in `step`. Raises as `checkpoint`."""
         if not self._accelerator.sync_gradients:
             return
-        if self.step(epoch=self.facts["epoch"], **values):
+        samples = self._samples * self._accelerator.gradient_accumulation_steps
+        if self.step(epoch=self.facts["epoch"], samples=samples, **values):
             with self.checkpoint() as folder:
                 self._accelerator.save_state(str(folder / STATE))
                 if self.rank == 0 and self._order is not None:
