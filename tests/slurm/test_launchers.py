@@ -166,7 +166,7 @@ def test_scripts_of_others_go_on_after_a_preemption(
     assert first_steps == [1, stopped["step"] + 1]
     assert [event["step"] for event in job.events("finished")] == [80]
     (shown,) = json.loads(hpc("status", "--json", job.id).stdout)
-    assert (shown["step"], shown["steps"], shown["loss"] is None) == (80, 80, False)
+    assert (shown["step"], shown["total_steps"], shown["loss"] is None) == (80, 80, False)
 
 
 @pytest.mark.more
