@@ -154,15 +154,16 @@ def _missing(folder: Path, path: Path, error: OSError) -> str:
     """Return what is wrong where a folder lacks the file `path`, or has something else in its
     place, such as a pipe or a link to nowhere. Raise OSError where the `error` of its reading
     proves neither: a link of another user further up says nothing of the file."""
+    name = path.relative_to(folder)
     is_link = path.is_symlink() or path.parent.is_symlink()
     if error.errno in _NO_FILE or (error.errno in (errno.ENOENT, errno.ELOOP) and is_link):
-        return f"{path.name} is no file: {error.strerror}"
+        return f"{name} is no file: {error.strerror}"
     lost = path
     while lost.parent != folder and not os.path.lexists(lost.parent):
         lost = lost.parent
     if isinstance(error, FileNotFoundError) and lost.name not in os.listdir(lost.parent):
-        return f"{path.name} is missing"
-    reason = f"{path.name} can't be read: {error.strerror or error}"
+        return f"{name} is missing"
+    reason = f"{name} can't be read: {error.strerror or error}"
     raise OSError(error.errno, reason) from error
 
 

@@ -25,7 +25,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from hpc_ddp.core.errors import UsageError
@@ -40,8 +39,6 @@ from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.process.process_group import Control, LoneControl, leave, timeout_beyond
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE, REASONS
-
-CPU = torch.device("cpu")
 
 
 class StopPoint(Member):
@@ -204,7 +201,7 @@ class StopPoint(Member):
         )
         self._checkpoints.library = self._format
         self._checkpoints.syncs = self._info.local_rank == 0
-        device = devices.usable() or CPU
+        device = devices.usable() or devices.CPU
         self._make_metrics(self._prepare_decisions(self._checkpoints, device))
 
     def _make_controls(self) -> tuple[Control, Control]:
@@ -228,7 +225,7 @@ class StopPoint(Member):
         source = self._notices.source
         self._end_journal(Stopped(self.position.step, REASONS[reason], source or None))
         self._notices.end(then_exit=True)
-        leave(self._control, CPU, then_exit=True, destroys=False)
+        leave(self._control, devices.CPU, then_exit=True, destroys=False)
         if self.rank == 0:
             self._say_stop()
             self._say_goodput()

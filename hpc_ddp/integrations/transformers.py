@@ -19,7 +19,7 @@ from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.telemetry.metrics import TAKEN
 
 
-class StopCallback(TrainerCallback):  # type: ignore[misc]
+class StopCallback(TrainerCallback):
     """Has the Trainer save into the run's folder, and stop at the same step on all ranks.
 
     The Trainer's own checkpoints (``save_steps``) stay where ``output_dir`` says. The options are
@@ -59,8 +59,12 @@ class StopCallback(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         beat()
-        entries = {name: entry for name, entry in (logs or {}).items() if name not in TAKEN}
-        self._values |= {n: e for n, e in entries.items() if isinstance(e, (int, float))}
+        numbers = {
+            name: entry
+            for name, entry in (logs or {}).items()
+            if name not in TAKEN and isinstance(entry, (int, float))
+        }
+        self._values |= numbers
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         beat()
@@ -96,8 +100,8 @@ class StopCallback(TrainerCallback):  # type: ignore[misc]
 
     def _is_long(self, args: TrainingArguments, step: int) -> bool:
         """Return whether an evaluation may follow the step, which a stop would have to wait for."""
-        every = args.eval_steps if args.eval_strategy == "steps" else None
-        return bool(every) and every >= 1 and step % int(every) == 0
+        every = int(args.eval_steps or 0) if args.eval_strategy == "steps" else 0
+        return every > 0 and step % every == 0
 
     def _take_back(self, args: TrainingArguments) -> None:
         """Give up a checkpoint that the Trainer has not written; the next step's is due again."""

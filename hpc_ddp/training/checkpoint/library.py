@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.errors import UsageError
@@ -17,6 +15,7 @@ from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
 from hpc_ddp.training.checkpoint.save import Checkpoints, Content, Failure, Files, failure_of
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
+from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.process.process_group import on_first
 
 
@@ -62,7 +61,7 @@ class LibraryCheckpoints(Checkpoints):
                 facts={"format": self.library, **facts},
                 shared={},
                 rank_values={},
-                buffer=StagingBuffer(torch.device("cpu")),
+                buffer=StagingBuffer(CPU),
                 trained=set(),
                 inventory=partial(Inventory, stage=0, shapes={}),
                 stall_s=time.monotonic() - began,

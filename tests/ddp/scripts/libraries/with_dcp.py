@@ -1,15 +1,18 @@
 """A plain loop with torch.distributed.checkpoint; the state of DDP and Adam."""
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from common import OPTIONS, RANK, args, disturb, leave_weights
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_ddp.integrations import StopPoint
+
+dcp: Any = checkpoint  # it has no types
 
 stop = StopPoint(**OPTIONS)
 if "RANK" in os.environ:
@@ -20,7 +23,7 @@ model = DistributedDataParallel(net) if "RANK" in os.environ else net
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 if folder := stop.latest():
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
+    state: Any = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
@@ -28,7 +31,7 @@ if folder := stop.latest():
 for step in range(stop.position.step, args.steps):
     disturb(step + 1)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + RANK))
-    loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+    loss: Any = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -20,7 +20,9 @@ settings = TrainingArguments(
     per_device_train_batch_size=4,
     num_train_epochs=args.epochs,
     logging_steps=1,
-    save_strategy="no",
+    save_strategy="steps" if args.own_saves else "no",
+    save_steps=args.own_saves or 1,
+    save_total_limit=2,
     report_to="none",
     disable_tqdm=True,
     use_cpu=True,
@@ -28,6 +30,7 @@ settings = TrainingArguments(
 )
 model = GPT2LMHeadModel(CONFIG)
 model.register_forward_pre_hook(lambda *_: disturb(trainer.state.global_step + 1))
-trainer = Trainer(model, settings, train_dataset=data, callbacks=[stop := StopCallback(**OPTIONS)])
+stop = StopCallback(**OPTIONS)
+trainer: Trainer = Trainer(model, settings, train_dataset=data, callbacks=[stop])
 trainer.train(resume_from_checkpoint=stop.latest())
 leave_weights(model)
