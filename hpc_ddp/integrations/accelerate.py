@@ -66,8 +66,7 @@ class Stop(StopPoint):
         if done and self._order is not None:
             generator.set_state(self._order)
         self._order = generator.get_state()
-        rest = self._accelerator.skip_first_batches(loader, done) if done else loader
-        for batch in rest:
+        for batch in self._accelerator.skip_first_batches(loader, done) if done else loader:
             self._restore_random()
             self.facts["batches"] += 1
             yield batch

@@ -89,7 +89,7 @@ class StopCallback(Callback):
             wait_for_all=batch_idx + 2 == trainer.num_training_batches,
             loss=loss,
         )
-        # Lightning would do an epoch again whose last batch saves in this hook.
+        # What follows an epoch belongs to its last batch: a validation, for one.
         if is_due and not trainer.is_last_batch:
             with self._stop.checkpoint() as folder:
                 trainer.save_checkpoint(folder / FILE)

@@ -78,12 +78,12 @@ class StopCallback(TrainerCallback):
             epoch=math.floor(state.epoch or 0),
             total_steps=state.max_steps,
             samples=batch_size * args.world_size,
-            wait_for_all=self._is_long(args, state.global_step + 1),
+            wait_for_all=_is_long(args, state, state.global_step + 1),
             **self._values,
         )
-        # A save of the script's own, or an evaluation that decides on one, comes first; once.
-        is_busy = (control.should_save or control.should_evaluate) and not self._was_busy
-        self._was_busy = is_due and is_busy
+        # A save of the script's own, or an evaluation, which may decide on one, comes first; once.
+        is_busy = control.should_save or _is_long(args, state, state.global_step)
+        is_busy, self._was_busy = is_busy and not self._was_busy, is_due and is_busy
         if is_due and not is_busy and not control.should_training_stop:
             self._output_dir = args.output_dir
             args.output_dir = str(self._saving.enter_context(self._stop.checkpoint()))
@@ -95,16 +95,21 @@ class StopCallback(TrainerCallback):
             args.output_dir, self._output_dir = self._output_dir, None
             self._saving.close()
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        self._take_back(args)
         self._stop.finish()
-
-    def _is_long(self, args: TrainingArguments, step: int) -> bool:
-        """Return whether an evaluation may follow the step, which a stop would have to wait for."""
-        every = int(args.eval_steps or 0) if args.eval_strategy == "steps" else 0
-        return every > 0 and step % every == 0
 
     def _take_back(self, args: TrainingArguments) -> None:
         """Give up a checkpoint that the Trainer has not written; the next step's is due again."""
         if self._output_dir is not None:
             args.output_dir, self._output_dir = self._output_dir, None
             self._saving = ExitStack()
+
+
+def _is_long(args: TrainingArguments, state: TrainerState, step: int) -> bool:
+    """Return whether the script evaluates after the step, which a stop would have to wait for, or
+    saves at the end of its epoch."""
+    every = int(args.eval_steps or 0) if args.eval_strategy == "steps" else 0
+    if "epoch" in (args.eval_strategy, args.save_strategy):
+        every = round(state.max_steps / state.num_train_epochs)
+    return every > 0 and step % every == 0
