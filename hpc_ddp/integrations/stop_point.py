@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
@@ -53,7 +53,7 @@ class StopPoint(Member):
     def __init__(
         self,
         *,
-        save_every: float | None = 300.0,
+        save_every: float | Literal["auto"] | None = 300.0,
         save_every_steps: int | None = None,
         keep_last: int = 3,
         keep_every: int | None = None,

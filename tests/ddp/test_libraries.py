@@ -19,6 +19,7 @@ LIBRARIES = ("transformers", "lightning", "accelerate", "dcp")
 MODULES = {
     "transformers": "transformers.trainer",
     "lightning": "lightning",
+    "fabric": "lightning",
     "accelerate": "accelerate",
 }
 # What the import of the first two costs is paid by one test in `make test`.
@@ -59,7 +60,7 @@ def go(crew: Crew, library: str, *argv: str, ranks: int = 2) -> str:
     return str(started.output())
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", [*LIBRARIES, pytest.param("fabric", marks=pytest.mark.more)])
 def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) -> None:
     """The ranks are signalled in different steps; a rank may hear of it a step later."""
     whole, stopped = make_crew("whole"), make_crew("stopped")
