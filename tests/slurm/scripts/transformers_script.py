@@ -38,6 +38,7 @@ settings = TrainingArguments(
     disable_tqdm=True,
     save_strategy="no",
     report_to="none",
+    ddp_find_unused_parameters=False,
     use_cpu=True,
 )
 stop = StopCallback()
