@@ -125,13 +125,14 @@ class StopPoint(Member):
 
         `samples` (of all ranks) and `values` (numbers, or tensors of one; rank 0's) go into the
         journal. `wait_for_all` costs 0.2 ms: before a step that ends late, as one with an
-        evaluation. Raise RuntimeError if a peer is gone.
+        evaluation. Raise RuntimeError if a peer is gone, UsageError for a value that is no number.
         """
         self.begin()
         self._timer.end_step()
         self.position.step = self.position.step + 1 if number is None else number
         self.position.epoch = epoch
         self._watchdog.step_done()
+        self._check_values(values)
         if self.rank == 0:
             self._metrics.add(self.position, samples, values, total_steps)
         decision = self._consensus.step_done(self.position.step, wait_for_all)

@@ -25,7 +25,7 @@ from hpc_ddp.training.process.hang_watchdog import Watchdog
 from hpc_ddp.training.process.process_group import Control
 from hpc_ddp.training.stops.consensus import StopConsensus
 from hpc_ddp.training.stops.signals import Notices
-from hpc_ddp.training.telemetry.metrics import Metrics
+from hpc_ddp.training.telemetry.metrics import Metrics, check_values
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 
 
@@ -51,6 +51,7 @@ class Member:
         self._notices.install()
         self._options = options.checked(self._env)
         self.position = Position()
+        self._checked_values: set[str] = set()
 
     def _open_run(self, control: Control) -> None:
         """Open the run's folder and the journal, once the ranks have met; every rank must call it.
@@ -112,6 +113,13 @@ class Member:
         """Make the part that journals values; see `Metrics`. `nodes` are the ranks', on rank 0."""
         hosts = sorted(set(nodes))
         self._metrics = Metrics(self._journal, self.world_size, hosts, use_per_sample_s, listeners)
+
+    def _check_values(self, values: dict[str, Any]) -> None:
+        """Raise UsageError, on all ranks, for a first value of its name that is no number, or whose
+        name is the journal's."""
+        if not values.keys() <= self._checked_values:
+            check_values(values)
+            self._checked_values |= values.keys()
 
     def _end_journal(self, event: JournalEvent | None = None) -> None:
         """Watch no more, and on rank 0 write out all values, and the event if there is one."""

@@ -146,6 +146,8 @@ def test_what_is_refused(run: RunFolder, exits: list[Any], monkeypatch: pytest.M
     stop = make(save_every_steps=1, format="dcp")
     assert stop.step()
     save(stop)
+    with pytest.raises(UsageError, match="a str that is no number"):
+        stop.step(loss="low")
     stop.finish()
     with pytest.raises(UsageError, match=r"format 'dcp'; accepted: 'lightning'"):
         make(format="lightning").latest()
