@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -40,6 +41,36 @@ from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.snapshot import changed_since
+
+
+class Forward:
+    """Passes Ctrl-C and SIGTERM on to the process of a run, as a notice."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_come = False
+
+    def install(self) -> Forward:
+        """From now on the signals no longer end this process: before `wait`, they wait, too."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._pass_on)
+        return self
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._has_come = True
+        if self._process:
+            self._process.terminate()
+
+    def wait(self, started: backends.StartedRun) -> int:
+        """Wait for the process of a run, which must have one, and return its exit code as a shell
+        gives it."""
+        assert started.process is not None
+        self._process = started.process
+        if self._has_come:
+            self._process.terminate()
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 
@@ -191,14 +222,16 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     A process in the foreground is waited for. Its exit code ends the command, and stands in the
     object in place of the ``job_id``. Raise HpcDdpError and OSError where the run can't be started.
     """
-    path = str(prepared.run.path)
+    path, forward = str(prepared.run.path), Forward()
+    if prepared.spec.backend in ("local", "salloc"):
+        forward.install()
     started = _begin(prepared, fresh)
     say(f"run: {path}")
     if started.process is None:
         job_id = started.job.id if started.job else None
         click.echo(json.dumps({"job_id": job_id, "run": path}) if as_json else job_id)
         return
-    code = _foreground(started)
+    code = forward.wait(started)
     if code == CAN_GO_ON and prepared.spec.backend == "local":
         say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(path)}")
     if as_json:
@@ -324,7 +357,8 @@ def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
     os.environ[backends.SHOW_DEVICES] = "1"  # unlike a dry run, this one is about them
     prepared = launch_preflight.first_contact(settings, Path.cwd(), runs_root(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
-    code = _foreground(backends.start(prepared, subprocess.DEVNULL))
+    forward = Forward().install()
+    code = forward.wait(backends.start(prepared, subprocess.DEVNULL))
     table = launch_preflight.table_of(prepared)
     click.echo(json.dumps({"table": table, "run": str(prepared.run.path)}) if as_json else table)
     sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)
@@ -358,13 +392,3 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
     old = find_run(root, run, own_cluster)
     plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)
     _start(plan.write(), as_json)
-
-
-def _foreground(started: backends.StartedRun) -> int:
-    """Wait for the process of a run, which must have one, and return its exit code. From now on
-    Ctrl-C and SIGTERM are passed on to it as a notice, and no longer end this process."""
-    process = started.process
-    assert process is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: process.terminate())
-    return process.wait()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 EMPTY_HIDES_NOTHING = ("HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+# What torch says to a script that names an accelerator where there is none.
+NO_GPU = re.compile(
+    r"not compiled with CUDA|Found no NVIDIA driver|No (CUDA|HIP) GPUs|no CUDA-capable device"
+    r"|no GPUs found|requires at least one CUDA|have NCCL built in|on a CUDA device but"
+)
+CPU_ONLY = (
+    "a dry run has CPUs and gloo only, and the script names a GPU or NCCL: start() and run.device,"
+    " or torch.cuda.is_available(), name what is there"
+)
 HIDES_ALL = ("-1", "NoDevFiles")  # such an entry ends a list; the second is an old Slurm's
 
 

@@ -21,6 +21,12 @@ COMMUNICATION_ERROR = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|NCCL|[Gg]loo|ProcessGroup|c10d"
     r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
 )
+# Errors of ranks that called different collectives: no peer has gone, and they come again.
+MISMATCH = re.compile(
+    r"collective mismatch|mismatch between collectives|op\.preamble\.length <= op\.nbytes"
+)
+# What argparse and click print of a wrong call, and hpc-ddp of its own errors, without a traceback.
+ERROR_LINE = re.compile(r"^(?:\S+: )?[Ee]rror: (?P<text>.+)(\nhint: (?P<hint>.+))?", re.M)
 
 
 class HpcDdpError(Exception):

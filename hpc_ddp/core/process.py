@@ -16,6 +16,8 @@ from typing import Any
 # which others see among its open files. Nobody else uses a real-time signal for anything.
 SHOW_STACKS = signal.SIGRTMIN + 8 if sys.platform == "linux" else 0
 STACKS = "hpc-ddp-stacks"
+# The notices of a dry run, which starts processes with them blocked until these can handle them.
+NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:

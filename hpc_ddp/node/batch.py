@@ -216,7 +216,7 @@ def warned(environ: dict[str, str]) -> None:
     """
     job = ask(environ["SLURM_JOB_ID"])
     while job and not job.preempted and (end_time := _end_of(job)) is not None:
-        _note_end_time(environ, end_time)
+        note_end_time(environ, end_time)
         if not _await_warning(environ, end_time):
             break
         job = ask(environ["SLURM_JOB_ID"])
@@ -241,7 +241,7 @@ def watch(environ: dict[str, str]) -> None:
             return  # the time that is left is that of the grace time, which the supervisors know of
         if (answer := _end_of(job)) is not None:
             end_time = answer
-            _note_end_time(environ, end_time)
+            note_end_time(environ, end_time)
 
 
 def _watch_to_the_end(environ: dict[str, str]) -> None:
@@ -258,7 +258,7 @@ def _end_of(job: Job | None) -> float | None:
     return None if job is None or job.left_s is None else time.time() + job.left_s
 
 
-def _note_end_time(environ: dict[str, str], end_time: float) -> None:
+def note_end_time(environ: dict[str, str], end_time: float) -> None:
     """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, unless that has it,
     within `SAME_S`. A disk that refuses is passed over: the nodes go on with the last one."""
     path = attempt_of(environ).end_time
@@ -365,6 +365,9 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 print("exit 0" if values is None else export_lines(values))
             case ["interrupted"]:
                 attempt_of(environ).notice.write_text(NoticeSource.INTERRUPTED)
+                end_time = time.time() + AttemptEnv.from_env(environ).warn_s
+                noted = read_seconds(attempt_of(environ).end_time) or _end_time(environ)
+                note_end_time(environ, min(end_time, noted))
             case ["warned" | "watch" as part]:
                 die_with_parent()  # the batch shell's end is theirs, also in an allocation
                 warned(environ) if part == "warned" else _watch_to_the_end(environ)

@@ -3,8 +3,9 @@
 ``python <run>/lib/node.py dry_run <torchrun command line, or python and the script>``
 
 Nodes are processes of this machine. SIGTERM or SIGINT here is the notice that a preempting
-Slurm would send. A run that Slurm would requeue goes on at once, except after such a notice:
-then it ends with exit code 75, and `dry-run --run` goes on.
+Slurm would send: workers that still run when the time of ``--signal`` is over are killed; a second
+signal kills them in some seconds. A run that Slurm would requeue goes on at once, except after such
+a notice: then it ends with exit code 75, and `dry-run --run` goes on.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from hpc_ddp.core import process
+from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
@@ -27,10 +30,11 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.job.task_folder import task_of
-from hpc_ddp.core.journal.enums import Action
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import Started
+from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
-from hpc_ddp.node.batch import attempt_env
+from hpc_ddp.node.batch import attempt_env, note_end_time
 from hpc_ddp.node.child_process import expand
 from hpc_ddp.node.net.network import LOOPBACK, free_port
 from hpc_ddp.node.outcome.gather_facts import check_budget, judge
@@ -39,13 +43,15 @@ from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.dialogue import Command
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
+AGAIN_S = 1.0  # a signal that comes sooner is the same one: timeout(1) sends two
 
 
 class DryRun:
     """Plays attempts of one run, one after the other."""
 
     def __init__(self, run: RunFolder, command: list[str]) -> None:
-        """Read the run's job; from now on SIGTERM, SIGINT and SIGHUP of this process are notices.
+        """Read the run's job; from now on the signals of `NOTICES` to this process are notices,
+        also those that have come since its start, where it was started with them blocked.
 
         `command` is torchrun's or python's command line with the script. Raise UsageError for a
         broken job.json, OSError for one that can't be read.
@@ -54,21 +60,27 @@ class DryRun:
         self.command = command
         self.spec = JobSpec.from_json(run.job_json.read_text())
         self.nodes = [f"local-{index}" for index in range(self.spec.node_range[1])]
-        self.notified = False
-        self.parent = os.getppid()
+        self.notified = self.is_hurried = False
+        self._noticed_at = 0.0
+        # By name, since the parent may have ended by now.
+        self.parent = int(os.environ.get("HPC_DDP_PARENT") or os.getppid())
         self.supervisors: list[subprocess.Popen[bytes]] = []
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in NOTICES:
             signal.signal(number, self._notify)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
 
     def _notify(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first one is passed on as SIGTERM, a notice; the second kills the
-        supervisors."""
+        """Handle a signal: the first one is passed on as SIGTERM, a notice; after the second
+        `_supervise` has the workers torn down; the third kills the supervisors."""
+        if self.notified and time.monotonic() < self._noticed_at + AGAIN_S:
+            return
         for supervisor in self.supervisors:
-            if self.notified:
-                supervisor.kill()
-            else:
+            if not self.notified:
                 supervisor.terminate()
-        self.notified = True
+            elif self.is_hurried:
+                supervisor.kill()
+        self.notified, self.is_hurried = True, self.notified
+        self._noticed_at = time.monotonic()
 
     def play(self) -> int:
         """Run attempts while the verdict is a requeue, and return the exit code of the last one.
@@ -102,7 +114,10 @@ class DryRun:
         environ = self._environ(attempt)
         if not self.spec.preflight or self._preflight(attempt.number, environ):
             self._supervise(environ)
-        return judge(self.run, attempt, environ, job=None)[1]
+        facts, decided = judge(self.run, attempt, environ, job=None, goes_on=not self.notified)
+        if decided.cause == Cause.FAILED and facts.failure and NO_GPU.search(facts.failure.error):
+            say(CPU_ONLY)
+        return decided
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
         """Test the nodes, journal and print the outcome, and return whether they are fit for the
@@ -136,9 +151,9 @@ class DryRun:
         """Run the supervisors of all nodes, or of all workers with ``--launcher srun``, until they
         end.
 
-        Like Slurm, kill those that run `KILL_WAIT_S` after the time limit. The end of the parent
-        process, the user's command, is a notice. Raise OSError if a supervisor can't be started,
-        after those before it were killed, and UsageError as `expand`.
+        Like Slurm, kill those that run `KILL_WAIT_S` after the time limit, or after that of a
+        notice. The end of the parent process, the user's command, is a notice. Raise OSError if a
+        supervisor can't be started, after those before it were killed, and UsageError as `expand`.
         """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
         if self.spec.launcher == "srun":
@@ -146,6 +161,7 @@ class DryRun:
         else:
             argv = [sys.executable, node, "supervisor", "torchrun", *expand(self.command, environ)]
         self.supervisors = []
+        signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until a supervisor can handle them
         try:
             for index in range(len(self.nodes) * tasks):
                 env = environ | self._task(index, tasks)
@@ -154,15 +170,27 @@ class DryRun:
             for supervisor in self.supervisors:
                 supervisor.kill()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
         if self.notified:  # before they had started
             for supervisor in self.supervisors:
                 supervisor.terminate()
         end_time = AttemptEnv.from_env(environ).end_time
         end = math.inf if end_time is None else end_time
+        is_timed = is_torn_down = False
+        failed = AttemptEnv.from_env(environ).attempt_folder.failed
         while any(supervisor.poll() is None for supervisor in self.supervisors):
             time.sleep(0.1)
             if os.getppid() != self.parent and not self.notified:  # the user's command has ended
                 self._notify(signal.SIGTERM, None)
+            if self.notified and not is_timed:  # as Slurm sets the end of a preempted job
+                is_timed, end = True, min(end, time.time() + self.spec.warn_s)
+                note_end_time(environ, end)
+            if self.is_hurried and not is_torn_down:
+                is_torn_down = True
+                say("a second signal: the workers are killed within some seconds")
+                with suppress(OSError):  # the third signal needs no file
+                    failed.write_text("a second signal")
             if time.time() > end + KILL_WAIT_S:
                 for supervisor in self.supervisors:
                     supervisor.kill()

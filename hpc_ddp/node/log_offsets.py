@@ -1,8 +1,8 @@
-"""When the logs of a node's workers have grown: by this, lines of many ranks are put in order.
+"""A copy of rank 0's log, and when the logs of a node's workers have grown.
 
 The workers write to their logs themselves, so nothing of what they print can be lost or held up by
 somebody in between; but a line has no time of its own. So about once a second their supervisor
-notes which logs have grown, and to what size.
+notes which logs have grown, and to what size. By this, lines of many ranks are put in order.
 """
 
 from __future__ import annotations
@@ -10,16 +10,39 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from hpc_ddp.core.console.terminal import write_output
 from hpc_ddp.core.run_folder import NodeFolder
 
 LIST_EVERY = 10  # looks; listing a folder costs an NFS server more than asking for a size
 
 
+class LogCopy:
+    """Copies what a log gets to this process's output."""
+
+    def __init__(self, log: Path) -> None:
+        """Begin behind what the log has by now, of a try at another port."""
+        self._log = log
+        self._position = log.stat().st_size if log.exists() else 0
+
+    def show(self) -> None:
+        """Copy the new bytes; a log that can't be read is tried again at the next call."""
+        try:
+            with open(self._log, "rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except OSError:  # not there yet, or not now
+            return
+        self._position += len(new)
+        write_output(new)
+
+
 class Growth:
     """Appends to a node's ``printed``: unix seconds, rank, and bytes of its log by then."""
 
-    def __init__(self, node: NodeFolder) -> None:
-        """Begin with no known log; `node` may be of one rank alone."""
+    def __init__(self, node: NodeFolder, shows_rank_0: bool = False) -> None:
+        """Begin with no known log; `node` may be of one rank alone. With `shows_rank_0`, `note`
+        shows what rank 0's log gets, too."""
+        self._shown = LogCopy(node.rank_log(0)) if shows_rank_0 else None
         self._node = node
         self._logs: dict[Path, int] = {}
         self._looks = 0
@@ -30,6 +53,8 @@ class Growth:
         An OSError is passed over, and the next call tries again: without a line, the output of the
         ranks is only less well ordered.
         """
+        if self._shown:
+            self._shown.show()
         try:
             self._list()
             sizes = {path: path.stat().st_size for path in self._logs}

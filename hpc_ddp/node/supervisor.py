@@ -14,6 +14,7 @@ that file is being torn down after a failure of a peer.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -28,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.console.terminal import say, write_output
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.enums import NoticeSource
@@ -57,15 +58,15 @@ class Signals:
 
     def __init__(self) -> None:
         """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on; they also wake
-        `wait`, by the process's wake-up descriptor."""
+        `wait`, by the process's wake-up descriptor. A dry run has started it with them blocked."""
         self.seen: list[int] = []
-        self._read, write = socket.socketpair()
-        self._write = write  # kept: the wake-up descriptor must stay open
+        self._read, self._write = socket.socketpair()  # kept: the descriptors must stay open
         self._read.setblocking(False)
-        write.setblocking(False)
-        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        self._write.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (*NOTICE_SIGNALS, signal.SIGCHLD):
             signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Add a signal to `seen`; a child's end only wakes the loop."""
@@ -89,6 +90,8 @@ class Supervisor:
     signals: Signals = field(default_factory=Signals)
     notice: str | None = None
     torn_down: str | None = None
+    outlasted: bool = False  # the workers did not end after the notice, and were killed
+    _has_warned: bool = False
     _unwritten_notice: str | None = None
     _kill_at: float = 0.0
     _noticed_at: float = 0.0
@@ -100,16 +103,13 @@ class Supervisor:
     def __post_init__(self) -> None:
         """Make the folder, and delete pid files and reported failures of an earlier start; raise
         OSError if that fails."""
-        self.end_time = self.place.end_time
-        self.folder = self.launch.folder
+        self.end_time, self.folder = self.place.end_time, self.launch.folder
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
         for stale in (*self.folder.pids(), self.folder.failures):
             stale.unlink(missing_ok=True)
         self.journal = self.place.run.journal(self.launch.name, self.place.attempt.number)
         self.fabric = FabricComparison(self.place, self.journal)
-        self.growth = Growth(self.folder)
-        log = self.folder.rank_log(0)
-        self._log_position = log.stat().st_size if log.exists() else 0  # of a try at another port
+        self.growth = Growth(self.folder, shows_rank_0=self.launch.rank in (None, 0))
 
     def run(self) -> int:
         """Run the child to its end; return the task's exit code, as `_end`: 0 also after a notice.
@@ -131,7 +131,6 @@ class Supervisor:
             self._poll(child)
             if leader_lost and leader_lost.is_set() and not self._kill_at:
                 self._kill_at = time.monotonic()
-        self._show_rank_0()
         self.growth.note()
         return self._end(child.returncode)
 
@@ -186,20 +185,37 @@ class Supervisor:
             self._end_if_superseded(now)
             self._read_end_time()
         source = self.notice or self._unwritten_notice
-        is_late = source and now >= self._noticed_at + LEAD_S
-        if is_late and self._time_is_over() and not self._kill_at:
-            # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
-            self._kill_at = now
+        if source and now >= self._noticed_at + LEAD_S and not self._kill_at:
+            self._end_late_workers(now)
         if self._kill_at and now >= self._kill_at:
+            self.outlasted = bool(self.notice)
             self._signal_workers(signal.SIGKILL)
             child.kill()
+
+    def _end_late_workers(self, now: float) -> None:
+        """Have `_poll` kill workers that still run after a notice once their time is over. The
+        first supervisor prints it, and once before that it is to come."""
+        if self._time_is_over():
+            # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
+            self._kill_at = now
+            text = "the script has not ended since the notice, and its time is over: it is killed"
+        elif self._has_warned:
+            return
+        else:
+            left_s = (self.end_time or math.inf) - time.time()
+            end = f"in {left_s:.0f} s" if left_s <= self.place.warn_s else "when its time is over"
+            text = f"the script still runs, {LEAD_S:.0f} s after the notice; it is killed {end}"
+            self._has_warned = True
+        if self.launch.peers:
+            say(text)
 
     def _poll_files(self, child: subprocess.Popen[bytes]) -> None:
         """Copy rank 0's output, note the growth of logs and compare the interconnect; then give
         notice or tear down, as the attempt's files and the time limit have it."""
-        self._show_rank_0()
         self.growth.note()
         self.fabric.compare()
+        if self.notice:
+            self._read_end_time()  # a notice may come with one
         word = read_word(self.place.attempt.notice)
         if peer := self._failed_peer():
             self._tear_down(peer)
@@ -237,8 +253,7 @@ class Supervisor:
             return False
 
     def _failed_peer(self) -> str:
-        """Return the name that another supervisor has written into ``failed``, '' without
-        one, and while that can't be read."""
+        """Return another supervisor's name in ``failed``; '' without one, and unreadable."""
         name = read_word(self.place.attempt.failed)
         return "" if name == self.launch.name else name
 
@@ -276,20 +291,6 @@ class Supervisor:
         except OSError:
             return 1
 
-    def _show_rank_0(self) -> None:
-        """Copy rank 0's new output to the job's own; a log that can't be read is tried again at the
-        next call. Nothing where rank 0 is not among the workers."""
-        if self.launch.rank not in (None, 0):
-            return
-        try:
-            with open(self.folder.rank_log(0), "rb") as file:
-                file.seek(self._log_position)
-                new = file.read()
-        except OSError:  # not there yet, or not now
-            return
-        self._log_position += len(new)
-        write_output(new)
-
     # --- the end ---------------------------------------------------------------------------
 
     def _end(self, code: int) -> int:
@@ -309,14 +310,13 @@ class Supervisor:
             "code": code,
             "notice": self.notice,
             "torn_down": self.torn_down,
+            "outlasted": self.outlasted,
             "left": has_left,
             "failures": failures,
         }
         self._write(partial(write_json, self.folder.record, record))
-        if code == 0 or self.notice:
-            return 0
-        if self._is_superseded():
-            # A requeued job's step has the same id: for our bad exit, an old srun would end it.
+        # A requeued job's step has the same id: for our bad exit, an old srun would end it.
+        if code == 0 or self.notice or self._is_superseded():
             return 0
         if has_left:
             head_failover.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
@@ -346,7 +346,7 @@ class Supervisor:
         if launch.rank is not None and not noted:  # else the worker's Python could not be started
             failures = [{"rank": launch.rank, "code": code, "time": time.time()}]
         for failure in failures:
-            failure["error"] = first_failure.error_of(failure, self.place.run, self.folder)
+            failure |= first_failure.reason_of(failure, self.place.run, self.folder)
         if not failures:
             error = noted.get("agent", "")
             failures = [{"rank": None, "code": code, "time": time.time(), "error": error}]

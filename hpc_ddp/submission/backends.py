@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,6 +23,7 @@ from hpc_ddp.core.file_io import written_by_owner
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.journal.events import Queued, Submitted
+from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission.plan import Plan, PreparedRun
@@ -136,20 +138,25 @@ class LocalBackend(SlurmBackend):
         spec, run = prepared.spec, prepared.run
         env = {**clean_env(os.environ), **job_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
+        env["HPC_DDP_PARENT"] = str(os.getpid())
         if not os.environ.get(SHOW_DEVICES):
             env |= hiding_env()
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
         _, prefix = node_command(spec, node, str(prepared.script))
         command = [sys.executable, node, "dry_run", *prefix, *spec.args]
-        return subprocess.Popen(
-            command,
-            env=env,
-            cwd=spec.chdir,
-            start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
-        )
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until `dry_run` handles them
+        try:
+            return subprocess.Popen(
+                command,
+                env=env,
+                cwd=spec.chdir,
+                start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class SubmititBackend(SlurmBackend):

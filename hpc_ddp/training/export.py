@@ -2,7 +2,10 @@
 
 In one process, however many ranks wrote the checkpoint::
 
-    python -m hpc_ddp.training.export RUN_FOLDER model.safetensors [--step N | --best]
+    python -m hpc_ddp.training.export RUN_FOLDER model.safetensors [--object NAME]
+        [--step N | --best]
+
+NAME is the model's in ``run.track``, by default ``model``.
 """
 
 from __future__ import annotations
@@ -62,8 +65,11 @@ def export(
         )
     tensors = {key[len(prefix) :]: reader.read(key) for key in reader if key.startswith(prefix)}
     if not tensors:
-        objects = sorted({key.partition(".")[0] for key in reader})
-        raise UsageError(f"{folder} has no tensors of {name!r}; accepted: {', '.join(objects)}")
+        objects = sorted({key.partition(".")[0] for key in reader if not key.startswith("_")})
+        raise UsageError(
+            f"{folder} has no tensors of {name!r}; accepted: {', '.join(objects)}",
+            hint=f"--object NAME, as run.track has it: --object {(objects or [name])[0]}",
+        )
     _save_tensors(tensors, out)
     return checkpoints.step_of(folder)
 

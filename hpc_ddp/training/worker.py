@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import JournalEvent, Stopped
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restore import non_finite_error
@@ -159,6 +161,55 @@ class Worker(Member):
         beat()
         numbers: list[float] = sums.tolist()
         return numbers
+
+    @property
+    def resumed(self) -> bool:
+        """Whether `track` has taken up a checkpoint: False in the first start of a run. Raises
+        UsageError before `track`."""
+        if not self._manager.tracked:
+            raise UsageError(
+                "run.resumed was read before run.track, which takes up the checkpoint",
+                hint="weights that are loaded before run.track need no question: a checkpoint"
+                " replaces them",
+            )
+        return self._manager.resumed
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank, on each: ``max(run.gather(x))``. They can be
+        pickled, and are small. All ranks call it."""
+        values: list[Any] = self._control.from_first(self._control.to_first(value))
+        beat()
+        return values
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self._control.barrier()
+        beat()
+
+    @contextmanager
+    def rank_0_first(self) -> Iterator[None]:
+        """Run the block on rank 0, then on the others: for a download, or a cache on a shared disk.
+        All ranks enter. An error on rank 0 ends the others, too: the launcher ends them."""
+        if self.rank > 0:
+            self.barrier()
+        yield
+        if self.rank == 0:
+            self.barrier()
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Leave the time of the block out of the steps' times, as that of an evaluation is: for an
+        upload, or a plot. It waits for no other rank."""
+        yield
+        beat()
+        self._timer.start_step()
+        self._consensus.end_pause()
+
+    def on_metrics(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Call `listener` on rank 0 with each line of metrics, about two a second: the values of
+        `step` as numbers, with ``step``, ``epoch`` and ``samples_per_s``. An error of it ends the
+        run."""
+        self._metrics.listen(listener)
 
     def print(self, *values: Any) -> None:
         """Print values as Python's `print` does, on rank 0 only, at once."""

@@ -279,3 +279,25 @@ def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
     assert ": finished; WARNING: no process group was formed" in end
     assert lines[-1] == "all ranks | done".replace("all ranks", "all ranks".ljust(14))
     assert ask("logs", "-f", job.run.id, "--rank", "1").endswith("done\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "said", "code"),
+    [
+        (
+            "import argparse\nargparse.ArgumentParser('train.py').parse_args(['--rate', 'gloo'])",
+            "rank 0 on local-0: train.py: error: unrecognized arguments: --rate gloo;",
+            2,
+        ),
+        ("raise SystemExit('no data')", 'rank 0 on local-0: exit code 1 ("no data");', 1),
+    ],
+)
+def test_the_verdict_quotes_what_a_script_said(
+    tmp_path: Path, script: str, said: str, code: int
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    dry_run = DryRun(tmp_path / "runs", "--launcher", "srun", str(tmp_path / "train.py"))
+    assert dry_run.end() == code
+    assert f"attempt 0: {said}" in dry_run.printed()
+    assert "given up" in dry_run.printed()
+    assert len(dry_run.events("started", None)) == 1

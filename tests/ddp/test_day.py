@@ -22,6 +22,22 @@ def go(crew: Any, ranks: int, *argv: str, codes: int = 0, **env: str) -> str:
     return output
 
 
+def test_a_loop_of_ones_own_has_its_helpers(make_crew: Callable[[str], Any]) -> None:
+    """Pretrained weights are loaded once: a resume takes those of the checkpoint."""
+    whole, stopped = make_crew("whole"), make_crew("stopped")
+    output = whole.go(2, script="own_loop.py")
+    assert "BEGIN False 7.0" in output
+    assert "CACHE 0 False" in output
+    assert "CACHE 1 True" in output
+    assert output.count("LOSSES True") == 40
+    assert "LAST 40 True" in output
+    stopped.go(2, "--stop", script="own_loop.py")
+    again = stopped.go(2, "--stop", script="own_loop.py")
+    assert "BEGIN True" in again
+    assert "BEGIN True 7.0" not in again
+    assert stopped.weights == whole.weights
+
+
 def told(output: str, what: str) -> list[float]:
     return [float(number) for number in re.findall(rf"{what} (\S+)", output)]
 

@@ -93,7 +93,12 @@ def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: st
 )
 def test_a_signal_to_each_attempt_ends(hpc: Hpc, cluster: Cluster) -> None:
     use(cluster)
-    signal_each = "(sleep 2; scancel --signal=TERM $SLURM_JOB_ID) &"
+    # Once a worker runs: before its supervisor does, the signal would kill the task.
+    signal_each = (
+        "number=$(ls $HPC_DDP_RUN/logs | grep -c attempt-);"
+        " (until ls $HPC_DDP_RUN/logs/attempt-$number/*/rank-1.pid; do sleep 0.1; done;"
+        " scancel --signal=TERM $SLURM_JOB_ID) > /dev/null 2>&1 &"
+    )
     words = ("--max-failures", "1", "--setup", signal_each, *ONE_BY_TWO, str(WALK))
     job = hpc.submit(*words)
     assert job.end() == "FAILED", job.output()

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from cluster_machine import ensure_packages
-from harness import DIGITS, REPO, SCRIPTS, TWO_BY_ONE, TWO_BY_TWO, WALK, Hpc, Job
+from harness import (
+    DIGITS,
+    REPO,
+    SCRIPTS,
+    TWO_BY_ONE,
+    TWO_BY_TWO,
+    WALK,
+    Hpc,
+    Job,
+    same_weights,
+)
 
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -102,8 +112,14 @@ def test_an_mpi_by_default(hpc: Hpc, other: Cluster, tmp_path: Path, launcher: s
     if other.suite:
         pytest.skip("PMIx is installed for the machine's own Slurm only")
     ensure_packages({f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}/libpmix.so": "libpmix-dev"})
+    # The nodes of this rig share their /tmp, in which each node makes a folder of the step's name:
+    # two nodes would meet there, and so would steps of two clusters.
+    base = other.folder / "pmix"
+    base.mkdir(exist_ok=True)
+    (other.folder / "mpi.conf").write_text(f"PMIxCliTmpDirBase={base}\n")
     _with(other, "MpiDefault=pmix")
-    job = hpc.submit("--launcher", launcher, *TWO_BY_TWO, str(SCRIPTS / "where.py"))
+    nodes = ("--nodes", "1", "--gpus-per-node", "4", "--cpus-per-node", "4")
+    job = hpc.submit("--launcher", launcher, *nodes, str(SCRIPTS / "where.py"))
     output = _finishes(job)
     (line,) = re.findall(r"PMIX_RANK (.*)", output)
     assert line.split() == (["None"] * 4 if launcher == "torchrun" else ["0", "1", "2", "3"])
@@ -195,6 +211,25 @@ def test_a_cluster_that_restarts_exit_codes(hpc: Hpc, other: Cluster, tmp_path: 
     assert verdict[1] == "give up"
     shown = job.show()
     assert (shown["ExitCode"], shown["Restarts"]) == ("3:0", "0")
+
+
+@pytest.mark.row(
+    "a node goes silent shortly before the time limit, with Slurm's own timers",
+    promise="the step is ended while the batch script lives; the job is requeued, and goes on",
+)
+def test_a_node_goes_silent_before_the_time_limit(hpc: Hpc, other: Cluster, walked: Job) -> None:
+    _with(other, "SlurmdTimeout=300\nKillWait=30")
+    words = (*TWO_BY_ONE, str(WALK), "--step-seconds", "0.8")
+    job = hpc.submit("--time", "2", *words)
+    job.until(lambda: job.show()["RunTime"] >= "00:01:42", "the last seconds before the limit")
+    silent = job.events("started")[0]["nodes"][1]
+    other.cut(silent)
+    job.until(job.verdicts, "verdict")
+    other.heal(silent)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("time limit", "requeue"), ("finished", "none")]
+    assert "srun is killed, so that the verdict can come" in job.output()
+    assert same_weights(job, walked)
 
 
 @pytest.mark.row(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR
+from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR, ERROR_LINE, MISMATCH
 from hpc_ddp.core.file_io import read_tail
 from hpc_ddp.core.journal.events import RankFailed, parse_event
 from hpc_ddp.core.run_folder import NodeFolder, RunFolder
@@ -20,7 +20,9 @@ JOURNALED_S = 60.0  # how long before its end a worker may have journaled its er
 
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
 _ABORTED = re.compile(
-    r"^.*(?:ProcessGroupNCCL|Watchdog caught|watchdog thread terminated|c10::Dist).*$", re.M
+    r"^.*(?:ProcessGroupNCCL|Watchdog caught|watchdog thread terminated|c10::Dist"
+    rf"|{MISMATCH.pattern}).*$",
+    re.M,
 )
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -30,7 +32,8 @@ class Failure:
     """A worker that did not end well.
 
     `code` is as Popen gives it, negative for a signal; `rank` is None for torchrun itself; `time`
-    is in unix seconds by the node's clock; `error` is '' where nothing is known.
+    is in unix seconds by the node's clock; `error` is '' where nothing is known, and `last_line`
+    then the log's.
     """
 
     rank: int | None
@@ -38,6 +41,7 @@ class Failure:
     code: int
     time: float
     error: str
+    last_line: str = ""
 
     @property
     def kind(self) -> str:
@@ -45,13 +49,15 @@ class Failure:
         ``exit``."""
         if self.code in _TORN_DOWN:
             return "torn down"
+        if MISMATCH.search(self.error):
+            return "exception"
         if self.code < 0 and not COMMUNICATION_ERROR.search(self.error):
             return "signal"
         if self.error.startswith("HangError: "):
             return "hang"
         if self.code == CAN_GO_ON:
             return "disk"
-        if COMMUNICATION_ERROR.search(self.error):
+        if COMMUNICATION_ERROR.search(self.error) and not ERROR_LINE.match(self.error):
             return "communication"
         return "exception" if self.error else "exit"
 
@@ -62,10 +68,11 @@ class Failure:
 
     def __str__(self) -> str:
         """Return the failure as ``rank 3 on n2: RuntimeError: …``, or with the signal or the exit
-        code."""
+        code and the last line of the log."""
         rank = "torchrun" if self.rank is None else f"rank {self.rank}"
         name = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
-        return f"{rank} on {self.node}: {self.error or name}"
+        quote = f' ("{self.last_line}")' if self.last_line else ""
+        return f"{rank} on {self.node}: {self.error or name + quote}"
 
 
 def _signal_name(number: int) -> str:
@@ -102,19 +109,29 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda f: (order[f.kind], f.time), default=None)
 
 
+def reason_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:
+    """Return the ``error`` of a worker, as `error_of` does, and without one its ``last_line``, by
+    which it may have said why it ended; '' after a signal."""
+    error = error_of(failed, run, folder)
+    is_silent = not error and failed["code"] > 0
+    lines = _end_of(folder.rank_log(failed["rank"])) if is_silent else []
+    return {"error": error, "last_line": next(reversed(lines), "")}
+
+
 def error_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
     """Return the error of a worker with `rank`, `code` and `time` of its end, '' without one.
 
     It is in the worker's log in the node's `folder`, or in its journal of the last minute before
     the end; files that can't be read count as empty. A worker that died of a signal has none, but
-    for NCCL's reason to abort (SIGABRT).
+    for NCCL's or gloo's reason to abort (SIGABRT).
     """
     rank, code = failed["rank"], failed["code"]
     log = folder.rank_log(rank)
     if code < 0:
         return abort_reason(log) if code == -signal.SIGABRT else ""
     since = failed["time"] - JOURNALED_S  # not that of a start before
-    return last_exception(log) or journaled_error(run.journal(f"rank-{rank}").path, since)
+    journal = run.journal(f"rank-{rank}").path
+    return last_exception(log) or journaled_error(journal, since) or _error_line(log)
 
 
 def last_exception(log: Path) -> str:
@@ -132,14 +149,27 @@ def last_exception(log: Path) -> str:
     return next(lines, "")[:500]
 
 
-def abort_reason(log: Path) -> str:
-    """Return the last line that NCCL's watchdog has logged before it aborted a worker, '' without
-    one, or where there is no such log.
+def _end_of(log: Path) -> list[str]:
+    """Return the last ten lines, without blank ones, that a worker's last start has written; each
+    at most 500 characters. [] where there is no such log."""
+    lines = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2].splitlines()
+    return [line.strip()[:500] for line in lines if line.strip()][-10:]
 
-    It does so where a peer is gone, so such a worker is not the cause. At most 500 characters.
+
+def _error_line(log: Path) -> str:
+    """Return the last of a log's last lines by which a script refuses its arguments; '' without."""
+    return next((line for line in reversed(_end_of(log)) if ERROR_LINE.match(line)), "")
+
+
+def abort_reason(log: Path) -> str:
+    """Return the last line that NCCL's watchdog or gloo has logged before it aborted a worker, ''
+    without one, or where there is no such log.
+
+    NCCL does so where a peer is gone, so such a worker is not the cause; gloo where the peer sends
+    another size (`MISMATCH`). At most 500 characters.
     """
     lines = _ABORTED.findall(read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2])
-    return str(lines[-1])[:500] if lines else ""
+    return str(lines[-1]).strip().removeprefix("what():").strip()[:500] if lines else ""
 
 
 def journaled_error(journal: Path, since: float) -> str:

@@ -87,15 +87,20 @@ def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
 
 
 def judge(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    job: Job | None,
+    goes_on: bool = True,
 ) -> tuple[AttemptFacts, Verdict]:
     """Gather the facts of an attempt that has ended; decide how the run continues, journal and
     print it, and return both.
 
     `job` is Slurm's record of the job, None without an answer and without Slurm; with it, Slurm is
-    asked for the state of silent nodes. Raise OSError if the run's folder can't be read, UsageError
-    for a broken job.json, KeyError, TypeError or ValueError for a damaged file of the attempt. A
-    journal that refuses the verdict is only reported.
+    asked for the state of silent nodes. Without `goes_on` a requeue is the user's to make. Raise
+    OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError, TypeError
+    or ValueError for a damaged file of the attempt. A journal that refuses the verdict is only
+    reported.
     """
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
@@ -118,11 +123,13 @@ def judge(
     decided = decide(facts)
     if decided.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
         decided = replace(decided, why=APART.format(count=len(nodes) * spec.workers_per_node))
-    _note(run, attempt, facts, decided)
+    _note(run, attempt, facts, decided, goes_on)
     return facts, decided
 
 
-def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
+def _note(
+    run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict, goes_on: bool
+) -> None:
     """Write the verdict to the journal, and to stderr, the end of the job's output, for users; a
     journal that refuses it is tried for a minute, and then only reported."""
     failure = facts.failure if decided.cause == Cause.FAILED else None
@@ -146,7 +153,8 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: 
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
-        then = sequel_of(facts.step) if decided.action == Action.REQUEUE else "given up"
+        sequel = sequel_of(facts.step) if goes_on else "it can go on"
+        then = sequel if decided.action == Action.REQUEUE else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")
 
 

@@ -42,6 +42,7 @@ from hpc_ddp.core.journal.events import (
     Stopped,
     TrainingBegun,
     VerdictGiven,
+    WorkerStarted,
 )
 from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
@@ -50,6 +51,8 @@ from hpc_ddp.slurm_text import Job
 E = TypeVar("E", bound=JournalEvent)
 
 UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
+OUTLASTED = " (the script did not end by itself, and was killed)"
+MAYBE_DONE = " (the script exited with 0 after the notice, so it may have finished)"
 NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 
@@ -96,7 +99,7 @@ class AttemptFacts:
 
     @property
     def bad_nodes(self) -> Sequence[str]:
-        """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
+        """Nodes to keep off for a while: they are to blame for the end of this attempt."""
         unfit_nodes = self.unfit.bad_nodes if self.unfit else []
         return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
 
@@ -152,12 +155,12 @@ class AttemptFacts:
 
     @property
     def notices(self) -> list[str]:
-        """The sources of notices that the nodes, or the ranks at their agreed stop, have recorded;
-        [] without any."""
-        stopped = self.here(Stopped)
+        """The sources of notices that nodes or ranks recorded, or were given for the time limit."""
+        stopped, notice = self.here(Stopped), self.here(NoticeGiven)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
-        early = [self.unfit.notice] if self.unfit and self.unfit.notice else []
-        return ([stopped.reason] if stopped else []) + sources + early
+        sources += [self.unfit.notice] if self.unfit and self.unfit.notice else []
+        sources += [notice.source] if notice and notice.source in END_OF_TIME else []
+        return [*([stopped.reason] if stopped else []), *sources]
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,8 @@ def decide(facts: AttemptFacts) -> Verdict:
     """
     cause = _cause(facts)
     if cause in (Cause.FINISHED, Cause.SUPERSEDED):
-        return Verdict(cause, Action.NONE, _lost(facts))
+        why = f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
+        return Verdict(cause, Action.NONE, why)
     if cause == Cause.UNFINISHED:
         return Verdict(Cause.FAILED, Action.GIVE_UP, UNFINISHED, 1)
     if cause == Cause.BAD_NODE and facts.unfit and facts.unfit.hopeless:
@@ -196,8 +200,7 @@ def decide(facts: AttemptFacts) -> Verdict:
     why_not = _why_not_again(facts, cause)
     if why_not is None:
         return Verdict(cause, Action.REQUEUE, _describe(facts, cause))
-    failure = facts.failure
-    code = failure.exit_code if failure and cause == Cause.FAILED else 1
+    code = facts.failure.exit_code if facts.failure and cause == Cause.FAILED else 1
     return Verdict(cause, Action.GIVE_UP, f"{_describe(facts, cause)}; {why_not}", code)
 
 
@@ -232,11 +235,8 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.FAILED
     if not complete or any(codes):
         return Cause.NODE_LOST
-    return (
-        Cause.UNFINISHED
-        if facts.here(TrainingBegun) and not facts.here(Finished)
-        else Cause.FINISHED
-    )
+    is_finished = facts.here(Finished) or not facts.here(TrainingBegun)
+    return Cause.FINISHED if is_finished else Cause.UNFINISHED
 
 
 def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
@@ -362,7 +362,8 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
         return "the same error came at the same step in the attempt before"
     failed = sum(v.cause == Cause.FAILED for v in facts.verdicts)
     if failed >= facts.spec.max_failures:
-        return f"{failed} retries were made already (--max-failures)"
+        were = "retry was" if failed == 1 else "retries were"
+        return f"{failed} {were} made already (--max-failures)"
     if failure and failure.kind == "disk":  # it could not even be read where the run stood
         return None
     return _no_progress(facts) if facts.is_ours else None
@@ -383,11 +384,6 @@ def _no_progress(facts: AttemptFacts) -> str | None:
     return "two attempts in a row have ended without a newer checkpoint"
 
 
-def _lost(facts: AttemptFacts) -> str:
-    """Return the sentence on the nodes that Slurm has lost, '' without any."""
-    return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
-
-
 def _describe(facts: AttemptFacts, cause: Cause) -> str:
     """Return the end of an attempt for people, as the verdict's `why`."""
     if cause == Cause.FAILED:
@@ -397,4 +393,8 @@ def _describe(facts: AttemptFacts, cause: Cause) -> str:
     if cause == Cause.NODE_LOST:
         silent = silent_nodes(facts.spec, facts.nodes, facts.records)
         return f"no word from {', '.join(silent) or 'a node'}"
-    return cause if facts.step is None else f"{cause}, at step {facts.step}"
+    end = OUTLASTED if any(record.get("outlasted") for record in facts.ends) else ""
+    is_plain = not (facts.is_ours or facts.here(WorkerStarted))
+    if is_plain and facts.notices and facts.complete and not any(r["code"] for r in facts.ends):
+        end = MAYBE_DONE
+    return f"{cause}{end}" if facts.step is None else f"{cause}, at step {facts.step}{end}"

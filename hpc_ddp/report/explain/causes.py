@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
+from hpc_ddp.core.errors import ERROR_LINE
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -15,8 +16,6 @@ from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
 
 _MODULE = "hpc_ddp.training in the script (docs/adopt)"
-# Errors that hpc-ddp or argparse explain, without a traceback.
-_ERROR_LINE = re.compile(r"^(?:error|\S+\.py: error): (?P<text>.+)(\nhint: (?P<hint>.+))?", re.M)
 # The cause of a job without a verdict, by Slurm's last state of it.
 _CAUSE_OF_STATE = {
     "TIMEOUT": Cause.TIME_LIMIT,
@@ -121,6 +120,8 @@ def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
         return _time_limit(facts)
     if cause in _BY_CAUSE:
         kind, words = _BY_CAUSE[cause]
+        if _was_outlasted(facts):
+            words = words.replace(", and did.", ", did not, and was killed.")
         return Explanation(kind, words.format(at=at_step(facts)), facts.again)
     return _without_failure(facts, cause)
 
@@ -145,11 +146,18 @@ def _time_limit(facts: RunFacts) -> Explanation:
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
+    if _was_outlasted(facts):
+        text += " It did not end by itself, and was killed."
     if facts.verdict and "its progress can't be seen" in facts.verdict.why:
         text += " It reports no step, so that its progress can't be seen."
         hint = f"{facts.again} --max-requeues 100, if it goes on by itself; else save: {_MODULE}"
         return Explanation("time limit", text, hint)
     return Explanation("time limit", text, facts.again)
+
+
+def _was_outlasted(facts: RunFacts) -> bool:
+    """Return whether the script of the newest attempt was killed after a notice."""
+    return facts.verdict is not None and "and was killed)" in facts.verdict.why
 
 
 def _end_in(verdict: VerdictGiven) -> str:
@@ -182,6 +190,8 @@ def _no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 def _failed(facts: RunFacts, failure: RecordedFailure) -> Explanation:
     """Explain a failure of a rank, or of torchrun itself."""
     kind, text, hint = _describe_failure(facts, failure)
+    if facts.spec.get("backend") == "local" and NO_GPU.search(failure.error):
+        hint = CPU_ONLY
     return Explanation(kind, text, hint, node=failure.node or None, rank=failure.rank)
 
 
@@ -194,10 +204,11 @@ def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, s
     at, error = at_step(facts), failure.error
     # The cause of a death without an error is in the end of the log.
     log = facts.agent_log if failure.rank is None else facts.rank_log
-    diagnosis = recognise(error or log[-8000:])
+    refused = ERROR_LINE.match(error)  # its words may be those of a known failure
+    diagnosis = None if refused else recognise(error or log[-8000:])
     if diagnosis:
         return _describe_known(facts, failure, diagnosis, process)
-    line = _ERROR_LINE.search(facts.rank_log)
+    line = refused or ERROR_LINE.search(facts.rank_log)
     if line and (not error or line["text"][:60] in error):
         return "script error", f"failed{at}: {process} said: {line['text']}.", line["hint"] or logs
     if error:

@@ -333,7 +333,9 @@ def _loss(facts: RunFacts, explanation: Explanation) -> str:
     if explanation.lost_steps is None:
         if facts.newest is None or facts.has_progress or explanation.kind not in _NO_FAULT:
             return ""
-        return "Its progress is unknown: it starts over, or goes on from its own checkpoints."
+        is_maybe_done = facts.verdict is not None and "may have finished" in facts.verdict.why
+        begin = "it may have finished" if is_maybe_done else "it starts over"
+        return f"Its progress is unknown: {begin}, or goes on from its own checkpoints."
     if not explanation.lost_steps:
         return f"Nothing is lost: step {explanation.step} is saved." if explanation.step else ""
     steps = plural(explanation.lost_steps, "step")

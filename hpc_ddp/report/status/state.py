@@ -27,6 +27,7 @@ from hpc_ddp.core.file_owners import other_owner
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause, Word
 from hpc_ddp.core.journal.events import (
+    Finished,
     JournalEvent,
     RankFailed,
     Started,
@@ -119,7 +120,8 @@ def _find_state(
 ) -> tuple[RunState, str]:
     """Return state and reason as `find_state` does, for a run of this user."""
     if is_finished(events):
-        return RunState.FINISHED, ""
+        verdict = last_event(events, VerdictGiven, Finished)
+        return RunState.FINISHED, verdict.why if isinstance(verdict, VerdictGiven) else ""
     job = next((job for job in queued if state_of_job(job.state)), None)
     if run.cancelled.exists():
         is_live = job is not None and _OF_JOB[job.state] is not RunState.ENDING

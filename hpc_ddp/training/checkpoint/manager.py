@@ -56,6 +56,7 @@ class CheckpointManager:
         self._dims = dims
         self._only_finite = only_finite
         self.best = Best()
+        self.resumed = False  # by `track`
         self._objects: dict[str, Any] = {}
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
@@ -108,7 +109,7 @@ class CheckpointManager:
         put_back.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
         vars(self._position).update(checkpoint.shared["position"])
         self.best = Best(**checkpoint.shared["best"])
-        self._written = self._now()
+        self._written, self.resumed = self._now(), True
         # All ranks of a stream take up the same one, whichever of them wrote it.
         records = [
             record

@@ -25,8 +25,11 @@ class OwnData:
         self._is_likely, self._warn = is_likely, warn
 
     def warn_of_epoch(self, position: Position) -> None:
-        """Warn, once, at the start of an epoch that was partly done: it begins again."""
-        if self._is_likely and position.epoch_steps:
+        """Warn, once, at the start of an epoch that was partly done: it begins again. At the start
+        of another one, only an iteration that is under way repeats samples."""
+        if self._is_likely and not position.epoch_steps:
+            self._is_likely = is_own_loader_open()
+        elif self._is_likely:
             self._is_likely = False
             self._warn(
                 f"WARNING: the checkpoint is from epoch {position.epoch}, after"

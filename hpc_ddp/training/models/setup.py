@@ -291,10 +291,8 @@ class ModelSetup(Worker):
         # In a pipeline rank 0's are another stage's.
         group = self.mesh["dp"].get_group() if self._dims.pp > 1 else None
         share_buffers(plain, self.device, group)
-        with in_eval_mode(plain):
+        with self.untimed(), in_eval_mode(plain):
             yield plain if isinstance(model, torch.nn.Module) else model
-        self._timer.start_step()  # no part of a step
-        self._consensus.end_pause()
 
     def _check_copies(self, objects: Iterable[Any]) -> None:
         """Refuse to train copies of a model whose gradients nothing averages.

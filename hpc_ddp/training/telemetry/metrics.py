@@ -39,13 +39,17 @@ class Metrics:
         where it is not known; each of the `listeners` is called with the fields of each line.
         """
         self._journal, self._use_per_sample_s = journal, use_per_sample_s
-        self._listeners = listeners
+        self._listeners = list(listeners)
         self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
         self._began = self._written_at = time.monotonic()
         self._due = self._began + EVERY_S
         self._samples = 0
         self._latest: dict[str, Any] | None = None
         self._line: Transfer | None = None  # the fields of a line under way to the journal
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Call `listener` with the fields of each further line."""
+        self._listeners.append(listener)
 
     def add(
         self,
@@ -94,14 +98,15 @@ class Metrics:
 
     def _write_line(self) -> None:
         """Pass the fields that are not None on to the journal and the listeners, if a line is under
-        way; waits for values that are not here.
+        way, -0.0 as 0.0; waits for values that are not here.
 
         Raise RuntimeError, ValueError or TypeError for a value that is no scalar.
         """
         if self._line is None:
             return
         numbers = self._line.numbers()
-        fields = {name: number for name, number in numbers.items() if number is not None}
+        present = {name: number for name, number in numbers.items() if number is not None}
+        fields = {name: number if number else abs(number) for name, number in present.items()}
         self._line = None
         self._journal.write_later(MetricsLine(fields))
         for listener in self._listeners:

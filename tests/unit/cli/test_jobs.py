@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,3 +51,16 @@ def test_a_fresh_start_that_fails_gives_the_checkpoints_back(
     with pytest.raises(OSError, match="No space left"):
         jobs._begin(prepare_run(tmp_path), fresh=True)
     assert given_back == ["aside-0"]
+
+
+def test_signals_before_the_process_runs_are_passed_on_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(signal, "signal", lambda number, call: handlers.update({number: call}))
+    forward = jobs.Forward().install()
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    process = subprocess.Popen(["sleep", "600"])
+    started = backends.StartedRun(process=process)
+    assert forward.wait(started) == 128 + signal.SIGTERM  # as a shell has it
+    assert handlers.keys() == {signal.SIGINT, signal.SIGTERM}

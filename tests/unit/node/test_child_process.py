@@ -72,9 +72,9 @@ def test_only_the_first_task_shows_its_output(
     first, second = task(0), task(1)
     with open(attempt.node("n1").rank_log(0), "ab") as log:
         log.write(b"new\n")
-    second._show_rank_0()
+    second.growth.note()
     assert capfdbinary.readouterr().out == b""
-    first._show_rank_0()
+    first.growth.note()
     assert capfdbinary.readouterr().out == b"new\n"
 
 
@@ -98,7 +98,8 @@ def test_a_port_that_was_taken_is_marked(
 ) -> None:
     watcher = task(rank)
     watcher.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
-    assert watcher._failures(1) == [{"rank": rank, "code": 1, "time": 1000.0, "error": error}]
+    failure = {"rank": rank, "code": 1, "time": 1000.0, "error": error, "last_line": ""}
+    assert watcher._failures(1) == [failure]
     assert attempt.port_taken.exists() is is_taken
     watcher.folder.failures.write_text('{"agent": "no python"}')
     assert watcher._failures(127) == [

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import dry_run
 from hpc_ddp.node.dry_run import DryRun
+from hpc_ddp.node.outcome.first_failure import Failure
 from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver
 from tests.raw_events import raw, raw_events
@@ -45,18 +47,66 @@ class Child:
 
 def _local(**values: Any) -> DryRun:
     local_run = DryRun.__new__(DryRun)
-    local_run.notified, local_run.parent, local_run.supervisors = False, os.getppid(), []
+    local_run.notified, local_run.is_hurried, local_run._noticed_at = False, False, 0.0
+    local_run.parent, local_run.supervisors = os.getppid(), []
     for name, value in values.items():
         setattr(local_run, name, value)
     return local_run
 
 
-def test_a_second_signal_kills_the_supervisors() -> None:
+def test_a_third_signal_kills_the_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = stop_clock(monkeypatch, dry_run)
     children: Any = [Child(), Child()]
     local_run = _local(supervisors=children)
-    local_run._notify(signal.SIGTERM, None)
+    for hurried in (False, False, True):
+        local_run._notify(signal.SIGTERM, None)
+        assert local_run.is_hurried == hurried
+        if not hurried:
+            clock.now += 0.6  # the second comes too soon: timeout(1) signals twice
+    assert [child.calls for child in children] == [["terminate"]] * 2
+    clock.now += 1.0
     local_run._notify(signal.SIGINT, None)
     assert [child.calls for child in children] == [["terminate", "kill"]] * 2
+
+
+def test_a_notice_sets_the_end_and_a_second_one_tears_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "name" / "id").make()
+    attempt = run.claim_attempt({}, lambda identity: False)
+    clock = stop_clock(monkeypatch, dry_run)
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Child(3))
+    spec = JobSpec("t.py", launcher="srun", signal="B:TERM@90")
+    local_run = _local(run=run, spec=spec, nodes=["local-0"], notified=True)
+    local_run.command = ["python", "t.py"]
+    environ = {"HPC_DDP_RUN": str(run.path), "HPC_DDP_ATTEMPT": "0", "HPC_DDP_END_TIME": ""}
+    local_run._supervise(environ)
+    assert float(attempt.end_time.read_text()) == pytest.approx(clock.now + 90, abs=1)
+    assert not attempt.failed.read_text()
+    local_run.is_hurried = True
+    local_run._supervise(environ)
+    assert attempt.failed.read_text() == "a second signal"
+    assert "a second signal: the workers are killed" in capfd.readouterr().err
+
+
+def test_signals_wait_until_supervisors_can_handle_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[set[int]] = []
+
+    def start(argv: list[str], env: dict[str, str]) -> Child:
+        masks.append({*signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+        return Child(1)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    local_run = _local(
+        run=RunFolder(tmp_path), spec=JobSpec("t.py", launcher="srun"), nodes=["local-0"]
+    )
+    local_run.command = ["python", "t.py"]
+    local_run._supervise({"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_END_TIME": ""})
+    masks.append({*signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+    notices = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    assert (masks[0] & notices, masks[1] & notices) == (notices, set())
 
 
 @pytest.mark.parametrize(
@@ -220,8 +270,9 @@ def test_an_attempt_has_a_preflight_then_supervisors_then_a_verdict(
         calls.append("preflight")
         return {"ok": fit}
 
-    def judge(run: RunFolder, attempt: Any, environ: dict[str, str], job: None) -> Any:
+    def judge(run: RunFolder, attempt: Any, environ: dict[str, str], **options: Any) -> Any:
         calls.append(environ["HPC_DDP_ATTEMPT"])
+        assert options == {"job": None, "goes_on": not local_run.notified}
         return "facts", Verdict(Cause.FINISHED, Action.NONE, "", 0)
 
     monkeypatch.setattr(driver, "examine", examine)
@@ -238,6 +289,32 @@ def test_an_attempt_has_a_preflight_then_supervisors_then_a_verdict(
     assert calls[-1] == "1"
 
 
+@pytest.mark.parametrize(
+    ("error", "is_said"),
+    [
+        ("AssertionError: Torch not compiled with CUDA enabled", True),
+        ("RuntimeError: nccl2 requires at least one CUDA device", True),
+        ("RuntimeError: Distributed package doesn't have NCCL built in", True),
+        ("ValueError: boom", False),
+    ],
+)
+def test_a_script_that_names_a_gpu_is_told_that_there_is_none(
+    tmp_path: Path,
+    handlers: dict[int, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: str,
+    is_said: bool,
+) -> None:
+    local_run = DryRun(_run(tmp_path), ["python", "t.py"])
+    facts = SimpleNamespace(failure=Failure(0, "local-0", 1, 0.0, error))
+    verdict = Verdict(Cause.FAILED, Action.GIVE_UP, "", 1)
+    monkeypatch.setattr(dry_run, "judge", lambda *args, **options: (facts, verdict))
+    monkeypatch.setattr(local_run, "_supervise", lambda environ: None)
+    assert local_run.attempt() == verdict
+    assert ("a dry run has CPUs and gloo only" in capfd.readouterr().err) == is_said
+
+
 def test_supervisors_continue_while_the_parent_lives(
     tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +324,20 @@ def test_supervisors_continue_while_the_parent_lives(
     local_run._supervise({"HPC_DDP_END_TIME": ""})
     children: Any = local_run.supervisors
     assert [child.calls for child in children] == [[]]
+
+
+def test_a_parent_that_has_ended_before_is_noticed(
+    tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_DDP_PARENT", str(os.getppid() + 1))
+    monkeypatch.setattr(dry_run, "time", Clock())
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Child(3))
+    local_run = DryRun(_run(tmp_path, launcher="srun"), ["python", "t.py"])
+    environ = {"HPC_DDP_RUN": str(local_run.run.path), "HPC_DDP_END_TIME": ""}
+    local_run.run.attempt(0).path.mkdir(parents=True)
+    local_run._supervise(environ)
+    children: Any = local_run.supervisors
+    assert [child.calls for child in children] == [["terminate"]]
 
 
 def test_an_attempt_beyond_the_budget_does_not_begin(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
-from hpc_ddp.training.export import export
+from hpc_ddp.training.export import export, main
 from unit.training.checkpoint.fakes import claim_run, make_manager, make_saver
 
 
@@ -29,6 +29,24 @@ def test_an_export_refuses_tensors_that_differ_between_ranks(
     manager.save_surely()
     with pytest.raises(HpcDdpError, match=r"each rank had its own model\.bias"):
         export(run.path, run.path / "model.safetensors")
+
+
+def test_an_export_names_the_objects_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = claim_run(tmp_path)
+    manager = make_manager(make_saver(run), Position(step=1))
+    manager.track({"net": torch.nn.Linear(2, 2), "_precision": torch.nn.Linear(1, 1)}, {}, ())
+    manager.save_surely()
+    out = tmp_path / "model.safetensors"
+    monkeypatch.setattr("sys.argv", ["export", str(run.path), str(out)])
+    assert main() == 2
+    said = capsys.readouterr().err
+    assert "has no tensors of 'model'; accepted: net\n" in said
+    assert "hint: --object NAME, as run.track has it: --object net\n" in said
+    monkeypatch.setattr("sys.argv", ["export", str(run.path), str(out), "--object", "net"])
+    assert main() == 0
+    assert load_file(out).keys() == {"weight", "bias"}
 
 
 def test_an_export_has_each_tensor_once_in_memory(

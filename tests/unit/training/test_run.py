@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.run import Run
@@ -29,3 +32,21 @@ def test_the_weights_are_read_an_exchange_after_a_look() -> None:
         run._refuse_non_finite = lambda at=exchanges: calls.append((at, "read"))
         Run._watch_weights(run, exchanges)
     assert calls == [(0, "look"), (1, "read"), (10, "look"), (12, "read")]
+
+
+def test_whether_a_run_is_resumed_is_known_behind_track() -> None:
+    for resumed in (False, True):
+        run: Any = SimpleNamespace(_manager=SimpleNamespace(tracked=True, resumed=resumed))
+        assert Run.resumed.__get__(run) == resumed
+    run._manager.tracked = False
+    with pytest.raises(UsageError, match=r"run\.resumed was read before run\.track"):
+        Run.resumed.__get__(run)
+
+
+def test_rank_0_is_first() -> None:
+    for rank, expected in enumerate((["block", "barrier"], ["barrier", "block"])):
+        calls: list[str] = []
+        run: Any = SimpleNamespace(rank=rank, barrier=lambda calls=calls: calls.append("barrier"))
+        with Run.rank_0_first(run):
+            calls.append("block")
+        assert calls == expected

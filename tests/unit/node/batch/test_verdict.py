@@ -132,6 +132,7 @@ def test_each_call_of_the_batch_script(
     run: RunFolder,
     call: Callable[..., int],
     printed: list[str],
+    clock: Clock,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,6 +143,10 @@ def test_each_call_of_the_batch_script(
     attempt = run.attempt(0)
     assert call("interrupted") == 0
     assert attempt.notice.read_text() == "interrupted"
+    assert float(attempt.end_time.read_text()) == clock.now
+    clock.now += 20.0
+    assert call("interrupted", HPC_DDP_WARN_S="30") == 0  # a second Ctrl-C makes it no later
+    assert float(attempt.end_time.read_text()) < clock.now
     assert call("warned", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
     assert attempt.notice.read_text() == "warning signal"
     assert call("watch", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0

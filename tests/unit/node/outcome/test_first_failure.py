@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.first_failure import (
     Failure,
     abort_reason,
@@ -17,7 +18,9 @@ from hpc_ddp.node.outcome.first_failure import (
     from_record,
     journaled_error,
     last_exception,
+    reason_of,
 )
+from hpc_ddp.node.worker import AGAIN
 from tests.raw_events import raw
 
 
@@ -103,9 +106,52 @@ def test_a_failure_names_rank_node_and_error() -> None:
     assert _failure(0, code=-9).exit_code == 137
     assert str(_failure(0, code=-40)) == "rank 0 on n: signal 40"
     assert str(_failure(0, code=3)) == "rank 0 on n: exit code 3"
+    said = replace(_failure(0, code=3), last_line="no data")
+    assert str(said) == 'rank 0 on n: exit code 3 ("no data")'
     assert str(_failure(0, code=0)) == "rank 0 on n: exit code 0"
     assert [_failure(0, code=code).exit_code for code in (0, 1, 3, -15)] == [1, 1, 3, 143]
     assert str(replace(CAUSE, rank=None)) == "torchrun on n: ValueError: boom"
+
+
+MISMATCH = "[enforce fail at /gloo/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8 vs 4. Is"
+USAGE = "train.py: error: argument --backend: invalid choice: 'gloo2' (choose from 'gloo', 'nccl')"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "error", "last_line"),
+    [
+        (2, f"usage: train.py [-h]\n{USAGE}\n", USAGE, ""),
+        (
+            2,
+            f"{USAGE}\n{AGAIN.decode()}Error: No such option\n",
+            "Error: No such option",
+            "",
+        ),
+        (1, "error: of a library\n" + "line\n" * 10 + "no data\n\n", "", "no data"),
+        (-6, f"terminate called\n  what():  {MISMATCH}\n", MISMATCH, ""),
+        (-11, "no word of it\n", "", ""),
+        (1, "", "", ""),
+    ],
+)
+def test_the_line_that_matters_is_quoted(
+    tmp_path: Path, code: int, text: str, error: str, last_line: str
+) -> None:
+    run = RunFolder(tmp_path / "name" / "id").make()
+    folder = run.claim_attempt({}, lambda identity: False).node("n")
+    folder.path.mkdir()
+    if text:
+        folder.rank_log(0).write_text(text)
+    end = {"rank": 0, "code": code, "time": time.time()}
+    assert reason_of(end, run, folder) == {"error": error, "last_line": last_line}
+
+
+@pytest.mark.parametrize("error", [MISMATCH, USAGE])
+def test_a_mismatch_and_a_wrong_call_are_no_lost_connections(error: str) -> None:
+    """Both name gloo, and both come again."""
+    peer = _failure(0, error="RuntimeError: [gloo] Connection reset by peer", time=0.0)
+    cause = _failure(1, code=-6 if error == MISMATCH else 2, error=error, time=1.0)
+    assert cause.kind == "exception"
+    assert first_cause([peer, cause]) == cause
 
 
 def test_the_last_exception_of_a_log_is_read(tmp_path: Path) -> None:

@@ -102,6 +102,36 @@ def test_a_worker_that_dies_of_the_notice_is_preempted_not_failed() -> None:
     assert (verdict.cause, verdict.action) == ("preempted", "requeue")
 
 
+@pytest.mark.parametrize(
+    ("events", "codes", "is_maybe_done"),
+    [
+        ((), (0, 0), True),
+        ((), (0, 1), False),
+        ((event_of("worker", began=None, called=1.0),), (0, 0), False),  # it journals its end
+        ((event_of("first_step", step=1),), (0, 0), False),
+    ],
+)
+def test_a_plain_script_may_have_finished_after_the_notice(
+    events: tuple[Any, ...], codes: tuple[int, int], is_maybe_done: bool
+) -> None:
+    names = zip(("n1", "n2"), codes, strict=True)
+    records = [{**record_of(node, "SIGTERM"), "code": code} for node, code in names]
+    verdict = decide_by(records=records, events=events)
+    assert (verdict.cause, verdict.action) == ("notice", "requeue")
+    text = "notice (the script exited with 0 after the notice, so it may have finished)"
+    assert (verdict.why == text) == is_maybe_done
+
+
+def test_a_script_that_did_not_end_after_the_notice_is_named() -> None:
+    records = (
+        {**record_of("n1", "SIGTERM", code=-9), "outlasted": True},
+        record_of("n2", "SIGTERM"),
+    )
+    verdict = decide_by(records=records)
+    assert (verdict.cause, verdict.action) == ("notice", "requeue")
+    assert verdict.why == "notice, at step 1 (the script did not end by itself, and was killed)"
+
+
 def test_a_cancelled_run_is_cancelled_whatever_failed() -> None:
     assert decide_by(cancelled=True, records=failed_records()).action == "none"
 
@@ -114,6 +144,15 @@ def test_the_deadline_is_the_time_limit(reason: str, notice: str | None) -> None
     events = (event_of("stopped", step=5, reason=reason), event_of("checkpoint"))
     verdict = decide_by(events=events, records=(record_of("n1", notice), record_of("n2", notice)))
     assert (verdict.cause, verdict.action) == ("time limit", "requeue")
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [("time limit", "time limit"), ("warning signal", "time limit"), ("SIGTERM", "node lost")],
+)
+def test_a_step_that_is_killed_at_the_time_limit_is_no_lost_node(source: str, cause: str) -> None:
+    events = (event_of("first_step", step=1), event_of("notice", source=source))
+    assert decide_by(events=events, records=()).cause == cause
 
 
 def test_preemption_is_without_bound_unless_one_is_given() -> None:
@@ -182,6 +221,9 @@ def test_the_operators_bound_holds_for_each_run() -> None:
         ({"error": "", "code": 3}, False, "give up", 3),
         ({"error": "ValueError: boom"}, True, "requeue", 0),
         ({"error": "", "code": -9}, False, "requeue", 0),
+        ({"error": "[gloo] op.preamble.length <= op.nbytes", "code": -6}, False, "give up", 134),
+        ({"error": "[gloo] op.preamble.length <= op.nbytes", "code": -6}, True, "requeue", 0),
+        ({"error": "t.py: error: --backend: not 'gloo'", "code": 2}, False, "give up", 2),
         ({"error": "RuntimeError: Connection closed by peer"}, False, "requeue", 0),
     ],
 )

@@ -139,6 +139,47 @@ def test_workers_alive_after_a_notice_are_killed_before_the_end(
     assert sent == [(41, signal.SIGTERM), (41, signal.SIGKILL)]
 
 
+def test_a_script_that_ignores_the_notice_is_announced_and_ended(
+    attempt: AttemptFolder,
+    clock: Clock,
+    sent: list[tuple[int, int]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A dry run writes the end after the notice; `end_time` was unknown until then."""
+    watcher, agent = make_supervisor(attempt, warn_s=60.0), make_agent()
+    write_pids(watcher, 41)
+    watcher.signals.seen.append(signal.SIGTERM)
+    watcher._poll(agent)
+    attempt.end_time.write_text(f"{clock.now + 30:.0f}")
+    said = []
+    for _ in range(4):
+        clock.now += 10.0
+        watcher._poll(agent)
+        said.append(capfd.readouterr().err)
+    assert (
+        said[0] == "hpc-ddp: the script still runs, 10 s after the notice; it is killed in 20 s\n"
+    )
+    assert said[1] == ""
+    assert said[2].endswith("has not ended since the notice, and its time is over: it is killed\n")
+    assert (agent.killed, said[3]) == (True, "")
+    watcher._end(-9)
+    assert read_json(watcher.folder.record)["outlasted"] is True
+
+
+def test_the_end_of_a_preempted_job_is_slurms_to_know(
+    attempt: AttemptFolder, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watcher, other = make_supervisor(attempt), make_supervisor(attempt, index=1)
+    for supervised in (watcher, other):
+        supervised.signals.seen.append(signal.SIGTERM)
+        write_pids(supervised, 41)
+        supervised._poll(make_agent())
+        clock.now += 10.0
+        supervised._poll(make_agent())
+    said = capfd.readouterr().err
+    assert said.count("it is killed when its time is over") == 1  # of the first node alone
+
+
 def test_a_late_notice_leaves_the_workers_time(
     attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
 ) -> None:

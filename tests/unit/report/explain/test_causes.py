@@ -174,6 +174,14 @@ def test_no_progress_as_the_verdict_words_it(written: Written) -> None:
             "save more often",
         ),
         (
+            "notice",
+            "notice (the script did not end by itself, and was killed); 10 attempts in a row have"
+            " ended without a newer checkpoint",
+            "10 attempts in a row have ended without a newer checkpoint."
+            " The last one was asked to stop at step 20, did not, and was killed.",
+            "save more often",
+        ),
+        (
             "bad node",
             "preflight: n2 is slow; 10 attempts in a row have ended without a newer checkpoint",
             "10 attempts in a row have ended without a newer checkpoint."
@@ -257,3 +265,9 @@ def test_a_lost_standalone_run_has_no_logs(tmp_path: Path) -> None:
     assert str(caught.value.hint).startswith("hpc-ddp explain ")
     with pytest.raises(UsageError, match="by hand"):
         follow(written.run, LogQuery(), lambda: True)
+
+
+def test_a_script_that_was_killed_at_its_time_limit_is_named(written: Written) -> None:
+    why = "time limit (the script did not end by itself, and was killed)"
+    explanation = written.attempt(0).verdict("time limit", "requeue", why=why).explain()
+    assert "ran into its time limit. It did not end by itself, and was killed." in explanation.text

@@ -102,6 +102,23 @@ def test_a_process_of_this_machine_is_seen_to_run(tmp_path: Path) -> None:
     assert written.explain().kind == "running"
 
 
+@pytest.mark.parametrize(
+    ("why", "progress"),
+    [
+        ("notice", "it starts over, or goes on from its own checkpoints."),
+        (
+            "notice (the script exited with 0 after the notice, so it may have finished)",
+            "it may have finished, or goes on from its own checkpoints.",
+        ),
+    ],
+)
+def test_the_progress_of_a_plain_script_is_unknown(
+    written: Written, why: str, progress: str
+) -> None:
+    explanation = written.attempt(0).verdict("notice", "requeue", why=why).explain()
+    assert f"Its progress is unknown: {progress}" in explanation.text
+
+
 @pytest.mark.parametrize("reason", ["Priority", "Resources"])
 def test_a_preempted_run_has_only_to_wait(written: Written, reason: str) -> None:
     written.attempt(0, steps=20, saved=20).verdict("preempted", "requeue")

@@ -96,6 +96,21 @@ def test_slurms_reasons_have_plain_words(written: Written, reason: str, words: s
             "/dev/shm",
         ),
         (GLOO_TIMEOUT, "communication", "gloo waited 5000 ms for another rank (recv)"),
+        (
+            "[enforce fail at gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8",
+            "collective mismatch",
+            "the ranks called different collectives",
+        ),
+        (
+            "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running",
+            "collective mismatch",
+            "the ranks called different collectives",
+        ),
+        (
+            "t.py: error: argument --backend: invalid choice: 'x' (choose from 'gloo', 'nccl')",
+            "script error",
+            "rank 3 on n2 said: argument --backend: invalid choice: 'x'",
+        ),
         (GLOO_CLOSED, "communication", "connection to another rank was lost"),
         (NCCL2_TIMEOUT, "communication", "NCCL waited in vain for the others"),
         (NCCL_SYSTEM, "communication", "collective communication failed"),
@@ -232,6 +247,13 @@ def test_ends_without_an_exception_are_recognised(
     explanation = written.attempt(0, steps=20).failure(code=code, log=log).explain()
     assert explanation.kind == kind
     assert words in explanation.text
+
+
+@pytest.mark.parametrize("error", ["No CUDA GPUs", "nccl2 requires at least one CUDA"])
+def test_a_dry_run_has_no_gpu_to_ask_for(tmp_path: Path, error: str) -> None:
+    written = Written(tmp_path, backend="local").event("submitted", backend="local")
+    explanation = written.attempt(0).failure(f"RuntimeError: {error}").explain()
+    assert explanation.hint.startswith("a dry run has CPUs and gloo only")
 
 
 def test_the_line_of_the_script_is_named(written: Written) -> None:

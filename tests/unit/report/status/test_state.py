@@ -79,6 +79,14 @@ def test_a_start_that_failed_before_its_attempt_is_no_superseded_one(tmp_path: P
     assert status.why == "its job was started again, and ended before the next attempt began"
 
 
+def test_workers_that_formed_no_group_are_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    why = "WARNING: no process group was formed"
+    write_event(run, "batch", "verdict", 0, cause="finished", action="none", why=why)
+    status = status_of(run, Queue({}))
+    assert (status.state, status.why) == ("finished", why)
+
+
 def test_a_task_that_waits_after_a_requeue_is_not_lost(tmp_path: Path) -> None:
     """Its attempt ended as superseded: the requeue was Slurm's, or a person's."""
     sweep = make_run(tmp_path)

@@ -25,10 +25,20 @@ def test_it_warns_once_at_the_first_step(is_likely: bool) -> None:
     said: list[str] = []
     own = OwnData(is_likely, said.append)
     kept = iter(DataLoader(NoisyNumbers(), 4))
-    own.warn_of_epoch(Position(step=3))  # at the beginning of an epoch: nothing is repeated
+    own.warn_of_epoch(Position(step=3, epoch=1))  # the iteration goes over epochs
     own.warn_of_step()
     own.warn_of_step()
     assert [text.partition(":")[0] for text in said] == ["WARNING"] * is_likely
+    del kept
+
+
+def test_a_loader_that_is_opened_in_a_new_epoch_repeats_nothing() -> None:
+    said: list[str] = []
+    own = OwnData(True, said.append)
+    own.warn_of_epoch(Position(step=8, epoch=2))
+    kept = iter(DataLoader(NoisyNumbers(), 4))
+    own.warn_of_step()
+    assert not said
     del kept
 
 

@@ -32,6 +32,16 @@ def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
     assert "total_steps" not in events[-1]
 
 
+def test_a_loss_of_minus_zero_is_zero(tmp_path: Path) -> None:
+    journal, shown = Journal(tmp_path, "rank-0"), list[dict[str, Any]]()
+    metrics = Metrics(journal, 1, ["a"], listeners=[shown.append])
+    metrics.add(Position(step=1), 1, {"loss": torch.tensor(-0.0), "lr": -0.0, "gain": -0.5})
+    metrics.flush()
+    journal.drain(LIMIT_S)
+    assert [str(shown[0][name]) for name in ("loss", "lr", "gain")] == ["0.0", "0.0", "-0.5"]
+    assert read_events(tmp_path)[-1].to_line()["loss"] == 0.0
+
+
 def test_a_line_of_metrics_is_left_to_the_journals_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
