@@ -6,6 +6,7 @@
     checkpoints/step-<n>/state.pt            what is no tensor, and the tensors' places
     checkpoints/step-<n>/rank-<r>.pt         rank r's generators, and what its data file holds
     checkpoints/step-<n>/tensors-<r>.bin     rank r's part of the tensors, as raw bytes
+    checkpoints/step-<n>/…                   in place of these three: files of another library
     checkpoints/step-<n>.tmp-<attempt>/      being written; worth nothing
     checkpoints/step-<n>.old-<attempt>/      on its way out: the same step, saved once more
     checkpoints/step-<n>.bad-<attempt>/      did not verify; kept for a person to look at
@@ -64,7 +65,7 @@ def manifest_crc(value: dict[str, Any]) -> int:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest, without its CRC32.
 
-    Its ``files`` are `FileFacts` by names without a folder, its ``best``, if any, has a ``step``.
+    Its ``files`` are `FileFacts` by paths below the folder, its ``best``, if any, has a ``step``.
 
     Raises
     ------
@@ -77,7 +78,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if value.pop("crc32", None) != manifest_crc(value):
         raise ValueError("its own CRC32 differs")
     for name, facts in _entry(value, "files", "Mapping[str]").items():
-        if name in ("", ".", "..") or set(name) & {"/", "\0"}:
+        if set(name.split("/")) & {"", ".", ".."} or "\0" in name:
             raise ValueError(f"{name!r} is no name of a file in its folder")
         _entry({name: facts}, name, "Mapping[str]")
         for field in fields(FileFacts):
@@ -134,14 +135,14 @@ def find_damage(
     try:
         files = read_manifest(folder)["files"]
     except OSError as error:
-        return _missing(folder / MANIFEST, error)
+        return _missing(folder, folder / MANIFEST, error)
     except ValueError as error:
         return f"{MANIFEST} can't be read: {error}"
     for name, expected in list(files.items())[rank::world_size]:
         try:
             facts = facts_of(folder / name, read)
         except OSError as error:
-            return _missing(folder / name, error)
+            return _missing(folder, folder / name, error)
         if facts.size != expected["size"]:
             return f"{name} has {facts.size} bytes instead of {expected['size']}"
         if facts.crc32 != expected["crc32"]:
@@ -149,16 +150,20 @@ def find_damage(
     return None
 
 
-def _missing(path: Path, error: OSError) -> str:
+def _missing(folder: Path, path: Path, error: OSError) -> str:
     """Return what is wrong where a folder lacks the file `path`, or has something else in its
     place, such as a pipe or a link to nowhere. Raise OSError where the `error` of its reading
     proves neither: a link of another user further up says nothing of the file."""
+    name = path.relative_to(folder)
     is_link = path.is_symlink() or path.parent.is_symlink()
     if error.errno in _NO_FILE or (error.errno in (errno.ENOENT, errno.ELOOP) and is_link):
-        return f"{path.name} is no file: {error.strerror}"
-    if isinstance(error, FileNotFoundError) and path.name not in os.listdir(path.parent):
-        return f"{path.name} is missing"
-    reason = f"{path.name} can't be read: {error.strerror or error}"
+        return f"{name} is no file: {error.strerror}"
+    lost = path
+    while lost.parent != folder and not os.path.lexists(lost.parent):
+        lost = lost.parent
+    if isinstance(error, FileNotFoundError) and lost.name not in os.listdir(lost.parent):
+        return f"{name} is missing"
+    reason = f"{name} can't be read: {error.strerror or error}"
     raise OSError(error.errno, reason) from error
 
 
@@ -308,7 +313,7 @@ def _size(folder: Path) -> int:
     """Return the bytes of the files in a checkpoint; 0 where it can't be read, or was deleted
     meanwhile."""
     with suppress(OSError):  # deleted meanwhile
-        return sum(path.stat().st_size for path in folder.iterdir())
+        return sum(path.stat().st_size for path in folder.rglob("*"))
     return 0
 
 

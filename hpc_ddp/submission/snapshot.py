@@ -28,7 +28,7 @@ WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".npz", ".npy", ".h5"
 LARGE_BYTES = 10**6
 # The work tree may be another user's, where `safe.directory` lets git in: it runs nothing of it.
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-TRAVELS = ("core", "node", "training")
+TRAVELS = ("core", "integrations", "node", "training")
 
 
 def carry_library(run: RunFolder) -> None:

@@ -24,7 +24,7 @@ from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE
-from hpc_ddp.training.telemetry.metrics import check_values, number
+from hpc_ddp.training.telemetry.metrics import number
 
 
 class Run(ModelSetup):
@@ -34,7 +34,6 @@ class Run(ModelSetup):
         super().__init__(options)
         self._calls = CallOrder()
         self._decision = Decision()  # which the end of a batch, a step or an epoch carries out
-        self._checked_values: set[str] = set()
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
 
@@ -345,9 +344,7 @@ class Run(ModelSetup):
     def _measure(self, values: dict[str, Any]) -> None:
         """Pass on a step's values; raise UsageError, on all ranks, for a first one of its name that
         is no number, or whose name is the journal's."""
-        if not values.keys() <= self._checked_values:
-            check_values(values)
-            self._checked_values |= values.keys()
+        self._check_values(values)
         if self.rank == 0:
             self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
         self._profiler.step_done()

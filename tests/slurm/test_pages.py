@@ -86,7 +86,7 @@ class Session:
         self._shell.stdin.flush()
         wait = ["bash", "-c", f"until [ -e {done} ]; do sleep 0.05; done; rm {done}"]
         subprocess.run(wait, check=True, timeout=400)
-        printed = self._log.read_text()[before:]
+        printed = self._log.read_bytes()[before:].decode()
         for real, shown in self.names.items():
             printed = printed.replace(real, shown)
         return NOISE.sub("", printed)

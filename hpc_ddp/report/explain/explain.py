@@ -142,7 +142,7 @@ def _name(path: Path) -> str:
 
 def _explain_finished(facts: RunFacts) -> Explanation:
     """Explain a finished run by its steps, attempts, wall time and goodput; the hint exports its
-    model, '' where no checkpoint is on disk."""
+    model, '' where no checkpoint of hpc-ddp's is on disk."""
     step = last_step(facts.events)
     steps = f" after {step} steps" if step is not None else ""
     attempts = plural(len(_ends(facts)), "attempt")
@@ -154,8 +154,9 @@ def _explain_finished(facts: RunFacts) -> Explanation:
     verdict = last_event(facts.events, VerdictGiven)
     if verdict is not None and verdict.why:
         text += f" {verdict.why}."
+    is_ours = facts.saved is not None and not facts.library
     export = f"python -m hpc_ddp.training.export {quoted_path(facts)} model.safetensors"
-    return Explanation("finished", text, export if facts.saved is not None else "")
+    return Explanation("finished", text, export if is_ours else "")
 
 
 def _explain_array(facts: RunFacts) -> Explanation:

@@ -91,8 +91,9 @@ class RunFacts:
         the job that counts now, and Slurm's record of it; None, and Slurm's answer, without one
     cancelled, live
         the user's mark; a process of this machine plays the run
-    saved
-        the step of the newest checkpoint on disk; None without one
+    saved, library
+        the step of the newest checkpoint on disk, None without one; the library that wrote it, or
+        '' for hpc-ddp
     failure
         the failure that ended the newest attempt, by the nodes' records; None without one
     terminated
@@ -118,6 +119,7 @@ class RunFacts:
     cancelled: bool = False
     live: bool = False
     saved: int | None = None
+    library: str = ""
     failure: RecordedFailure | None = None
     terminated: Sequence[int] = ()
     rank_log: str = ""
@@ -208,6 +210,7 @@ def _gather(run: RunFolder, can_start: bool) -> RunFacts:
         cancelled=_try(run.cancelled.exists, False),
         live=_is_live(events),
         saved=_try(lambda: _newest_checkpoint(run.checkpoints), None),
+        library=_try(lambda: _library(run.checkpoints), ""),
         job_log=_tail(outputs[-1]) if outputs else "",
         tasks={
             str(task.index): _gather(task, can_start) for task in _try(run.tasks, list[RunFolder]())
@@ -239,6 +242,15 @@ def _newest_checkpoint(folder: Path) -> int | None:
     where the folder can't be listed."""
     published = checkpoints.published(folder)
     return checkpoints.step_of(published[0]) if published else None
+
+
+def _library(folder: Path) -> str:
+    """Return the name of the library that wrote the newest checkpoint, '' for hpc-ddp or without
+    one; raise OSError or ValueError where it can't be read."""
+    for newest in checkpoints.published(folder)[:1]:
+        name = checkpoints.read_manifest(newest).get("format")
+        return name if isinstance(name, str) else ""
+    return ""
 
 
 def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
     """Create a file, or replace one, with the bytes of `content` in a row; make them durable, and
     return their size and CRC32.
 
-    Its name is durable after `sync_folder` only. Writing, syncing and summing all release the
+    Its name is durable after `sync` only. Writing, syncing and summing all release the
     interpreter lock, so a thread that does this takes microseconds of it from a training beside it.
     Raise OSError; what was written then stays.
     """
@@ -56,7 +56,7 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFac
     value = {**facts, "files": {name: asdict(facts_of) for name, facts_of in sorted(files.items())}}
     value["crc32"] = manifest_crc(value)
     write_file(folder / MANIFEST, json.dumps(value, indent=1).encode())
-    sync_folder(folder)
+    sync(folder)
 
 
 def check_space(folder: Path, size: int, files: int) -> None:
@@ -91,7 +91,7 @@ def publish(draft_folder: Path, attempt: int) -> Path:
     if final.exists():
         set_aside(final, "bad" if verify(final) else "old", attempt)
     draft_folder.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     return final
 
 
@@ -137,9 +137,9 @@ def remove(path: Path) -> None:
     shutil.rmtree(nameless, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; raise OSError if the disk refuses."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file durable, or the names in a folder; raise OSError if the disk refuses."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -143,8 +143,18 @@ class Restorer:
         Raises
         ------
         HpcDdpError
-            a disk does not answer for a minute; the run has had checkpoints, and none is good; or
-            another version of hpc-ddp has written it
+            as `find_newest`; or another version of hpc-ddp has written it
+        """
+        newest = self.find_newest()
+        return None if newest is None else self._open(newest)
+
+    def find_newest(self) -> Path | None:
+        """Return the newest checkpoint that verifies, as `restore` does, without opening it.
+
+        Raises
+        ------
+        HpcDdpError
+            a disk does not answer for a minute; or the run has had checkpoints, and none is good
         """
         began = time.monotonic()
         names = on_first(self.control, self._find_names)
@@ -164,8 +174,7 @@ class Restorer:
             self._report_restore(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
             on_first(self.control, partial(self._refuse_step_0, passed_over))
-            return None
-        return self._open(chosen)
+        return chosen
 
     def load(self, step: int) -> Restored:
         """Verify the checkpoint of a step and open it on the CPU; a damaged one stays in its place.

@@ -231,7 +231,7 @@ class Checkpoints(Restorer):
             sizes = [len(part) for parts in files.values() for part in parts]
             claim: Claim | Failure = Claim(sum(sizes), len(files))
         except Exception as error:  # whatever it is, the peers wait for an answer
-            claim = _failure(error)
+            claim = failure_of(error)
         if refusal := self._decide(self._open_draft, draft, content, claim):
             return refusal  # for the failure of this rank, or of any
         if misfit := find_misfit(self._background, inventory):
@@ -261,7 +261,7 @@ class Checkpoints(Restorer):
             try:
                 outcome = (self._drop if is_failed else decide)(draft, content, answers)
             except Exception as error:  # the peers wait for an answer
-                outcome = self._drop(draft, content, [_failure(error)])
+                outcome = self._drop(draft, content, [failure_of(error)])
         outcome = self._background.from_first(outcome)
         return outcome
 
@@ -301,7 +301,7 @@ class Checkpoints(Restorer):
                 facts = {n: disk.write_file(draft / n, *parts) for n, parts in files.items()}
             return facts if is_finite.result() else NON_FINITE
         except Exception as error:  # the peers wait for an answer
-            return _failure(error)
+            return failure_of(error)
 
     def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: publish a draft, of whose ranks `answers` has the files; or remove it where
@@ -387,7 +387,7 @@ class Checkpoints(Restorer):
             )
 
 
-def _failure(error: Exception) -> Failure:
+def failure_of(error: Exception) -> Failure:
     """Return an error in the form in which a rank sends it."""
     return Failure(getattr(error, "errno", None), str(error) or repr(error))
 

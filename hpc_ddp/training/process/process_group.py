@@ -63,7 +63,7 @@ def join(
         # The NCCL backend of torch 2.15 is always bound, by LOCAL_RANK if need be; the one before
         # it is not. torch reads this when it first makes a group.
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-    timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
+    timeout = timeout_beyond(hang_after_s)
     if uses_agent_store:
         _met_at_agents.append(info)
     if info.launched:
@@ -76,6 +76,11 @@ def join(
             hint="leave out the backend: torchrun's workers are none of MPI's",
         )
     return Control(info, timeout)
+
+
+def timeout_beyond(hang_after_s: float | None) -> timedelta:
+    """Return how long collectives wait, which is longer than the watchdog does."""
+    return timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
 
 
 class Control:
@@ -138,6 +143,42 @@ class Control:
         dist.barrier(group=self._group)
 
 
+class _Done:
+    def wait(self) -> None:
+        """Return at once."""
+
+
+_DONE = _Done()
+
+
+class LoneControl(Control):
+    """The messages of a process alone, which needs no process group for them."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.timeout = 0, 1, NEVER
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        return _DONE
+
+    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        return [values], _DONE
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+    def to_first(self, value: Any) -> list[Any]:
+        return [value]
+
+    def first_copy(self, tensor: torch.Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
+
 def on_first(control: Control, act: Callable[[], T]) -> T:
     """Return on all ranks what `act` returns on rank 0; an HpcDdpError of it is raised on all, and
     an OSError as an HpcDdpError.
@@ -159,8 +200,10 @@ def on_first(control: Control, act: Callable[[], T]) -> T:
     return result
 
 
-def leave(control: Control, device: torch.device, then_exit: bool) -> None:
+def leave(control: Control, device: torch.device, then_exit: bool, destroys: bool = True) -> None:
     """Tear the process group down once all ranks are here; return after `TEARDOWN_S` at the latest.
+
+    Unless it `destroys` the group, which a library made, it only waits for the ranks.
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by now,
     so after that time, with a message, a process that is to exit (`then_exit`) does so, on the spot
@@ -168,10 +211,11 @@ def leave(control: Control, device: torch.device, then_exit: bool) -> None:
     """
 
     def tear_down() -> None:
-        """Wait for all ranks, then destroy the group."""
+        """Wait for all ranks, then destroy the group if asked to."""
         devices.use(device)  # NCCL would open the first GPU, whose current one a new thread has
         control.barrier()
-        dist.destroy_process_group()
+        if destroys:
+            dist.destroy_process_group()
 
     thread = threading.Thread(target=tear_down, daemon=True)
     thread.start()

@@ -68,10 +68,15 @@ class Notices:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, _flag)
+        self.take_signals()
         os.register_at_fork(after_in_child=_give_back)
         threading.Thread(target=self._listen, name="hpc-ddp notices", daemon=True).start()
+
+    def take_signals(self) -> None:
+        """Take the signals over, also from a library that has handlers of its own. Raise ValueError
+        outside of the main thread."""
+        for number in SIGNALS:
+            signal.signal(number, _flag)
 
     def watch_for_cancel(self, path: Path) -> None:
         """Take the file's existence for a cancel, from now on; it may exist already."""

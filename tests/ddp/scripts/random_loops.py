@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hpc_ddp.training import start, worker
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.data.loader import Loader
-from hpc_ddp.training.process import run_directory
+from hpc_ddp.training.process import member, run_directory
 from hpc_ddp.training.stops import consensus
 from hpc_ddp.training.stops.signals import NOTICE
 
@@ -227,7 +227,7 @@ def judge(seed: int) -> str:
     """Return what is wrong with the loop of a seed, "" if nothing is."""
     loop, warnings = Loop.draw(seed), list[str]()
     whole, plain, before, behind = list[Row](), list[Row](), list[Row](), list[Row]()
-    vars(worker)["say"] = warnings.append
+    vars(member)["say"] = warnings.append
     with folder(f"{seed}-whole"):
         play(loop, whole)
     with folder(f"{seed}-plain"):

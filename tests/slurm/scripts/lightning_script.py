@@ -1,6 +1,6 @@
-"""A PyTorch Lightning script; knows nothing of hpc-ddp. Two nodes of two workers.
+"""A PyTorch Lightning script. Two nodes of two workers.
 
-lightning_script.py FOLDER [seconds a step]
+lightning_script.py [seconds a step]
 """
 
 import sys
@@ -9,9 +9,10 @@ import warnings
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-FOLDER, PAUSE_S = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+from hpc_ddp.integrations.lightning import StopCallback
+
+PAUSE_S = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0
 STEPS = 80
 warnings.filterwarnings("ignore")  # on the number of loader workers, and the like
 
@@ -35,19 +36,20 @@ class Line(L.LightningModule):
 L.seed_everything(1)
 data = torch.utils.data.TensorDataset(torch.randn(2560, 4))  # 80 batches of 8 on each of 4 ranks
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
-keep = ModelCheckpoint(FOLDER, every_n_train_steps=10, save_last=True, save_on_exception=True)
+stop = StopCallback()
 trainer = L.Trainer(
     accelerator="cpu",
     num_nodes=2,
     devices=2,
     strategy="ddp",
     max_epochs=1,
-    callbacks=[keep],
+    callbacks=[stop],
     logger=False,
+    enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(Line(), loader, ckpt_path="last")
+trainer.fit(Line(), loader, ckpt_path=stop.latest(trainer))
 if trainer.is_global_zero:
     environment = type(trainer._accelerator_connector.cluster_environment).__name__
     print(f"done at step {trainer.global_step} with {trainer.world_size} ranks; {environment}")

@@ -25,6 +25,10 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     ),
     "node": ({"core", "live_jobs", "slurm", "slurm_text", "node"}, set()),
     "training": ({"core", "training"}, {"torch", "numpy", "safetensors"}),
+    "integrations": (
+        {"core", "training", "integrations"},
+        {"torch", "transformers", "lightning", "pytorch_lightning", "accelerate"},
+    ),
     "report": ({"core", "live_jobs", "slurm", "slurm_text", "report"}, {"jinja2"}),
     "cli": ({"core", "live_jobs", "slurm", "slurm_text", "submission", "report", "cli"}, {"click"}),
     "api": ({"core", "live_jobs", "slurm", "slurm_text", "submission", "report"}, set()),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.process import identity
+from hpc_ddp.training.checkpoint import disk
 from unit.report.written_runs import Written, record
 
 
@@ -21,6 +22,8 @@ def test_a_finished_run_is_explained(written: Written) -> None:
     assert "is finished after 90 steps, in 2 attempts" in explanation.text
     assert "Before that it was preempted once." in explanation.text
     assert "export" in explanation.hint
+    disk.write_manifest(written.run.checkpoints / "step-90", {"format": "lightning"}, {})
+    assert written.explain().hint == ""  # its own checkpoint is a file to load
 
 
 def test_a_rendered_run_is_explained(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_failing_sync_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="Input/output error"):
         disk.write_file(tmp_path / "f", b"x")
     with pytest.raises(OSError, match="Input/output error"):
-        disk.sync_folder(tmp_path)
+        disk.sync(tmp_path)
 
 
 def test_folders_are_synced_before_and_after_publishing(

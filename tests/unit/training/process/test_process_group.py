@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.process import process_group
 from hpc_ddp.training.process.environment import DistEnv
-from hpc_ddp.training.process.process_group import Control, leave
+from hpc_ddp.training.process.process_group import Control, LoneControl, leave
 from unit.training.fakes import LeftError
 
 
@@ -195,3 +195,28 @@ def test_a_hanging_process_flushes_its_output(
     assert raw.getvalue() == b"accuracy 0.97\n"
     release.set()
     _wait_for_teardowns()
+
+
+def test_a_process_alone_hears_itself() -> None:
+    control, numbers = LoneControl(), torch.tensor([3.0])
+    control.start_max(numbers).wait()
+    rows, work = control.start_gather(numbers)
+    work.wait()
+    control.sum(numbers)
+    control.first_copy(numbers)
+    control.barrier()
+    assert (rows, numbers.item(), control.from_first("a"), control.to_first("b")) == (
+        [numbers],
+        3.0,
+        "a",
+        ["b"],
+    )
+    assert (control.rank, control.world_size) == (0, 1)
+
+
+def test_the_group_of_a_library_is_left_standing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    control: Any = SimpleNamespace(barrier=lambda: calls.append("all are here"))
+    leave(control, torch.device("cpu"), then_exit=True, destroys=False)
+    assert calls == ["all are here"]

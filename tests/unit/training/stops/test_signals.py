@@ -230,3 +230,14 @@ def test_a_loader_worker_obeys_its_parent_alone(
     with pytest.raises(LeftError, match="0"):
         signals._obey(7)
     assert senders == [5]
+
+
+def test_signals_are_taken_back_from_a_library() -> None:
+    earlier = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        Notices(None).take_signals()
+        assert {signal.getsignal(number) for number in signals.SIGNALS} == {signals._flag}
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

@@ -1,0 +1,96 @@
+"""Loops with Hugging Face Accelerate.
+
+::
+
+    stop = Stop(accelerator)                          # after Accelerator(…)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    stop.load()                                       # the state of the newest checkpoint
+    for epoch in range(10):
+        for x, y in stop.batches(loader, epoch):      # those that are left
+            ...
+            optimizer.step()
+            stop.save(loss=loss)                      # saves and stops when it is time to
+    stop.finish()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpc_ddp.integrations.stop_point import StopPoint
+from hpc_ddp.training.models import rng
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+STATE, ORDER = "state", "order.pt"
+
+
+class Stop(StopPoint):
+    """Saves the state of an Accelerator into the run's folder, and stops at the same step on all
+    ranks. The options are those of `StopPoint`."""
+
+    def __init__(self, accelerator: Accelerator, **options: Any) -> None:
+        super().__init__(format="accelerate", **options)
+        self._accelerator = accelerator
+        self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
+        self._order: torch.Tensor | None = None  # the sampler's generator as the epoch began
+        self._samples = 0  # of all ranks in a batch
+        self.facts = {"epoch": 0, "batches": 0}
+
+    def load(self) -> int:
+        """Load the newest checkpoint that verifies; return the number of steps done, 0 without any.
+        All ranks call it after ``accelerator.prepare``. Raises as `StopPoint.latest`."""
+        if folder := self.latest():
+            self._accelerator.load_state(str(folder / STATE))
+            self._random = rng.snapshot(self._devices)
+            if (path := folder / ORDER).exists():
+                self._order = torch.load(path, weights_only=True)
+        return self.position.step
+
+    def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
+        """Yield the batches of an epoch that are left: none of one that is done, and all of those
+        behind it; `loader` is a prepared one."""
+        if epoch < self.facts["epoch"]:
+            return
+        done = self.facts["batches"] if epoch == self.facts["epoch"] else 0
+        self.facts = {"epoch": epoch, "batches": done}
+        self._samples = getattr(loader, "total_batch_size", 0)
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        # Of a shuffle: one for all ranks, or what a loader of one process seeds its own with.
+        generator = getattr(loader, "synchronized_generator", None) or torch.default_generator
+        if done and self._order is not None:
+            generator.set_state(self._order)
+        self._order = generator.get_state()
+        for batch in self._accelerator.skip_first_batches(loader, done) if done else loader:
+            self._restore_random()
+            self.facts["batches"] += 1
+            yield batch
+        self._restore_random()
+        self.facts = {"epoch": epoch + 1, "batches": 0}
+
+    def save(self, **values: Any) -> None:
+        """End a batch: the run saves, and stops when it has to; nothing within an accumulation.
+        `values` as in `step`. Raises as `checkpoint`."""
+        if not self._accelerator.sync_gradients:
+            return
+        samples = self._samples * self._accelerator.gradient_accumulation_steps
+        if self.step(epoch=self.facts["epoch"], samples=samples, **values):
+            with self.checkpoint() as folder:
+                self._accelerator.save_state(str(folder / STATE))
+                if self.rank == 0 and self._order is not None:
+                    torch.save(self._order, folder / ORDER)
+
+    def _restore_random(self) -> None:
+        """Give the generators the checkpoint's state once more: to skip batches draws numbers."""
+        if self._random is not None:
+            rng.restore(self._random, self._devices)
+            self._random = None
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [self._accelerator.device]

@@ -1,0 +1,101 @@
+"""The Trainer of PyTorch Lightning; a loop with Fabric takes `StopPoint` itself.
+
+::
+
+    trainer = Trainer(callbacks=[stop := StopCallback()], num_nodes=2, devices=4)
+    trainer.fit(model, loader, ckpt_path=stop.latest(trainer))
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.integrations.stop_point import StopPoint, check_step
+from hpc_ddp.training.process.hang_watchdog import beat
+
+if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning" in sys.modules:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:  # the same library by its older name: a Trainer takes callbacks of its own package only
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+FILE = "lightning.ckpt"
+
+
+class StopCallback(Callback):
+    """Saves into the run's folder, and stops at the same step on all ranks.
+
+    Lightning's own ModelCheckpoint is independent of it. The options are those of `StopPoint`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._stop = StopPoint(format="lightning", **options)
+        self._total_steps: int | None = None
+
+    def latest(self, trainer: Trainer) -> str | None:
+        """Return the newest checkpoint that verifies, for ``fit(ckpt_path=…)``; None without any.
+        All ranks call it, and so meet.
+
+        Raises
+        ------
+        UsageError
+            `trainer` is to start its other ranks itself; or as `StopPoint.latest`
+        HpcDdpError
+            as `StopPoint.latest`
+        """
+        if trainer.world_size > 1:
+            if "RANK" not in os.environ:
+                raise UsageError(
+                    f"the Trainer is to start {trainer.world_size} ranks itself; accepted: one,"
+                    " or as many as a launcher has started",
+                    hint="start the script with hpc-ddp or torchrun",
+                )
+            trainer.strategy.setup_environment()  # the process group; `fit` finds it there
+        folder = self._stop.latest()
+        return None if folder is None else str(folder / FILE)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's handler of SIGTERM broadcasts, and ranks are signalled in different steps.
+        self._stop.take_signals()
+        self._stop.begin()
+        check_step(
+            self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"
+        )
+        steps = trainer.estimated_stepping_batches
+        self._total_steps = int(steps) if math.isfinite(steps) else None
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if trainer.global_step == self._stop.position.step:
+            beat()
+            return  # within an accumulation
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        batch_size = getattr(trainer.train_dataloader, "batch_size", None) or 0
+        is_due = self._stop.step(
+            trainer.global_step,
+            epoch=trainer.current_epoch,
+            total_steps=self._total_steps,
+            samples=batch_size * trainer.world_size * trainer.accumulate_grad_batches,
+            wait_for_all=batch_idx + 2 == trainer.num_training_batches,
+            loss=loss,
+        )
+        # What follows an epoch belongs to its last batch: a validation, for one.
+        if is_due and not trainer.is_last_batch:
+            with self._stop.checkpoint() as folder:
+                trainer.save_checkpoint(folder / FILE)
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        beat()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop.finish()

@@ -1,0 +1,251 @@
+"""`StopPoint`: where a training that makes its own process group and checkpoints stops and saves.
+
+::
+
+    stop = StopPoint()                                # before the process group: it takes signals
+    torch.distributed.init_process_group()
+    if folder := stop.latest():                       # the newest checkpoint that verifies
+        dcp.load(state, checkpoint_id=folder)
+    for step in range(stop.position.step, 10_000):
+        ...
+        if stop.step(loss=loss):                      # True on all ranks at the same step
+            with stop.checkpoint() as folder:         # published at the end of the block
+                dcp.save(state, checkpoint_id=folder)
+    stop.finish()
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch.distributed as dist
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
+from hpc_ddp.training import devices
+from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
+from hpc_ddp.training.checkpoint.schedule import Retention
+from hpc_ddp.training.options import Options
+from hpc_ddp.training.process.failure import leave_quickly
+from hpc_ddp.training.process.hang_watchdog import beat
+from hpc_ddp.training.process.member import Member
+from hpc_ddp.training.process.process_group import Control, LoneControl, leave, timeout_beyond
+from hpc_ddp.training.stops.consensus import Decision
+from hpc_ddp.training.stops.signals import NONE, REASONS
+
+
+class StopPoint(Member):
+    """Stops and saves at the same step on all ranks; made first, since it takes the signals.
+
+    All ranks call its methods, at the same steps. `position` has the steps done so far, `facts`
+    plain values that a checkpoint keeps and `latest` brings back. `format` names what the library
+    writes: another one's checkpoint is refused. The options are those of
+    `hpc_ddp.training.start`; UsageError is raised for a wrong one.
+    """
+
+    def __init__(
+        self,
+        *,
+        save_every: float | Literal["auto"] | None = 300.0,
+        save_every_steps: int | None = None,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        hang_after: float | None = 1800.0,
+        format: str = "library",
+    ) -> None:
+        options = Options(
+            save_every=save_every,
+            save_every_steps=save_every_steps,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            hang_after=hang_after,
+        )
+        super().__init__(options)
+        self.facts: dict[str, Any] = {}
+        self._format = format
+        self._newest: Path | None = None
+        self._decision = Decision()  # which `checkpoint` carries out
+        self._is_open = self._has_begun = self._is_over = False
+
+    def latest(self) -> Path | None:
+        """Return the folder of the newest checkpoint that verifies, None without any; a damaged one
+        is set aside. The process group exists by now, if there is more than one rank.
+
+        Raises
+        ------
+        UsageError
+            there is no process group, or the checkpoint is another library's
+        HpcDdpError
+            the run's folder or its checkpoints can't be read, or none of them is good
+        """
+        if not self._is_open:
+            self._open()
+            self._is_open = True
+            if newest := self._checkpoints.find_newest_of_library():
+                self._newest, manifest = newest
+                vars(self.position).update(manifest["position"])
+                self.facts.update(manifest["facts"])
+        return self._newest
+
+    def take_signals(self) -> None:
+        """Take the signals back from a library that has set handlers of its own."""
+        self._notices.take_signals()
+
+    def begin(self) -> None:
+        """Journal that the training begins, and start the clocks; `step` does it if need be."""
+        self.latest()
+        if self._is_over:
+            raise UsageError("a second training has begun in this run; accepted: one a run")
+        if not self._has_begun:
+            self._has_begun = True
+            if self.rank == 0:
+                self._journal.write(TrainingBegun(self.position.step))
+            self._consensus.restart_step()
+            self._timer.start_step()
+
+    def step(
+        self,
+        number: int | None = None,
+        *,
+        epoch: int = 0,
+        total_steps: int | None = None,
+        samples: int = 0,
+        wait_for_all: bool = False,
+        **values: Any,
+    ) -> bool:
+        """End an optimizer step, `number` of the run or the next one; return whether all ranks are
+        to save now, by `checkpoint`: until they have, the next steps return True as well.
+
+        `samples` (of all ranks) and `values` (numbers, or tensors of one; rank 0's) go into the
+        journal. `wait_for_all` costs 0.2 ms: before a step that ends late, as one with an
+        evaluation. Raise RuntimeError if a peer is gone, UsageError for a value that is no number.
+        """
+        self.begin()
+        self._timer.end_step()
+        self.position.step = self.position.step + 1 if number is None else number
+        self.position.epoch = epoch
+        self._watchdog.step_done()
+        self._check_values(values)
+        if self.rank == 0:
+            self._metrics.add(self.position, samples, values, total_steps)
+        decision = self._consensus.step_done(self.position.step, wait_for_all)
+        self._decision = self._decision.joined(decision)
+        self._timer.start_step()
+        return self._decision.save or self._decision.reason != NONE
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[Path]:
+        """Give a folder for the library's files, and publish it when the block has ended on all
+        ranks; after a notice the process then ends.
+
+        A thread syncs and sums up the files. An error of the disk in it is printed, and the next
+        save is due soon.
+
+        Raises
+        ------
+        SystemExit
+            code 0: the ranks are to stop, and all is saved
+        HpcDdpError
+            three saves in a row failed, or another attempt has started since (SupersededError)
+        """
+        self._consensus.end_pause()
+        began = time.monotonic()
+        yield self._checkpoints.open_draft(self.position.step)
+        facts = {"position": asdict(self.position), "facts": deepcopy(self.facts)}
+        self._checkpoints.commit(self.position.step, facts, began)
+        decision, self._decision = self._decision, Decision()
+        self._schedule.saved()
+        if decision.reason != NONE:
+            if self._checkpoints.settle():
+                self._leave(decision.reason)
+            self._decision = decision  # the next step saves again
+        self._consensus.restart_step()
+        self._timer.start_step()
+        beat()
+
+    def finish(self) -> None:
+        """End the training: nothing is saved any more. The run is done when the script ends without
+        an error; until then a new attempt begins at the last checkpoint. Raises as `checkpoint`."""
+        if self._is_over:
+            return
+        self.begin()
+        self._checkpoints.settle()
+        self._checkpoints.tidy()
+        self._end_journal()
+        self._is_over = True
+        if self._env.notice is None:
+            self._notices.end(then_exit=False)
+        if self.rank == 0:
+            atexit.register(self._journal_end)
+
+    def _open(self) -> None:
+        """Make the parts of the run, over a process group of their own."""
+        control, background = self._make_controls()
+        self._info = replace(self._info, rank=control.rank, world_size=control.world_size)
+        self._hook.info = self._info
+        self._open_run(control)
+        options = self._options
+        self._checkpoints = LibraryCheckpoints(
+            self.folder,
+            self._journal.attempt,
+            control,
+            background,
+            self._journal,
+            Retention(options.keep_last, options.keep_every),
+        )
+        self._checkpoints.library = self._format
+        self._checkpoints.syncs = self._info.local_rank == 0
+        device = devices.usable() or devices.CPU
+        self._make_metrics(self._prepare_decisions(self._checkpoints, device))
+
+    def _make_controls(self) -> tuple[Control, Control]:
+        """Return the channels of the training and of the thread that saves, over torch's default
+        group; raise UsageError if it is missing."""
+        info = self._info
+        if dist.is_initialized():
+            info = replace(info, rank=dist.get_rank(), world_size=dist.get_world_size())
+            timeout = timeout_beyond(self._options.hang_after)
+            return Control(info, timeout), Control(info, timeout)
+        if info.world_size > 1:
+            raise UsageError(
+                "torch's process group is missing; accepted: StopPoint.latest and .step after"
+                " init_process_group",
+                hint="the Trainer, Accelerator or Fabric is made first, and makes the group",
+            )
+        return LoneControl(), LoneControl()
+
+    def _leave(self, reason: int) -> NoReturn:
+        """Journal the stop, wait for the ranks, and raise SystemExit with 0."""
+        source = self._notices.source
+        self._end_journal(Stopped(self.position.step, REASONS[reason], source or None))
+        self._notices.end(then_exit=True)
+        leave(self._control, devices.CPU, then_exit=True, destroys=False)
+        if self.rank == 0:
+            self._say_stop()
+            self._say_goodput()
+        leave_quickly()
+        raise SystemExit(0)
+
+    def _journal_end(self) -> None:
+        """On rank 0, as the script ends: journal that the run is done, unless a later attempt has
+        begun."""
+        if self.folder.is_newest(self._journal.attempt):
+            self._journal.write_surely(Finished(self.position.step))
+            self._say_goodput()
+
+
+def check_step(stop: StopPoint, step: int, call: str) -> None:
+    """Raise UsageError where a training begins at another step than its run's checkpoint."""
+    if step != stop.position.step:
+        raise UsageError(
+            f"the training begins at step {step}; accepted: {stop.position.step}, that of the"
+            f" newest checkpoint of {stop.folder.path}",
+            hint=call,
+        )

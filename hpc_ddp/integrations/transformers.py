@@ -1,0 +1,115 @@
+"""The Trainer of Hugging Face Transformers.
+
+::
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[stop := StopCallback()])
+    trainer.train(resume_from_checkpoint=stop.latest())
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hpc_ddp.integrations.stop_point import StopPoint, check_step
+from hpc_ddp.training.process.hang_watchdog import beat
+from hpc_ddp.training.telemetry.metrics import TAKEN
+
+
+class StopCallback(TrainerCallback):
+    """Has the Trainer save into the run's folder, and stop at the same step on all ranks.
+
+    The Trainer's own checkpoints (``save_steps``) stay where ``output_dir`` says. The options are
+    those of `StopPoint`. The loss in the journal is that of the Trainer's last log
+    (``logging_steps``).
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._stop = StopPoint(format="transformers", **options)
+        self._saving = ExitStack()  # the checkpoint that the Trainer is about to write
+        self._output_dir: str | None = None  # the script's, meanwhile
+        self._was_busy = False  # a save was put off in the step before
+        self._values: dict[str, float] = {}
+
+    def latest(self) -> str | None:
+        """Return the folder of the newest checkpoint that verifies, for
+        ``train(resume_from_checkpoint=…)``; None without any. All ranks call it, once the Trainer
+        is made. Raises as `StopPoint.latest`."""
+        folder = self._stop.latest()
+        return None if folder is None else str(next(folder.glob("checkpoint-*")))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._stop.begin()
+        check_step(self._stop, state.global_step, "train(resume_from_checkpoint=stop.latest())")
+
+    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        self._take_back(args)  # the Trainer has changed its mind, as for the best model only
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        beat()
+        numbers = {
+            name: entry
+            for name, entry in (logs or {}).items()
+            if name not in TAKEN and isinstance(entry, (int, float))
+        }
+        self._values |= numbers
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        beat()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        batch_size = args.train_batch_size * args.gradient_accumulation_steps
+        is_due = self._stop.step(
+            state.global_step,
+            epoch=math.floor(state.epoch or 0),
+            total_steps=state.max_steps,
+            samples=batch_size * args.world_size,
+            wait_for_all=_is_long(args, state, state.global_step + 1),
+            **self._values,
+        )
+        # A save of the script's own, or an evaluation, which may decide on one, comes first; once.
+        is_busy = control.should_save or _is_long(args, state, state.global_step)
+        is_busy, self._was_busy = is_busy and not self._was_busy, is_due and is_busy
+        if is_due and not is_busy and not control.should_training_stop:
+            self._output_dir = args.output_dir
+            args.output_dir = str(self._saving.enter_context(self._stop.checkpoint()))
+            control.should_save = True
+        return control
+
+    def on_save(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        if self._output_dir is not None:
+            args.output_dir, self._output_dir = self._output_dir, None
+            self._saving.close()
+
+    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        self._take_back(args)
+        self._stop.finish()
+
+    def _take_back(self, args: TrainingArguments) -> None:
+        """Give up a checkpoint that the Trainer has not written; the next step's is due again."""
+        if self._output_dir is not None:
+            args.output_dir, self._output_dir = self._output_dir, None
+            self._saving = ExitStack()
+
+
+def _is_long(args: TrainingArguments, state: TrainerState, step: int) -> bool:
+    """Return whether the script evaluates after the step, which a stop would have to wait for, or
+    saves at the end of its epoch."""
+    every = int(args.eval_steps or 0) if args.eval_strategy == "steps" else 0
+    if "epoch" in (args.eval_strategy, args.save_strategy):
+        every = round(state.max_steps / state.num_train_epochs)
+    return every > 0 and step % every == 0

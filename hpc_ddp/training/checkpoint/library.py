@@ -1,0 +1,94 @@
+"""Checkpoints whose files a library writes: published and verified as the run's own are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.checkpoints import FileFacts
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.checkpoint import disk
+from hpc_ddp.training.checkpoint.rank_comparison import Inventory
+from hpc_ddp.training.checkpoint.save import Checkpoints, Content, Failure, Files, failure_of
+from hpc_ddp.training.checkpoint.shards import StagingBuffer
+from hpc_ddp.training.devices import CPU
+from hpc_ddp.training.process.process_group import on_first
+
+
+class LibraryCheckpoints(Checkpoints):
+    """The checkpoints of a library, as this attempt of a run sees them.
+
+    The library fills a draft (`open_draft`); `commit` has a thread sync and sum up its files, of
+    which each rank takes a share, and rank 0 publish it. Of each node one rank `syncs`: the files
+    are in the memory of the node that has written them. `library` is the format's name.
+    """
+
+    library = ""
+    syncs = True
+
+    def find_newest_of_library(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest checkpoint that verifies, with its manifest, None without any; every
+        rank must call it. Raise UsageError for another library's, HpcDdpError as `find_newest`."""
+        folder = self.find_newest()
+        if folder is None:
+            return None
+        manifest = on_first(self.control, partial(checkpoints.read_manifest, folder))
+        if manifest.get("format") != self.library:
+            raise UsageError(
+                f"{folder} has format {manifest.get('format')!r}; accepted: {self.library!r}",
+                hint="start another run: this one's checkpoints are another kind of script's",
+            )
+        return folder, manifest
+
+    def open_draft(self, step: int) -> Path:
+        """Wait for the save before, and make the folder for a checkpoint's files; every rank must
+        call it. Raises as `settle`; HpcDdpError if the folder can't be made."""
+        self.settle()
+        draft = disk.draft(self._run.checkpoints, step, self._attempt)
+        on_first(self.control, partial(draft.mkdir, exist_ok=True))
+        return draft
+
+    def commit(self, step: int, facts: Mapping[str, Any], began: float) -> None:
+        """Begin to publish the draft of a step, with more `facts` for the manifest; every rank must
+        call it. `began` is when the library's save did, on the monotonic clock."""
+        self.begin(
+            Content(
+                step=step,
+                facts={"format": self.library, **facts},
+                shared={},
+                rank_values={},
+                buffer=StagingBuffer(CPU),
+                trained=set(),
+                inventory=partial(Inventory, stage=0, shapes={}),
+                stall_s=time.monotonic() - began,
+            )
+        )
+
+    def _prepare(self, content: Content) -> Files:
+        """Return the names of the files that this rank sees in the draft, without content: those
+        of its own node at least, whatever a network file system's cache says of others."""
+        draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
+        return {str(path.relative_to(draft)): [] for path in draft.rglob("*") if not path.is_dir()}
+
+    def _write(
+        self, draft: Path, files: Files, content: Content
+    ) -> dict[str, FileFacts] | str | Failure:
+        """Sync the draft's files, and sum up this rank's share of them; return their facts, or a
+        `Failure`. Raise RuntimeError if a peer is gone."""
+        names_by_rank: list[Files] = self._background.to_first(files)
+        names: Sequence[str] = self._background.from_first(sorted(set().union(*names_by_rank)))
+        rank, world_size = self._background.rank, self._background.world_size
+        try:
+            if not names:
+                raise FileNotFoundError(f"nothing was saved in {draft}")
+            if self.syncs:
+                paths = [draft / name for name in names]
+                for path in {*paths, *(path.parent for path in paths)}:
+                    disk.sync(path)
+            return {name: checkpoints.facts_of(draft / name) for name in names[rank::world_size]}
+        except Exception as error:  # the peers wait for an answer
+            return failure_of(error)

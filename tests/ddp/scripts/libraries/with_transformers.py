@@ -1,0 +1,36 @@
+"""A Trainer with a GPT-2 of random weights, dropout and shuffled data."""
+
+import os
+
+import torch
+from common import OPTIONS, args, disturb, leave_weights
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from hpc_ddp.integrations.transformers import StopCallback
+
+CONFIG = GPT2Config(
+    vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+)
+
+torch.manual_seed(1)
+tokens = torch.randint(32, (64, 16))
+data = [{"input_ids": row, "labels": row} for row in tokens]
+settings = TrainingArguments(
+    os.environ.get("TMPDIR", "/tmp") + "/hf",
+    per_device_train_batch_size=4,
+    num_train_epochs=args.epochs,
+    logging_steps=1,
+    save_strategy="steps" if args.own_saves else "no",
+    save_steps=args.own_saves or 1,
+    save_total_limit=2,
+    report_to="none",
+    disable_tqdm=True,
+    use_cpu=True,
+    seed=1,
+)
+model = GPT2LMHeadModel(CONFIG)
+model.register_forward_pre_hook(lambda *_: disturb(trainer.state.global_step + 1))
+stop = StopCallback(**OPTIONS)
+trainer: Trainer = Trainer(model, settings, train_dataset=data, callbacks=[stop])
+trainer.train(resume_from_checkpoint=stop.latest())
+leave_weights(model)

@@ -1,0 +1,156 @@
+"""Trainings of other libraries: stopped at one step, resumed there, by `hpc_ddp.integrations`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crews import Crew, Zygote, crews_of
+
+from hpc_ddp.core.checkpoints import published, step_of, verify
+from hpc_ddp.core.run_folder import RunFolder
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1", "TOKENIZERS_PARALLELISM": "false"}
+LIBRARIES = ("transformers", "lightning", "accelerate", "dcp")
+MODULES = {
+    "transformers": "transformers.trainer",
+    "lightning": "lightning",
+    "fabric": "lightning",
+    "accelerate": "accelerate",
+}
+# What the import of the first two costs is paid by one test in `make test`.
+SOME_MORE = [
+    pytest.param(name, marks=[pytest.mark.more] if name in ("transformers", "lightning") else [])
+    for name in LIBRARIES
+]
+SAVE = ("--save-every-steps", "4")
+SLOW = ("--step-seconds", "0.15")  # so that the ranks exchange their notices at every step or two
+
+
+@pytest.fixture(scope="module")
+def library_zygote() -> Iterator[Zygote]:
+    """A process of its own, since the libraries change what is imported, and how."""
+    process = Zygote()
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def make_crew(library_zygote: Zygote, tmp_path: Path) -> Iterator[Callable[[str], Crew]]:
+    yield from crews_of(library_zygote, tmp_path)
+
+
+def launch(crew: Crew, library: str, *argv: str, ranks: int = 2, **more: str) -> Any:
+    if module := MODULES.get(library):  # its import takes most of a run's time
+        crew.zygote.ask({"import": [module]})
+    plain = ("--plain",) if library == "lightning" else ()
+    env = {**OFFLINE, "TMPDIR": str(crew.base), **more}
+    script = f"libraries/with_{library}.py"
+    return crew.launch(ranks, *plain, *argv, script=script, **env)
+
+
+def go(crew: Crew, library: str, *argv: str, ranks: int = 2) -> str:
+    started = launch(crew, library, *argv, ranks=ranks)
+    codes = started.wait()
+    assert not any(codes), started.output()
+    return str(started.output())
+
+
+@pytest.mark.parametrize("library", [*LIBRARIES, pytest.param("fabric", marks=pytest.mark.more)])
+def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) -> None:
+    """The ranks are signalled in different steps; a rank may hear of it a step later."""
+    whole, stopped = make_crew("whole"), make_crew("stopped")
+    go(whole, library)
+    go(stopped, library, *SLOW, "--at", "9")
+    (stop,) = stopped.events("stopped")
+    assert stop["reason"] == "notice"
+    assert 9 <= stop["step"] < 16
+    assert not stopped.events("finished")
+    (folder,) = published(stopped.run.checkpoints)
+    assert step_of(folder) == stop["step"]
+    assert verify(folder) is None
+    printed = go(stopped, library)
+    assert f"going on from step {stop['step']} of" in printed
+    assert [event["step"] for event in stopped.events("first_step")] == [1, stop["step"] + 1]
+    assert [event["step"] for event in stopped.events("finished")] == [24]
+    (*_, line) = stopped.events("metrics")
+    assert (line["step"], line["total_steps"]) == (24, 24)
+    assert isinstance(line["loss"], float)
+    assert stopped.weights == whole.weights
+
+
+@pytest.mark.parametrize("library", SOME_MORE)
+def test_killed_in_a_save_and_the_one_before_damaged(
+    make_crew: Callable[[str], Crew], library: str
+) -> None:
+    """The draft counts for nothing, and the damaged checkpoint is passed over."""
+    whole, killed = make_crew("whole"), make_crew("killed")
+    go(whole, library)
+    started = launch(killed, library, *SAVE, "--at", "10", "--kill-in-save")
+    assert started.wait()[0] == -signal.SIGKILL, started.output()
+    newest, before = published(killed.run.checkpoints)
+    assert 8 <= step_of(newest) <= 10
+    assert list(killed.run.checkpoints.glob("step-*.tmp-0"))
+    damaged = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    printed = go(killed, library, *SAVE)
+    assert f"PASSED OVER the checkpoint {newest.name}" in printed
+    (restored,) = killed.events("restored")
+    assert restored["step"] == step_of(before) == 4
+    assert not list(killed.run.checkpoints.glob("step-*.tmp-0"))
+    assert len(published(killed.run.checkpoints)) == 3  # keep_last
+    assert killed.weights == whole.weights
+
+
+@pytest.mark.parametrize("library", SOME_MORE)
+def test_without_a_launcher(make_crew: Callable[[str], Crew], library: str) -> None:
+    """A process alone, with a folder of runs beside it."""
+    crew = make_crew("alone")
+    local = {"HPC_DDP_RUN": "", "HPC_DDP_RUNS": str(crew.base / "runs")}
+    stopped = launch(crew, library, *SLOW, "--at", "9", ranks=0, **local)
+    assert stopped.wait() == [0], stopped.output()
+    assert "stopped and saved at step" in stopped.output()
+    resumed = launch(crew, library, ranks=0, **local)
+    assert resumed.wait() == [0], resumed.output()
+    assert "going on from step" in resumed.output()
+    run = RunFolder(crew.base / "runs" / f"with_{library}" / "local")
+    assert run.finished()
+    undisturbed = launch(crew, library, ranks=0, **local)
+    assert undisturbed.wait() == [0]
+    weights = [path.read_bytes() for path in sorted(run.path.parent.glob("*/weights"))]
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.more
+def test_the_trainers_own_saves_stay_its_own(make_crew: Callable[[str], Crew]) -> None:
+    """One of a step comes first, and the run's follows after the next step, at the latest."""
+    rare, all_steps = make_crew("rare"), make_crew("all")
+    go(rare, "transformers", *SAVE, "--own-saves", "4")
+    assert [event["step"] for event in rare.events("checkpoint")] == [5, 9, 13, 17, 21]
+    own = sorted(path.name for path in (rare.base / "hf").iterdir())
+    assert own == ["checkpoint-20", "checkpoint-24"]
+    go(all_steps, "transformers", *SAVE, "--own-saves", "1")
+    assert [event["step"] for event in all_steps.events("checkpoint")] == [5, 9, 13, 17, 21]
+    assert rare.weights == all_steps.weights
+
+
+@pytest.mark.more
+def test_lightning_begins_the_shuffle_of_an_epoch_again(
+    make_crew: Callable[[str], Crew],
+) -> None:
+    """The figures of docs/other-libraries.md: its loaders are not resumed, so the bits differ."""
+    crews = make_crew("whole"), make_crew("stopped")
+    crews[0].launch(2, script="libraries/with_lightning.py").wait()
+    for argv in ((*SLOW, "--at", "9"), ()):
+        crews[1].launch(2, *argv, script="libraries/with_lightning.py").wait()
+    whole, stopped = (
+        torch.frombuffer(bytearray(crew.weights), dtype=torch.float) for crew in crews
+    )
+    difference = (whole - stopped).abs().max().item()
+    print(f"largest difference of a weight: {difference:.1e} of {whole.abs().max().item():.2f}")
+    assert 0 < difference < 0.5

@@ -1,0 +1,164 @@
+"""A stop point of a process alone: what it saves, journals, and refuses."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.checkpoints import published
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.integrations import StopPoint, stop_point
+from hpc_ddp.integrations.stop_point import check_step
+from hpc_ddp.training.checkpoint import library
+from hpc_ddp.training.process import member
+from hpc_ddp.training.stops.signals import NOTICE
+from tests.raw_events import raw_events
+from unit.training.checkpoint.fakes import claim_run
+
+
+class QuietNotices:
+    """Notices that come when a test says so."""
+
+    reason, source, end_time = 0, "test", None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return claim_run(tmp_path)
+
+
+@pytest.fixture
+def exits(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is to run at the exit of the process, which is a worker of the run."""
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(member, "Notices", lambda notice: QuietNotices())
+    monkeypatch.setattr(member, "make_patient", lambda: None)
+    monkeypatch.setattr(stop_point, "leave_quickly", lambda: None)
+    monkeypatch.setattr(atexit, "register", calls.append)
+    for name, text in {"RUN": run.path, "ATTEMPT": 0, "NOTICE": run.path / "notice"}.items():
+        monkeypatch.setenv(f"HPC_DDP_{name}", str(text))
+    monkeypatch.delenv("RANK", raising=False)
+    return calls
+
+
+def make(**options: Any) -> StopPoint:
+    return StopPoint(hang_after=None, save_every=None, **options)
+
+
+def save(stop: StopPoint) -> None:
+    with stop.checkpoint() as folder:
+        (folder / "state").write_text("x")
+
+
+def named(run: RunFolder, *names: str) -> list[dict[str, Any]]:
+    return [event for event in raw_events(run.path) if event["event"] in names]
+
+
+def test_position_and_facts_come_back_as_they_were(
+    run: RunFolder, exits: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = make(save_every_steps=2)
+    assert stop.latest() is None
+    stop.facts["batches"] = 0
+    list_files = library.LibraryCheckpoints._prepare
+
+    def change_facts_and_list(*args: Any) -> Any:
+        stop.facts["batches"] = 99  # the training goes on meanwhile
+        return list_files(*args)
+
+    monkeypatch.setattr(library.LibraryCheckpoints, "_prepare", change_facts_and_list)
+    due = []
+    for step in range(1, 4):
+        stop.facts["batches"] = step
+        due.append(stop.step(epoch=1, samples=8, total_steps=3, loss=0.5))
+        if due[-1]:
+            save(stop)
+    assert due == [False, True, False]
+    stop.finish()
+    later = make()
+    folder = later.latest()
+    assert folder == run.checkpoints / "step-2"
+    assert (later.position.step, later.position.epoch, later.facts) == (2, 1, {"batches": 2})
+    (line,) = named(run, "metrics")
+    assert (line["step"], line["total_steps"], line["loss"]) == (3, 3, 0.5)
+
+
+def test_a_notice_stops_once_it_is_saved(run: RunFolder, exits: list[Any]) -> None:
+    stop = make()
+    stop.begin()
+    stop._notices.reason = NOTICE
+    assert [stop.step() for _ in range(4)] == [False, True, True, True]  # until it is saved
+    with pytest.raises(SystemExit) as left:
+        save(stop)
+    assert left.value.code == 0
+    (stopped,) = named(run, "stopped")
+    assert (stopped["step"], stopped["reason"]) == (4, "notice")
+    assert not named(run, "finished")
+
+
+def test_a_stop_whose_save_fails_saves_after_the_next_step(
+    run: RunFolder, exits: list[Any]
+) -> None:
+    stop = make()
+    stop.begin()
+    stop._notices.reason = NOTICE
+    assert [stop.step(), stop.step()] == [False, True]
+    with stop.checkpoint():
+        pass  # the library has written nothing
+    assert stop.step()
+    with pytest.raises(SystemExit):
+        save(stop)
+    assert [path.name for path in published(run.checkpoints)] == ["step-3"]
+
+
+def test_the_run_is_done_when_the_script_is(run: RunFolder, exits: list[Any]) -> None:
+    stop = make()
+    stop.step()
+    stop.finish()
+    assert not named(run, "finished")
+    stop.finish()
+    exits[-1]()
+    assert [event["step"] for event in named(run, "finished")] == [1]
+    with pytest.raises(UsageError, match="a second training"):
+        stop.begin()
+
+
+def test_the_end_of_a_superseded_attempt_is_not_journaled(run: RunFolder, exits: list[Any]) -> None:
+    stop = make()
+    stop.step()
+    stop.finish()
+    run.claim_attempt({}, lambda identity: False)
+    exits[-1]()
+    assert not named(run, "finished")
+
+
+def test_what_is_refused(run: RunFolder, exits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = make(save_every_steps=1, format="dcp")
+    assert stop.step()
+    save(stop)
+    with pytest.raises(UsageError, match="a str that is no number"):
+        stop.step(loss="low")
+    stop.finish()
+    with pytest.raises(UsageError, match=r"format 'dcp'; accepted: 'lightning'"):
+        make(format="lightning").latest()
+    later = make(format="dcp")
+    later.latest()
+    check_step(later, 1, "fit()")
+    with pytest.raises(UsageError, match="the training begins at step 0; accepted: 1, that of"):
+        check_step(later, 0, "fit()")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2" if "SIZE" in name else "0")
+    with pytest.raises(UsageError, match="process group is missing"):
+        make().latest()
+    with pytest.raises(UsageError, match="keep_last is 1"):
+        make(keep_last=1)
