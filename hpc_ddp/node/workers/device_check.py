@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -62,6 +63,8 @@ def _forked() -> int:
     code = 1
     try:
         code = 0 if _works() else 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
     finally:
         os._exit(code)
 

@@ -1,0 +1,93 @@
+"""The server's answers, and the trial of an accelerator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import Pipe
+
+import pytest
+
+from hpc_ddp.node.workers import device_check
+from hpc_ddp.node.workers.device_check import Trial
+from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
+from hpc_ddp.node.workers.worker import started_by
+
+COMMAND = started_by(sys.executable, ["train.py"])
+
+
+def _server(**environ: str) -> _Server:
+    return _Server(Pipe()[0], ["train.py"], os.getpid(), environ)
+
+
+@pytest.mark.parametrize(
+    "name", ["RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NCCL_ASYNC", "PMI_ID"]
+)
+def test_a_workers_own_variables_are_no_reason(name: str) -> None:
+    assert _server(A="1")._refusal(COMMAND, {"A": "1", name: "3"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [({"A": "1", "OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS"), ({"A": "2"}, "A"), ({}, "A")],
+)
+def test_a_variable_that_has_changed_is_a_reason(environ: dict[str, str], name: str) -> None:
+    assert _server(A="1")._refusal(COMMAND, environ) == f"{name} has changed since the imports"
+
+
+def test_a_command_that_torchrun_wraps_is_a_reason() -> None:
+    wrapped = ["numactl", "--cpunodebind=0", *COMMAND]
+    assert _server()._refusal(wrapped, {}) == "its command begins with numactl"
+    server = _server()
+    server.refusal = "no"
+    assert server._refusal(COMMAND, {}) == "no"
+
+
+def test_a_refusal_is_printed_once_and_a_server_that_ends_is_one(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    connection, servers = Pipe()
+    server = ForkServer(connection)
+    servers.send("a reason")
+    assert server.fork(COMMAND, {}) is None
+    servers.close()
+    assert server.fork(COMMAND, {}) is None
+    assert capfd.readouterr().err == "hpc-ddp: workers are started by exec: a reason\n"
+
+
+def test_a_forked_process_is_waited_for_as_a_popen() -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(reader, 1)
+        os._exit(7)
+    process = ForkedProcess(pid)
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    os.write(writer, b"x")
+    assert (process.wait(), process.poll(), process.returncode) == (7, 7, 7)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_trial_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "_works", lambda: False)
+    assert Trial().failure() == "a fork can't use the accelerator: it ended with 1"
+    monkeypatch.setattr(device_check, "_works", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert Trial().failure() == "a fork can't use the accelerator: it ended with -9"
+    monkeypatch.setattr(device_check, "_works", lambda: time.sleep(60))
+    monkeypatch.setattr(device_check, "TRIAL_S", 0.1)
+    trial = Trial()
+    assert "no end within" in trial.failure()
+    with pytest.raises(ProcessLookupError):
+        os.kill(trial.pid, 0)
+
+
+def test_a_trial_without_an_accelerator_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "_works", lambda: True)
+    trial = Trial()
+    assert (trial.failure(), trial.failure()) == ("", "")
