@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
 
+from hpc_ddp.node.workers.worker import die_with_parent
+
 TRIAL_S = 120.0
 POLL_S = 0.02
 
@@ -62,6 +64,7 @@ def _forked() -> int:
         return pid
     code = 1
     try:
+        die_with_parent()
         code = 0 if _works() else 1
     except Exception:
         sys.excepthook(*sys.exc_info())

@@ -41,6 +41,7 @@ from hpc_ddp.node.workers.worker import (
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
+UNFIT = 3  # the exit code of a process whose imports a fork would not survive
 # What an optimizer and DDP import when they are first used.
 ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel")
 # Variables that torchrun and `worker.prepare` set for a worker; no import depends on them.
@@ -164,7 +165,7 @@ class _Server:
             except (EOFError, OSError):
                 os._exit(0)
             answer = self._refusal(command, environ) or self._fork()
-            if answer:
+            if answer is not None:
                 self.connection.send(answer)
                 continue
             for number, handler in handlers.items():
@@ -201,13 +202,13 @@ class _Server:
             self.refusal = trial.failure()
             writer.send(self.refusal)
             _, status = os.waitpid(child, 0)
-            if status == 0:
-                os._exit(0)
+            if os.waitstatus_to_exitcode(status) != UNFIT:
+                os._exit(1)  # it has served, and may have taken a request with it
 
     def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
         """Fork a process that imports the packages, and return its id; 0 in that process.
 
-        It is to serve in place of this one, and ends with 1 if a package turns out to be unfit:
+        It is to serve in place of this one, and ends with `UNFIT` if a package turns out to be so:
         that can't be undone.
         """
         size = os.fstat(self.output).st_size
@@ -215,12 +216,12 @@ class _Server:
             return child
         die_with_parent()
         try:
-            import_ahead(packages, self.output)
+            import_ahead(packages, self.output, are_known=False)
             _check_hidden(folders)
         except UnfitError as error:
             os.write(2, f"hpc-ddp: only torch is imported once for all workers: {error}\n".encode())
             os.ftruncate(self.output, size)
-            os._exit(1)
+            os._exit(UNFIT)
         return 0
 
     def _refusal(self, command: list[str], environ: dict[str, str]) -> str:
@@ -235,24 +236,32 @@ class _Server:
                 return f"{name} has changed since the imports"
         return ""
 
-    def _fork(self) -> int:
-        """Fork twice, so that the agent becomes the parent; return the worker's process id, and 0
-        in the worker."""
+    def _fork(self) -> int | str | None:
+        """Fork twice, so that the agent becomes the parent; return the worker's process id, or why
+        there is none. Return None in the worker."""
         reader, writer = os.pipe()
-        between = os.fork()
+        try:
+            between = os.fork()
+        except OSError as error:
+            os.close(reader)
+            os.close(writer)
+            return f"a fork has failed: {error}"
         if not between:
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:
+                os._exit(1)
             if not pid:
                 os.close(reader)
                 os.close(writer)
-                return 0
+                return None
             os.write(writer, str(pid).encode())
             os._exit(0)
         os.close(writer)
         with os.fdopen(reader, "rb") as file:
-            pid = int(file.read() or 0)
+            text = file.read()
         os.waitpid(between, 0)
-        return pid
+        return int(text) if text else "a fork has failed"
 
     def _begin(self, command: list[str], environ: dict[str, str]) -> ForkedScript:
         """Make this process, just forked, the worker that `worker.py` would make of it."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import logging
 import os
+import random
 import re
 import signal
 import sys
@@ -22,17 +25,18 @@ OF_A_RANK = re.compile(
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
 
 
-def import_ahead(names: Sequence[str], output: int) -> None:
-    """Import modules, whose prints go to the descriptor `output`.
+def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -> None:
+    """Import modules, whose prints go to the descriptor `output`; of those that are not known the
+    generators of random numbers and the callbacks at the exit count as well.
 
     Raise UnfitError where one fails, or leaves something that a fork does not survive, or that a
     worker would not have from its own import.
     """
-    before = _state()
+    before = _state(are_known)
     with _captured(output), _without_driver(), _rank_unread():
         for name in names:
             _import_if_there(name)
-    for title, value in _state().items():
+    for title, value in _state(are_known).items():
         if value != before[title]:
             raise UnfitError(f"an import has changed {title}")
     if devices := _open_devices():
@@ -63,15 +67,49 @@ def _captured(output: int) -> Iterator[None]:
             os.close(copy)
 
 
-def _state() -> dict[str, Any]:
+def _state(are_known: bool) -> dict[str, Any]:
     """Return what an import must not change, by its name."""
-    return {
+    state: dict[str, Any] = {
         "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
         "the working directory": os.getcwd(),
         "the environment": {k: v for k, v in os.environ.items() if k != NVML_CHECK},
         "sys.path": list(sys.path),
         "the root logger": list(logging.getLogger().handlers),
+        "the open files": _open_files(),
     }
+    if not are_known:
+        # A fork would give all ranks one generator, or one folder that the first to end removes.
+        state["the generators of random numbers"] = _generators()
+        state["the callbacks at the exit"] = atexit._ncallbacks()
+    return state
+
+
+def _open_files() -> dict[str, str]:
+    """Return the open files of this process by their descriptors: workers would share positions."""
+    files = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if not target.startswith("/proc/"):
+                files[number] = target
+    return files
+
+
+def _generators() -> list[str]:
+    """Return the states of the global generators of Python, numpy and torch, and all others."""
+    states = [repr(random.getstate())]
+    kinds: tuple[type, ...] = (random.Random,)
+    if numpy := sys.modules.get("numpy"):
+        states.append(repr(numpy.random.get_state()[1].tobytes()))
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    if torch := sys.modules.get("torch"):
+        states.append(repr(torch.get_rng_state().numpy().tobytes()))
+        kinds += (torch.Generator,)
+    # By their types: some answer `isinstance` with a warning.
+    others = sorted(
+        id(instance) for instance in gc.get_objects() if issubclass(type(instance), kinds)
+    )
+    return [*states, repr(instances)]
 
 
 @contextlib.contextmanager

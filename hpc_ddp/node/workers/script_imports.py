@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
+import importlib.util
+import math
 import os
 import re
 import sys
@@ -25,6 +27,11 @@ READ_LATE = re.compile(
 # Their import starts MPI, which a fork does not survive.
 NEVER_AHEAD = ("mpi4py", "horovod", "petsc4py")
 OURS = "hpc_ddp"  # in the run's library, which comes before the snapshot of the user's code
+# Calls that an import may depend on, of torch and of Python.
+SETTINGS = (
+    *("set_default_dtype", "set_default_device", "set_default_tensor_type"),
+    *("chdir", "setlocale", "filterwarnings", "simplefilter", "basicConfig"),
+)
 CHANGES_OF_PATH = ("insert", "remove", "pop", "clear", "sort", "reverse")
 INSTALLED = {"site-packages", "dist-packages"}
 
@@ -40,6 +47,7 @@ class _Reading:
     imports: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
     last_import: int = 0  # line of the last import, at any level
     changes: list[tuple[int, str]] = field(default_factory=list)  # line, and what is changed there
+    settings: list[tuple[int, str]] = field(default_factory=list)  # the same, harmless if late
 
 
 def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
@@ -54,15 +62,18 @@ def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
     while waiting:
         path = waiting.pop(0)
         reading = _read(path)
-        for line, change in reading.changes:
-            # The top level of a module runs at an import, its functions whenever they are called.
-            if path != script or line < reading.last_import:
-                raise UnfitError(f"{path.name}, line {line}, changes {change} before an import")
+        # The top level of a module runs at an import, its functions whenever they are called.
+        last = reading.last_import if path == script else math.inf
+        early = [(line, change) for line, change in reading.settings if line < last]
+        for line, change in (*reading.changes, *early):
+            raise UnfitError(f"{path.name}, line {line}, changes {change}")
         for name, parts, level in reading.imports:
             package = _package(path, level)
             is_ours = name.partition(".")[0] == OURS
             base = [package] if package else folders[:1] if is_ours else folders
             files = list(_files(name, parts, base))
+            if not (files or level or is_ours or is_installed(name)):
+                files = list(_files(name, parts, _folders_elsewhere(name)))
             for file in files:
                 if file not in done and len(done) < MOST_FILES:
                     done.add(file)
@@ -123,6 +134,10 @@ def _read(path: Path) -> _Reading:
             reading.last_import = max(reading.last_import, statement.lineno)
         elif change := _change(statement):
             reading.changes.append((statement.lineno, change))  # type: ignore[attr-defined]
+        elif isinstance(statement, ast.Call) and (name := _called(statement)) in SETTINGS:
+            reading.settings.append((statement.lineno, f"a setting by {name}"))
+        if change := _alias(statement):
+            reading.changes.append((statement.lineno, change))  # type: ignore[attr-defined]
     return reading
 
 
@@ -149,12 +164,13 @@ def _change(node: ast.AST) -> str:
                 return _variable(target.slice)
             if isinstance(target, ast.Subscript) and _is(target.value, "path", "sys"):
                 return "sys.path"
+            if isinstance(target, ast.Subscript) and _is(target.value, "modules", "sys"):
+                return "sys.modules"
             if _is(target, "environ") or _is(target, "path", "sys"):
                 return ast.unparse(target)
     if not isinstance(node, ast.Call):
         return ""
-    function = node.func
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    function, name = node.func, _called(node)
     if name in ("putenv", "unsetenv", "load_dotenv"):
         return "its environment"
     if not isinstance(function, ast.Attribute):
@@ -164,6 +180,47 @@ def _change(node: ast.AST) -> str:
     if _is(function.value, "environ") and name in ("update", "clear", "popitem"):
         return "its environment"
     return "sys.path" if _is(function.value, "path", "sys") and name in CHANGES_OF_PATH else ""
+
+
+def _called(node: ast.Call) -> str:
+    """Return the name of a called function, '' if it has none."""
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _alias(node: ast.AST) -> str:
+    """Return what a statement gives another name, by which it may be changed unseen: a variable of
+    ``os`` or ``sys``; '' if it does not."""
+    if isinstance(node, ast.Import):
+        return "sys" if any(a.name == "sys" and a.asname for a in node.names) else ""
+    if isinstance(node, ast.ImportFrom) and node.module in ("os", "sys"):
+        for alias in node.names:
+            if (node.module == "sys" and alias.name in ("path", "modules")) or (
+                alias.name == "environ" and alias.asname
+            ):
+                return f"{node.module}.{alias.name}"
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+        if _is(node.value, "environ"):
+            return "os.environ"
+        if _is(node.value, "path", "sys") or _is(node.value, "modules", "sys"):
+            return "sys.path"
+    return ""
+
+
+def _folders_elsewhere(name: str) -> list[Path]:
+    """Return the folder in which a top-level module is that is neither installed nor the script's:
+    on PYTHONPATH, or of an editable install."""
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top in NEVER_AHEAD:
+        return []
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return []
+    if not spec or not spec.origin or not spec.origin.endswith(".py"):
+        return []
+    path = Path(spec.origin)
+    return [path.parents[1] if path.name == "__init__.py" else path.parent]
 
 
 def _is(node: ast.AST, name: str, module: str = "") -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -91,3 +92,23 @@ def test_a_trial_without_an_accelerator_is_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device_check, "_works", lambda: True)
     trial = Trial()
     assert (trial.failure(), trial.failure()) == ("", "")
+
+
+def test_a_fork_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, count = len(os.listdir("/proc/self/fd")), 0
+    fork = os.fork
+
+    def fail() -> int:
+        raise BlockingIOError("no process is left")
+
+    def fail_in_the_child() -> int:
+        nonlocal count
+        count += 1
+        return fork() if count == 1 else fail()
+
+    monkeypatch.setattr(os, "fork", fail)
+    assert _server()._fork() == "a fork has failed: no process is left"
+    monkeypatch.setattr(os, "fork", fail_in_the_child)
+    assert _server()._fork() == "a fork has failed"
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -17,7 +17,7 @@ from hpc_ddp.node.workers.preload import import_ahead
 from hpc_ddp.node.workers.script_imports import UnfitError
 output = os.memfd_create("output")
 try:
-    import_ahead(sys.argv[1:], output)
+    import_ahead(sys.argv[1:], output, are_known=False)
 except UnfitError as error:
     print(error)
 os.lseek(output, 0, 0)
@@ -45,6 +45,10 @@ def _import(folder: Path, text: str, *names: str) -> list[str]:
         ("import logging\nlogging.basicConfig()", "the root logger"),
         ("os.environ.get('LOCAL_RANK')", "an import has read LOCAL_RANK"),
         ("'RANK' in os.environ", "an import has read RANK"),
+        ("file = open('/dev/null')", "the open files"),
+        ("import random\nrandom.seed(7)", "the generators of random numbers"),
+        ("import random\ndice = random.Random()", "the generators of random numbers"),
+        ("import atexit\natexit.register(print)", "the callbacks at the exit"),
         ("raise ValueError(1)", "the import of package has failed: ValueError(1)"),
         ("sys.exit(3)", "the import of package has failed: SystemExit(3)"),
         ("import no_such_module", "the import of package has failed: No module named"),

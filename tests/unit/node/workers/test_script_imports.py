@@ -128,13 +128,52 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
 )
 def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change: str) -> None:
     if change:
-        with pytest.raises(UnfitError, match=f"train.py, line 2, changes {change} before"):
+        with pytest.raises(UnfitError, match=f"train.py, line 2, changes {change}"):
             _script(tmp_path, f"import os\n{line}\nimport numpy\n")
-        with pytest.raises(UnfitError, match=f"config.py, line 2, changes {change} before"):
+        with pytest.raises(UnfitError, match=f"config.py, line 2, changes {change}"):
             _script(tmp_path, "import config\n", config=f"import os\ndef f():{line}\n")
     else:
         assert _script(tmp_path, f"import os\n{line}\nimport numpy\n") == ["numpy"]
-    assert _script(tmp_path, f"import os\nimport numpy\n{line}\n") == ["numpy"]
+        return
+    with pytest.raises(UnfitError, match=f"train.py, line 3, changes {change}"):
+        _script(tmp_path, f"import os\nimport numpy\n{line}\n")  # before one of torch's own
+
+
+@pytest.mark.parametrize("line", ["torch.set_default_dtype(d)", "os.chdir('/')", "simplefilter()"])
+def test_a_setting_before_an_import_is_refused(tmp_path: Path, line: str) -> None:
+    with pytest.raises(UnfitError, match="line 1, changes a setting by"):
+        _script(tmp_path, f"{line}\nimport numpy\n")
+    assert _script(tmp_path, f"import numpy\n{line}\n") == ["numpy"]
+    with pytest.raises(UnfitError, match=r"other\.py, line 1"):
+        _script(tmp_path, "import other\n", other=line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("sys.modules['numpy'] = None", "import sys as s", "from sys import path"),
+        *("e = os.environ", "from os import environ as e", "from sys import modules"),
+        "p = sys.path",
+    ],
+)
+def test_a_change_that_could_go_unseen_is_refused(tmp_path: Path, line: str) -> None:
+    with pytest.raises(UnfitError, match="line 1, changes"):
+        _script(tmp_path, line)
+
+
+def test_modules_on_the_search_path_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, script = tmp_path / "other", tmp_path / "script"
+    (other / "pack").mkdir(parents=True)
+    script.mkdir()
+    (other / "single.py").write_text("import numpy\n")
+    (other / "pack" / "__init__.py").write_text("from . import part\n")
+    (other / "pack" / "part.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
+    monkeypatch.syspath_prepend(str(other))
+    assert _script(script, "import single\n") == ["numpy"]
+    with pytest.raises(UnfitError, match=r"part\.py, line 2, changes HF_HOME"):
+        _script(script, "import pack\n")
 
 
 def test_a_script_that_is_no_python_is_refused(tmp_path: Path) -> None:
