@@ -106,7 +106,7 @@ def _generators() -> list[str]:
         states.append(repr(torch.get_rng_state().numpy().tobytes()))
         kinds += (torch.Generator,)
     # By their types: some answer `isinstance` with a warning.
-    others = sorted(
+    instances = sorted(
         id(instance) for instance in gc.get_objects() if issubclass(type(instance), kinds)
     )
     return [*states, repr(instances)]
