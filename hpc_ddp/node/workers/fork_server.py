@@ -31,11 +31,10 @@ from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import import_ahead
 from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of
 from hpc_ddp.node.workers.worker import (
-    COMPILE_CACHE,
     OF_AN_MPI_TASK,
-    compile_cache,
     die_with_parent,
     prepare,
+    set_compile_cache,
     started_by,
 )
 
@@ -148,9 +147,7 @@ class _Server:
         for number in SIGNALS:  # a preempting Slurm may signal each process of the step
             signal.signal(number, signal.SIG_IGN)
         sys.argv[:] = self.script  # some packages look at it
-        os.environ.setdefault(
-            COMPILE_CACHE, compile_cache()
-        )  # torch would set another at its import
+        set_compile_cache()  # torch would set another at its import
         self.output = os.memfd_create("imports")
         try:
             self._import_all()
@@ -168,11 +165,7 @@ class _Server:
             if answer is not None:
                 self.connection.send(answer)
                 continue
-            for number, handler in handlers.items():
-                # An exec would reset Python's own handlers, and leave signals that are ignored.
-                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                ignored = handler is signal.SIG_IGN
-                signal.signal(number, signal.SIG_IGN if ignored else default)
+            _reset_signals(ignored=[n for n in SIGNALS if handlers[n] is signal.SIG_IGN])
             return self._begin(command, environ)
 
     def _import_all(self) -> None:
@@ -228,7 +221,8 @@ class _Server:
         """Return why a worker is not to be forked, '' if it is."""
         if self.refusal:
             return self.refusal
-        if command[: len(started_by(sys.executable, []))] != started_by(sys.executable, []):
+        start = started_by(sys.executable, [])
+        if command[: len(start)] != start:
             return f"its command begins with {command[0]}"
         names = {*environ, *self.environ}
         for name in sorted(names):
@@ -285,6 +279,14 @@ def own_folders(script: Path) -> list[Path]:
     code = os.environ.get("HPC_DDP_CODE")
     folders = [script.resolve().parent, *([Path(code)] if code else [])]
     return list(dict.fromkeys(folders))
+
+
+def _reset_signals(ignored: Sequence[int]) -> None:
+    """Handle signals as Python does after an exec: it resets handlers, and leaves signals that are
+    ignored."""
+    for number in SIGNALS:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else default)
 
 
 def _check_hidden(folders: Sequence[Path]) -> None:

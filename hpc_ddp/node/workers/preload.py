@@ -39,8 +39,9 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
     for title, value in _state(are_known).items():
         if value != before[title]:
             raise UnfitError(f"an import has changed {title}")
-    if devices := _open_devices():
-        raise UnfitError(f"an import has opened {devices[0]}")
+    for file in _open_files().values():
+        if file.startswith(DEVICE_FILES):
+            raise UnfitError(f"an import has opened {file}")
     from hpc_ddp.node.workers.device_check import has_initialised_device
 
     if has_initialised_device():
@@ -161,12 +162,3 @@ def _import_if_there(name: str) -> None:
             raise UnfitError(f"the import of {name} has failed: {error}") from None
     except BaseException as error:
         raise UnfitError(f"the import of {name} has failed: {error!r}") from None
-
-
-def _open_devices() -> list[str]:
-    """Return the device files that this process has open."""
-    files = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            files.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [file for file in files if file.startswith(DEVICE_FILES)]

@@ -1,8 +1,8 @@
 """The imports of a script at its start, read from its text: it is never run for that.
 
 The fork server imports it beforehand. A script is refused where its modules would not be the same
-ones then: it changes its environment or the search path before an import, or has a module of its
-own that hides an installed one.
+ones then: it changes its environment or the search path, a setting before an import, or has a
+module of its own that hides an installed one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class UnfitError(Exception):
 
 @dataclass
 class _Reading:
-    """One file: the modules that it imports at its top level, and the changes before an import."""
+    """One file: the modules that it imports at its top level, and the changes that may matter."""
 
     imports: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
     last_import: int = 0  # line of the last import, at any level
@@ -54,8 +54,7 @@ def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
     """Return the names of installed modules that `script` and its own modules import at their top
     level, in that order; `folders` are those in which its own modules are, the script's first.
 
-    Raise UnfitError where it can't be read, or changes its environment or ``sys.path`` in time for
-    an import.
+    Raise UnfitError where one of the files can't be read, or changes what an import may depend on.
     """
     names: dict[str, None] = {}
     waiting, done = [script], {script}

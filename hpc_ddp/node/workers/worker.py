@@ -158,6 +158,13 @@ def compile_cache() -> str:
     raise PermissionError(f"{in_run} is not this user's alone")
 
 
+def set_compile_cache() -> None:
+    """Set the folder of `compile_cache` in this process's environment, unless one is set; raises as
+    that does."""
+    if COMPILE_CACHE not in os.environ:
+        os.environ[COMPILE_CACHE] = compile_cache()
+
+
 def resume_args() -> list[str]:
     """Return the further arguments of a script that is not started for the first time, by this
     attempt or within it."""
@@ -193,8 +200,7 @@ def prepare(command: list[str]) -> list[str]:
     os.environ.update(as_task(), PYTHONPATH=python_path())
     # A set of strings has one order on all ranks, and after a resume: a vocabulary, for one.
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    if COMPILE_CACHE not in os.environ:
-        os.environ[COMPILE_CACHE] = compile_cache()
+    set_compile_cache()
     if "HPC_DDP_UMASK" in os.environ:  # not under submitit, whose tasks have no `entry`
         os.umask(int(os.environ.pop("HPC_DDP_UMASK"), 8))
     return [*command, *resume_args()]
