@@ -57,6 +57,10 @@ class Counts:
             return cls()
         return cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
 
+    def fields(self) -> Line:
+        """Return what a line of the store keeps: the file stays small without zeros."""
+        return {name: value for name, value in asdict(self).items() if value}
+
     def add(self, outcome: str, why: str, *, loaded: bool) -> None:
         """Count a run. A skipped one is a run as well: it is not tried again."""
         name = f"{outcome}_under_load" if loaded else outcome
@@ -133,7 +137,7 @@ class Table:
         counts = self.counts(test)
         counts.add(outcome, why, loaded=loaded)
         date = time.strftime("%Y-%m-%d")
-        self.store.append({"row": test, "commit": self.commit, **asdict(counts), "date": date})
+        self.store.append({"row": test, "commit": self.commit, **counts.fields(), "date": date})
         if len(self.store.lines()) > len(self.store.newest()) + REWRITE_EVERY:
             self.store.retain(lambda line: True)
 
