@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_ddp.core.console.terminal import write_output
 from hpc_ddp.core.run_folder import NodeFolder
 
-LIST_EVERY = 10  # looks; listing a folder costs an NFS server more than asking for a size
+LIST_EVERY = 10  # looks; listing a folder costs an NFS server more than asking for sizes
 
 
 class LogCopy:
@@ -45,7 +45,7 @@ class Growth:
         self._shown = LogCopy(node.rank_log(0)) if shows_rank_0 else None
         self._node = node
         self._logs: dict[Path, int] = {}
-        self._looks = 0
+        self._looks_since_new = 0
 
     def note(self) -> None:
         """Append a line for each log that has grown since the last call; nothing if none has.
@@ -73,10 +73,15 @@ class Growth:
             return
 
     def _list(self) -> None:
-        """Add new logs of the supervisor's ranks to `_logs`: at each `LIST_EVERY`-th call, and at
-        every call until there is one. Raise OSError if the disk fails."""
-        if not self._logs or self._looks % LIST_EVERY == 0:
-            pattern = "rank-*.log" if self._node.rank is None else f"rank-{self._node.rank}.log"
-            for path in sorted(self._node.path.glob(pattern)):
-                self._logs.setdefault(path, 0)
-        self._looks += 1
+        """Add new logs of the supervisor's ranks to `_logs`. Every call looks for them until there
+        is one, and `LIST_EVERY` times after the newest, since other workers may come seconds
+        later; then each `LIST_EVERY`-th call. Raise OSError if the disk fails."""
+        since = self._looks_since_new
+        self._looks_since_new += 1
+        if self._logs and since >= LIST_EVERY and since % LIST_EVERY:
+            return
+        pattern = "rank-*.log" if self._node.rank is None else f"rank-{self._node.rank}.log"
+        for path in sorted(self._node.path.glob(pattern)):
+            if path not in self._logs:
+                self._logs[path] = 0
+                self._looks_since_new = 0

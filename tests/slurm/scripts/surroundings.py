@@ -38,7 +38,7 @@ facts = {
         sys.stdout.isatty(),
     ],
     "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
-    "masks": [line for line in status if line.startswith("Sig")],
+    "masks": [line for line in status if line.startswith(("SigP", "SigB", "SigI", "SigC"))],
     "command line": text_of("cmdline").split("\0")[1:],
     "environment": sorted(os.environ.items()),
     "seen environment": sorted(text_of("environ").split("\0")),

@@ -64,9 +64,14 @@ def test_the_folder_is_listed_now_and_then(tmp_path: Path) -> None:
     notes = Growth(node)
     node.rank_log(0).write_text("a")
     notes.note()
-    node.rank_log(1).write_text("b")
-    for _ in range(log_offsets.LIST_EVERY - 1):
-        notes.note()
-    assert len(node.printed.read_text().splitlines()) == 1
+    node.rank_log(1).write_text("a worker that starts a moment later")
     notes.note()
     assert len(node.printed.read_text().splitlines()) == 2
+    for _ in range(log_offsets.LIST_EVERY + 1):
+        notes.note()
+    node.rank_log(2).write_text("late")
+    for _ in range(log_offsets.LIST_EVERY - 1):
+        notes.note()
+    assert len(node.printed.read_text().splitlines()) == 2
+    notes.note()
+    assert len(node.printed.read_text().splitlines()) == 3
