@@ -46,7 +46,9 @@ def test_a_forked_worker_sees_what_a_started_one_sees(tmp_path: Path) -> None:
     (agent_log,) = forked.run.logs.glob("attempt-0/*/agent.log")
     assert "by exec" not in agent_log.read_text()
     for one, other in zip(by_fork, by_exec, strict=True):
-        assert _environment(one["facts"]) == _environment(other["facts"])
+        pairs = zip(_environment(one["facts"]).items(), _environment(other["facts"]).items())
+        differences = [pair for pair in pairs if pair[0] != pair[1]]
+        assert not differences, differences
     numbers = [number for facts in (*by_fork, *by_exec) for number in facts["random"]]
     assert len(set(numbers)) == len(numbers)
     logs = []
