@@ -45,9 +45,11 @@ def test_a_forked_worker_sees_what_a_started_one_sees(tmp_path: Path) -> None:
     started, by_exec = _surroundings(tmp_path / "exec", "--no-warm-start")
     (agent_log,) = forked.run.logs.glob("attempt-0/*/agent.log")
     assert "by exec" not in agent_log.read_text()
-    for one, other in zip(by_fork, by_exec, strict=True):
-        pairs = zip(_environment(one["facts"]).items(), _environment(other["facts"]).items())
-        differences = [pair for pair in pairs if pair[0] != pair[1]]
+    for records in zip(by_fork, by_exec, strict=True):
+        facts, others = (_environment(record["facts"]) for record in records)
+        differences = [
+            (name, facts[name], others[name]) for name in facts if facts[name] != others[name]
+        ]
         assert not differences, differences
     numbers = [number for facts in (*by_fork, *by_exec) for number in facts["random"]]
     assert len(set(numbers)) == len(numbers)
