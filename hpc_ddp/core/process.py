@@ -16,6 +16,9 @@ from typing import Any
 # which others see among its open files. Nobody else uses a real-time signal for anything.
 SHOW_STACKS = signal.SIGRTMIN + 8 if sys.platform == "linux" else 0
 STACKS = "hpc-ddp-stacks"
+# Unix seconds: when the imports began that the fork server made for this process, and their end.
+# None in a process that is no fork of one.
+imports_ahead: tuple[float, float] | None = None
 # The notices of a dry run, which starts processes with them blocked until these can handle them.
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -65,9 +68,10 @@ def signal_recorded(paths: Iterable[Path], number: int) -> int:
     return count
 
 
-def began_at() -> float | None:
-    """Return when this process started, in unix seconds; None where there is no /proc."""
-    ticks = _began(os.getpid())
+def began_at(pid: int | None = None) -> float | None:
+    """Return when a process started, in unix seconds, by default this one; None where there is no
+    /proc, or no such process."""
+    ticks = _began(pid or os.getpid())
     if sys.platform != "linux" or not (ticks and ticks.isdigit()):
         return None
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")

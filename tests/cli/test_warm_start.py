@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_dry_run import SCRIPTS, DryRun
 
 OF_A_RUN = (
@@ -40,6 +43,19 @@ def _environment(facts: dict[str, Any]) -> dict[str, Any]:
     return {**facts, "environment": env, "seen environment": pairs}
 
 
+@pytest.fixture
+def ignored_signals() -> Iterator[None]:
+    """Ignore some signals in this process and those that it starts, as nohup and a shell do."""
+    handlers = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
+    }
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("ignored_signals")
 def test_a_forked_worker_sees_what_a_started_one_sees(tmp_path: Path) -> None:
     forked, by_fork = _surroundings(tmp_path / "fork")
     started, by_exec = _surroundings(tmp_path / "exec", "--no-warm-start")

@@ -36,11 +36,10 @@ class JournalEvent:
 
     def to_fields(self) -> dict[str, Any]:
         """Return the event's own fields as JSON values, without optional ones that are None."""
-        entries = {declared: getattr(self, declared.name) for declared in self.own_fields()}
         return {
-            declared.name: entry
-            for declared, entry in entries.items()
-            if entry is not None or declared.default is not None
+            declared.name: getattr(self, declared.name)
+            for declared in self.own_fields()
+            if getattr(self, declared.name) is not None or declared.default is not None
         }
 
     def to_line(self) -> dict[str, Any]:
@@ -173,12 +172,15 @@ class NoticeGiven(JournalEvent):
 
 @dataclass(frozen=True)
 class WorkerStarted(JournalEvent):
-    """Rank 0's process began, and its script called `start` (unix seconds)."""
+    """Rank 0's process began, and its script called `start`; `imports_began` and `imports_ended`
+    are of those that the fork server made for it (unix seconds)."""
 
     event = "worker"
     writer = RANK_0
     began: float | None
     called: float
+    imports_began: float | None = None
+    imports_ended: float | None = None
 
 
 @dataclass(frozen=True)
@@ -370,8 +372,6 @@ def step_of(event: JournalEvent | None) -> int | None:
     """Return the step of an event; None for no event, and for one without a step."""
     return event.step if isinstance(event, _WITH_STEP) else None
 
-
-# --- reading -------------------------------------------------------------------------------
 
 _BY_NAME = {kind.event: kind for kind in EVENTS}
 _HEAD = ("time", "event", "attempt")

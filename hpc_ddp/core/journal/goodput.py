@@ -32,13 +32,17 @@ PARTS = {
     "training": "steps, and what the script does between them, less the following two",
     "saving": "the training held up by saves",
     "redone": "steps that an earlier attempt had done already",
-    "starting": "srun, torchrun, process group, building model and data",
-    "importing": "from the start of the worker's process to its call of `start`",
+    "starting": "srun, torchrun and its rendezvous",
+    "importing": "the fork server's imports, and the script's own until it calls `start`",
+    "building": "from the call of `start`: process group, model and data",
     "restoring": "reading and verifying a checkpoint",
     "running": "all of an attempt of a script that uses nothing of hpc-ddp",
     "lost": "after an attempt's last sign of progress, until its end was known",
     "queued": "before an attempt, also one that waited for somebody to continue the run",
 }
+
+
+OF_A_START = ("starting", "importing", "building", "restoring")
 
 
 class Interval(NamedTuple):
@@ -130,6 +134,19 @@ def share(seconds: dict[str, float]) -> float | None:
     return seconds["training"] / wall if wall > 0 and not seconds["running"] else None
 
 
+def start_costs(seconds: dict[str, float]) -> str:
+    """Return a sentence on the time that the starts took, if it is more than a tenth of all time
+    not spent queued; else ''. `seconds` is by part, as `account` returns it."""
+    starts = {part: seconds[part] for part in OF_A_START if seconds[part]}
+    most = max(starts, key=seconds.__getitem__, default="")
+    wall = sum(seconds.values()) - seconds["queued"]
+    if not most or seconds["running"] or sum(starts.values()) < wall / 10:
+        return ""
+    parts = ", ".join(f"{duration(spent)} {part}" for part, spent in starts.items())
+    percent = f"{100 * sum(starts.values()) / wall:.0f} %"
+    return f"Starts took {percent} of its time ({parts}), mostly {most}: {PARTS[most]}."
+
+
 def line(seconds: dict[str, float]) -> str:
     """Return the goodput and all parts that are not zero, for people, on one line. `seconds` is by
     part, as `account` returns it."""
@@ -165,19 +182,21 @@ def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: boo
     says that the start may still go on.
     """
     if worker := last_event(events, WorkerStarted):
+        clock.until(worker.imports_began, "starting")
+        clock.until(worker.imports_ended, "importing")
         clock.until(worker.began, "starting")
         clock.until(worker.called, "importing")
     if restored := last_event(events, CheckpointRestored):
-        clock.until(restored.time - restored.restore_s, "starting")
+        clock.until(restored.time - restored.restore_s, "building")
         clock.until(restored.time, "restoring")
     end = _end(events, live)
     is_live = end == math.inf
     if entered := last_event(events, TrainingBegun) or last_event(events, FirstStep):
-        clock.until(entered.time, "starting")
+        clock.until(entered.time, "building")
         _train(clock, events, highest, is_live)
     else:
         signs_of_life = [event for event in events if not isinstance(event, VerdictGiven)]
-        clock.until(_end(signs_of_life, is_live), "starting")
+        clock.until(_end(signs_of_life, is_live), "building" if worker else "starting")
     clock.until(end, "lost")
 
 

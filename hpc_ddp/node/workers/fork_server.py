@@ -26,6 +26,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import import_ahead
@@ -49,7 +50,10 @@ OF_A_WORKER = (
     *("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "SLURM_", "HPC_DDP_"),
     *("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
 )
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# torchrun handles the first four, so that a worker which it starts has their default handler, even
+# where this process ignores them: below nohup, or in the background of a shell.
+HANDLED_BY_TORCHRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (*HANDLED_BY_TORCHRUN, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -153,6 +157,8 @@ class _Server:
             self._import_all()
         except UnfitError as error:
             self.refusal = str(error)
+        if agent_began := process.began_at(self.agent):
+            process.imports_ahead = (agent_began, time.time())
         gc.collect()
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
         atexit.register(gc.unfreeze)  # the last one of a worker is to see all
@@ -165,7 +171,8 @@ class _Server:
             if answer is not None:
                 self.connection.send(answer)
                 continue
-            _reset_signals(ignored=[n for n in SIGNALS if handlers[n] is signal.SIG_IGN])
+            inherited = set(SIGNALS) - set(HANDLED_BY_TORCHRUN)
+            _reset_signals(ignored=[n for n in inherited if handlers[n] is signal.SIG_IGN])
             return self._begin(command, environ)
 
     def _import_all(self) -> None:

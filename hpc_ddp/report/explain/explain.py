@@ -148,9 +148,7 @@ def _explain_finished(facts: RunFacts) -> Explanation:
     attempts = plural(len(_ends(facts)), "attempt")
     wall_s = facts.events[-1].time - facts.events[0].time
     text = f"is finished{steps}, in {attempts} and {duration(wall_s)}."
-    share = goodput.share(goodput.account(facts.events))
-    if share is not None:
-        text += f" Its goodput was {share:.0%}."
+    text += _goodput(goodput.account(facts.events))
     verdict = last_event(facts.events, VerdictGiven)
     if verdict is not None and verdict.why:
         text += f" {verdict.why}."
@@ -226,15 +224,20 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
         text += f" {duration(max(0.0, facts.now - saved.time))} old."
     else:
         text += " It has saved nothing yet."
-    share = goodput.share(goodput.account(facts.events, facts.now))
-    if share is not None:
-        text += f" Goodput {share:.0%}."
+    text += _goodput(goodput.account(facts.events, facts.now))
     if slow := slow_rank(events):
         text += f" But {slow}: the others wait for it."
     quiet_s = facts.now - events[-1].time
     if quiet_s > QUIET_S:
         text += f" But it has reported nothing for {duration(quiet_s)}: it may hang."
     return Explanation("running", text, hint)
+
+
+def _goodput(seconds: dict[str, float]) -> str:
+    """Return the goodput, and what starts cost where that is much; '' where it is not known."""
+    share = goodput.share(seconds)
+    costs = goodput.start_costs(seconds)
+    return "" if share is None else f" Goodput {share:.0%}." + (costs and f" {costs}")
 
 
 def _of_total(metrics: MetricsLine | None) -> str:

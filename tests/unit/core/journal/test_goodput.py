@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_ddp.core.journal.events import JournalEvent, Submitted, WorkerStarted, event_of
-from hpc_ddp.core.journal.goodput import PARTS, account, line, pieces, share
+from hpc_ddp.core.journal.goodput import PARTS, account, line, pieces, share, start_costs
 from tests.raw_events import typed
 
 
@@ -81,8 +81,9 @@ def test_an_undisturbed_run_has_no_lost_steps() -> None:
     events += [_verdict(0, 193.6, "finished")]
     assert parts_of(events) == {
         "queued": 50,
-        "starting": 16,
+        "starting": 10,
         "importing": 4,
+        "building": 6,
         "training": 19.6,
         "saving": 1,
         "lost": 3,
@@ -100,8 +101,9 @@ def test_two_preemptions_add_queue_and_start_times() -> None:
     events += [_event("finished", 390.0, 2, step=40), _verdict(2, 391.0, "finished")]
     assert parts_of(events) == {
         "queued": 50 + 67 + 67,
-        "starting": 16 + 13 + 13,
+        "starting": 30,
         "importing": 12,
+        "building": 6 + 3 + 3,
         "restoring": 6,
         "training": 40,
         "saving": 2,
@@ -132,8 +134,9 @@ def test_a_stall_lies_at_the_beginning_of_an_asynchronous_save() -> None:
     save = _event("checkpoint", 189.0, step=11, stall_s=0.3, write_s=8.0, bytes=1)
     assert parts_of([*FIRST, save]) == {
         "queued": 50,
-        "starting": 16,
+        "starting": 10,
         "importing": 4,
+        "building": 6,
         "training": 19.7,
         "saving": 0.3,
     }
@@ -141,14 +144,17 @@ def test_a_stall_lies_at_the_beginning_of_an_asynchronous_save() -> None:
 
 def test_an_attempt_killed_before_its_first_step_is_lost() -> None:
     events = [*SUBMITTED, *_start(0, 150.0), _verdict(0, 172.0, "node lost")]
-    assert parts_of(events) == {"queued": 50, "starting": 11, "importing": 4, "lost": 7}
+    assert parts_of(events) == {
+        **{"queued": 50, "starting": 10, "importing": 4, "building": 1, "lost": 7},
+    }
     assert share(account(events)) == 0.0
     only = [*SUBMITTED, _event("started", 150.0), _verdict(0, 152.0, "node lost")]
     assert parts_of([*only, *_start(1, 160.0)]) == {
         "queued": 58,
         "lost": 2,
-        "starting": 11,
+        "starting": 10,
         "importing": 4,
+        "building": 1,
     }
 
 
@@ -157,14 +163,14 @@ def test_an_attempt_killed_below_the_reached_step_is_lost() -> None:
     second = [*_start(1, 200.0, 10), _event("first_step", 221.0, 1, step=11)]
     events = [*FIRST, _verdict(0, 195.0, "failed", 20), *second, _verdict(1, 230.0, "failed", 11)]
     assert parts_of(events) == {
-        **{"queued": 55.0, "starting": 30.0, "importing": 8.0, "restoring": 3.0},
+        **{"queued": 55.0, "starting": 20.0, "importing": 8.0, "building": 10.0, "restoring": 3.0},
         **{"training": 20.0, "lost": 14.0},
     }
 
 
 def test_a_live_run_is_counted_until_now() -> None:
     assert parts_of(SUBMITTED, 110.0) == {"queued": 10}
-    assert parts_of([*SUBMITTED, *_start(0, 150.0)], 167.0)["starting"] == 13
+    assert parts_of([*SUBMITTED, *_start(0, 150.0)], 167.0)["building"] == 3
     assert parts_of(FIRST, 195.0)["training"] == 25
     stopped = [*FIRST, _event("stopped", 190.5, step=20)]
     assert parts_of(stopped, 200.0)["lost"] == 9.5
@@ -192,9 +198,34 @@ def test_a_worker_may_start_before_its_attempt() -> None:
     seconds = account(sorted(events, key=lambda event: event.time))
     assert {part: value for part, value in seconds.items() if value} == {
         "importing": 4,
-        "starting": 2,
+        "building": 2,
         "training": 5,
     }
+
+
+def test_the_imports_made_ahead_of_a_fork_count_as_importing() -> None:
+    """The agent begins 2 s after the attempt, the fork server ends its imports 5 s later."""
+    ahead: dict[str, Any] = {"imports_began": 152.0, "imports_ended": 157.0}
+    worker = _event("worker", 161.5, began=160.0, called=161.0, **ahead)
+    again = _event("worker", 190.5, began=189.0, called=190.0, **ahead)
+    events = [*SUBMITTED, _event("started", 150.0), worker, *_steps(0, 163.0, 1, 20)]
+    parts = {"queued": 50, "starting": 2 + 3, "importing": 5 + 1, "building": 2}
+    assert parts_of(events) == {**parts, "training": 20}
+    # A restart within the attempt imports nothing.
+    assert parts_of([*events, again])["importing"] == 5 + 1 + 1
+
+
+def test_starts_that_cost_more_than_a_tenth_are_named() -> None:
+    seconds = dict.fromkeys(PARTS, 0.0)
+    assert start_costs(seconds) == ""
+    seconds |= {"training": 900.0, "starting": 30.0, "importing": 60.0, "queued": 9000.0}
+    assert start_costs(seconds) == ""
+    seconds["building"] = 50.0
+    assert start_costs(seconds) == (
+        "Starts took 13 % of its time (30 s starting, 60 s importing, 50 s building), mostly "
+        "importing: the fork server's imports, and the script's own until it calls `start`."
+    )
+    assert start_costs({**seconds, "running": 1.0}) == ""
 
 
 def test_the_goodput_line_has_the_largest_parts() -> None:
