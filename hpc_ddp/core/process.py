@@ -10,17 +10,25 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # A worker that gets the signal writes the stacks of its threads into a file in memory of that name,
 # which others see among its open files. Nobody else uses a real-time signal for anything.
 SHOW_STACKS = signal.SIGRTMIN + 8 if sys.platform == "linux" else 0
 STACKS = "hpc-ddp-stacks"
-# Unix seconds: when the imports began that the fork server made for this process, and their end.
-# None in a process that is no fork of one.
-imports_ahead: tuple[float, float] | None = None
 # The notices of a dry run, which starts processes with them blocked until these can handle them.
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class ImportsAhead(NamedTuple):
+    """The imports that a fork server has made for its workers; times in unix seconds."""
+
+    began: float
+    ended: float
+    modules: frozenset[str]
+
+
+imports_ahead: ImportsAhead | None = None  # None in a process that is no fork of such a server
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:

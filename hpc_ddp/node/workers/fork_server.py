@@ -25,12 +25,21 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.journal.recorded_imports import drop_recorded_imports, recorded_imports
+from hpc_ddp.core.process import ImportsAhead
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import import_ahead
-from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of
+from hpc_ddp.node.workers.script_imports import (
+    UnfitError,
+    hidden_by,
+    imports_of,
+    is_installed,
+)
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
@@ -38,6 +47,9 @@ from hpc_ddp.node.workers.worker import (
     set_compile_cache,
     started_by,
 )
+
+if TYPE_CHECKING:
+    from hpc_ddp.node.workers.device_check import Trial
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
@@ -157,8 +169,8 @@ class _Server:
             self._import_all()
         except UnfitError as error:
             self.refusal = str(error)
-        if agent_began := process.began_at(self.agent):
-            process.imports_ahead = (agent_began, time.time())
+        if began := process.began_at(self.agent):
+            process.imports_ahead = ImportsAhead(began, time.time(), frozenset(sys.modules))
         gc.collect()
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
         atexit.register(gc.unfreeze)  # the last one of a worker is to see all
@@ -190,20 +202,41 @@ class _Server:
         from hpc_ddp.node.workers.device_check import Trial
 
         trial = Trial()
-        if not packages:
-            self.refusal = trial.failure()
+        if (recorded := self._recorded(folders)) and self._import_in_child(
+            [*packages, *recorded], folders, trial
+        ):
             return
+        if recorded:
+            drop_recorded_imports(self._journal_folder)
+        if not (packages and self._import_in_child(packages, folders, trial)):
+            self.refusal = trial.failure()
+
+    @property
+    def _journal_folder(self) -> Path:
+        return RunFolder(Path(self.environ.get("HPC_DDP_RUN", ""))).journal_folder
+
+    def _recorded(self, folders: Sequence[Path]) -> list[str]:
+        """Return the names of the installed modules that an earlier attempt had imported by its
+        first step; [] where the script changes a setting before some of them."""
+        with contextlib.suppress(UnfitError):
+            imports_of(Path(self.script[0]), folders, all_early=True)
+            return [name for name in recorded_imports(self._journal_folder) if is_installed(name)]
+        return []
+
+    def _import_in_child(self, names: Sequence[str], folders: Sequence[Path], trial: Trial) -> bool:
+        """Let a child import modules, and serve in place of this process; return True in the child,
+        and False in this process if one of them turns out to be unfit."""
         reader, writer = Pipe(duplex=False)
         with reader, writer:
-            child = self._fork_importer(packages, folders)
+            child = self._fork_importer(names, folders)
             if not child:
                 self.refusal = reader.recv()
-                return
-            self.refusal = trial.failure()
-            writer.send(self.refusal)
+                return True
+            writer.send(trial.failure())
             _, status = os.waitpid(child, 0)
             if os.waitstatus_to_exitcode(status) != UNFIT:
                 os._exit(1)  # it has served, and may have taken a request with it
+        return False
 
     def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
         """Fork a process that imports the packages, and return its id; 0 in that process.

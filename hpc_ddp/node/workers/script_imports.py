@@ -50,10 +50,11 @@ class _Reading:
     settings: list[tuple[int, str]] = field(default_factory=list)  # the same, harmless if late
 
 
-def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
+def imports_of(script: Path, folders: Sequence[Path], *, all_early: bool = False) -> list[str]:
     """Return the names of installed modules that `script` and its own modules import at their top
     level, in that order; `folders` are those in which its own modules are, the script's first.
 
+    With `all_early` a setting after the last import counts, too: others are to be imported before.
     Raise UnfitError where one of the files can't be read, or changes what an import may depend on.
     """
     names: dict[str, None] = {}
@@ -62,7 +63,7 @@ def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
         path = waiting.pop(0)
         reading = _read(path)
         # The top level of a module runs at an import, its functions whenever they are called.
-        last = reading.last_import if path == script else math.inf
+        last = reading.last_import if path == script and not all_early else math.inf
         early = [(line, change) for line, change in reading.settings if line < last]
         for line, change in (*reading.changes, *early):
             raise UnfitError(f"{path.name}, line {line}, changes {change}")
