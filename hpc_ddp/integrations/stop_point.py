@@ -32,6 +32,7 @@ from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
+from hpc_ddp.training.models.dtensor import gathered
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.failure import leave_quickly
 from hpc_ddp.training.process.hang_watchdog import beat
@@ -123,15 +124,17 @@ class StopPoint(Member):
         """End an optimizer step, `number` of the run or the next one; return whether all ranks are
         to save now, by `checkpoint`: until they have, the next steps return True as well.
 
-        `samples` (of all ranks) and `values` (numbers, or tensors of one; rank 0's) go into the
-        journal. `wait_for_all` costs 0.2 ms: before a step that ends late, as one with an
-        evaluation. Raise RuntimeError if a peer is gone, UsageError for a value that is no number.
+        `samples` (of all ranks) and `values` (numbers, or tensors of one; rank 0's; a DTensor is a
+        collective) go into the journal. `wait_for_all` costs 0.2 ms: before a step that ends late,
+        as one with an evaluation. Raise RuntimeError if a peer is gone, UsageError for a value that
+        is no number.
         """
         self.begin()
         self._timer.end_step()
         self.position.step = self.position.step + 1 if number is None else number
         self.position.epoch = epoch
         self._watchdog.step_done()
+        values = {name: gathered(entry) for name, entry in values.items()}
         self._check_values(values)
         if self.rank == 0:
             self._metrics.add(self.position, samples, values, total_steps)

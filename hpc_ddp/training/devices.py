@@ -8,6 +8,7 @@ same path. `KINDS` has the facts of single vendors.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -151,6 +152,21 @@ def mark(device: torch.device, *, timed: bool = False) -> torch.Event:
     event = torch.Event(device, enable_timing=timed)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for all that an accelerator has been given; nothing on the CPU."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def elapsed_s(begin: torch.Event, end: torch.Event) -> float:
+    """Return the seconds between two timed events that are over; nan where a device does not tell:
+    its events have no times in torch_npu 2.9.0."""
+    try:
+        return begin.elapsed_time(end) / 1000
+    except RuntimeError:
+        return math.nan
 
 
 class Transfer:

@@ -218,6 +218,7 @@ def test_a_model_in_parts_goes_on_where_it_was(
         on_cpu.go(2, *words, "--epochs", "2", script="large_model.py")
         assert _result(crew) == _result(on_cpu)
     assert _result(crew)["step"] == (16 if "--tp" in words else 8)
+    assert _result(crew)["frozen"] == []
 
 
 def test_a_tensor_without_numbers_is_named(make_sim_crew: Callable[[str], Any]) -> None:
@@ -241,6 +242,21 @@ def test_a_loss_may_travel_in_bf16_between_stages(
     losses = [line.split()[1:] for line in output.splitlines() if line.startswith("LOSS")]
     assert losses == [losses[0]] * ranks
     assert losses[0][0] == "torch.float32"
+    # Of two micro-batches: forward is under autocast, and backward is not.
+    assert output.count("AUTOCASTS False False True True") == ranks
+
+
+def test_a_loss_may_be_a_dtensor(make_sim_crew: Callable[[str], Any]) -> None:
+    crew = make_sim_crew("dtensor")
+    crew.go(2, script="dtensor_loss.py")
+    assert crew.events("metrics")[-1]["loss"] == 3.0
+
+
+def test_complex_weights_are_trained(make_crew: Callable[[str], Any]) -> None:
+    """The first one decides of what type the sum is that brings DDP's buckets into order. The
+    stand-in has no Fourier transform."""
+    output = make_crew("complex").go(2, script="complex_weights.py")
+    assert output.count("WEIGHTS equal and moved") == 2
 
 
 def test_what_lies_on_the_device_comes_back_there(make_sim_crew: Callable[[str], Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import put_back, state
 from hpc_ddp.training.checkpoint.rank_comparison import find_misfit, inventory_of, start_checksums
 from hpc_ddp.training.checkpoint.restore import Restored
@@ -106,7 +107,7 @@ class CheckpointManager:
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
-        put_back.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
+        self._put_back(objects, tree, checkpoint)
         vars(self._position).update(checkpoint.shared["position"])
         self.best = Best(**checkpoint.shared["best"])
         self._written, self.resumed = self._now(), True
@@ -285,10 +286,16 @@ class CheckpointManager:
         assert self.best.step is not None  # the save has seen to that
         checkpoint = self._checkpoints.load(self.best.step)
         tree = {names[0]: self._tree_of(checkpoint)[names[0]]}
-        put_back.put_back(
-            {names[0]: model}, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1
-        )
+        self._put_back({names[0]: model}, tree, checkpoint)
         return checkpoint.step
+
+    def _put_back(
+        self, objects: Mapping[str, Any], tree: Mapping[str, Any], checkpoint: Restored
+    ) -> None:
+        """Load a checkpoint into objects; raises as `put_back.put_back`."""
+        for device in self._devices:  # an evaluation may still copy weights from the host
+            devices.wait_for(device)
+        put_back.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
 
     def settle(self) -> bool:
         """Wait for the save under way; return False if it has failed, once: the next `save` then

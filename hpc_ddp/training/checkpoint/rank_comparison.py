@@ -208,8 +208,10 @@ def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
             return HpcDdpError(
                 f"{name} differs between rank {first} and {word} {_listed(ranks)}: a checkpoint"
                 " takes some rows from each rank, so this one would be a mixture",
-                hint="let DDP keep the ranks equal (run.wrap). With averaging now and then (local"
-                " SGD, DiLoCo): run.track(…, per_rank=('model', 'optimizer')) saves each rank's",
+                hint="let DDP keep the ranks equal (run.wrap), and with tp start(deterministic="
+                "True): layers outside of the plan have no average. With averaging now and then"
+                " (local SGD, DiLoCo): run.track(…, per_rank=('model', 'optimizer')) saves each"
+                " rank's",
             )
     return None
 

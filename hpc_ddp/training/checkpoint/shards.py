@@ -116,11 +116,13 @@ class StagingBuffer:
 
     def wait(self) -> float:
         """Wait until the parts are here, in any thread, whose current device is then the rank's,
-        also without parts; return how long the slowest device copied, in s, 0 on the CPU."""
+        also without parts; return how long the slowest device copied, in s, 0 on the CPU and where
+        a device does not tell."""
         devices.use(self._device)  # a thread begins with the node's first one, and opens it
         for _, end in self._copies:
             end.synchronize()
-        return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)
+        times = [devices.elapsed_s(begin, end) for begin, end in self._copies]
+        return max((seconds for seconds in times if not math.isnan(seconds)), default=0.0)
 
     def _allocate(self, pieces: list[StoredShard], size: int) -> None:
         """Replace the memory by blocks for `size` bytes, in which the pieces have their places."""

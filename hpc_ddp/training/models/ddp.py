@@ -31,11 +31,17 @@ class _StandIn(torch.nn.Module):
     def forward(self, _: None) -> torch.Tensor:
         """Return 0 as a sum over all parameters; the argument is ignored."""
         first, *later = self._parameters_of_model
-        total = first.sum() * 0
+        total = _zero(first)
         for parameter in later:
             # autograd runs later nodes first: this term's before those of the terms so far
-            total = total + (parameter.sum() * 0).to(total)
+            total = total + _zero(parameter).to(total)
         return total
+
+
+def _zero(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return 0, a real scalar, of which a gradient of zeros goes to the parameter."""
+    numbers = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    return numbers.sum() * 0
 
 
 def fix_bucket_order(ddp: DistributedDataParallel) -> None:

@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded
+from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded, reshard
 
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode, without gradients; at the end, also after an error, put back into
-    training mode the parts that were in it."""
+    training mode the parts that were in it, and let FSDP2 have its shards again."""
     were_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -28,6 +28,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in were_training:  # frozen parts may have been in eval mode before
             module.training = True
+        reshard(model)  # or an optimizer made now would train what is gathered
 
 
 def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -93,6 +94,8 @@ class Average(AveragedModel):
 
         Raise ValueError for a model with another number of tensors; nothing is averaged then.
         """
+        for shards in (self.module, model):  # an evaluation may have gathered them
+            reshard(shards)
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for mean, new in zip(_tensors(self.module), _tensors(model), strict=True):
             key = mean.device, mean.dtype, is_sharded(mean)
@@ -100,7 +103,7 @@ class Average(AveragedModel):
             means.append(mean.detach())
             news.append(new.detach().to(mean.device))
         for (_, dtype, _), (means, news) in groups.items():
-            if self.n_averaged > 0 and dtype.is_floating_point:
+            if self.n_averaged > 0 and (dtype.is_floating_point or dtype.is_complex):
                 torch._foreach_lerp_(means, news, 1 - self._decay)
             else:
                 for mean, new in zip(means, news, strict=True):

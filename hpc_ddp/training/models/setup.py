@@ -287,7 +287,7 @@ class ModelSetup(Worker):
         0's, as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's
         has collectives nevertheless: give it ``run.shard(..., even=True)``.
         """
-        plain: torch.nn.Module = unwrap(getattr(model, "stage", model))
+        plain = unwrap(model if isinstance(model, torch.nn.Module) else model.stage)
         # In a pipeline rank 0's are another stage's.
         group = self.mesh["dp"].get_group() if self._dims.pp > 1 else None
         share_buffers(plain, self.device, group)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hpc_ddp.training.models.setup import ModelSetup
 
 SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
+# Of a group's backend: Gloo's and the older NCCL's; that of the NCCL of torch 2.15.
+SET_TIMEOUT = ("_set_default_timeout", "set_timeout")
 
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
@@ -50,9 +52,19 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
     # A mesh makes groups that wait for ten minutes with NCCL, and shortens the whole run's to that.
     for group in (dist.group.WORLD, *map(mesh.get_group, sizes)):
         backend: Any = group._get_backend(device)  # type: ignore[union-attr]
-        if hasattr(backend, "_set_default_timeout"):  # NCCL's and Gloo's have it
-            backend._set_default_timeout(timeout)
+        for name in SET_TIMEOUT:
+            if hasattr(backend, name):
+                getattr(backend, name)(timeout)
+                break
     return mesh
+
+
+class _Stage(PipelineStage):
+    """torch's, whose backward is not under the autocast of its forward, as torch recommends."""
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> None:
+        with torch.autocast(self.device.type, enabled=False):
+            super().backward_one_chunk(*args, **options)
 
 
 class _Tracker(_random.OffsetBasedRNGTracker):
@@ -168,10 +180,11 @@ class Pipeline:
         self._schedules: dict[Any, Any] = {}
 
         def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            """Return a micro-batch's loss with its weight, and keep the plain one for `step`."""
+            """Return a micro-batch's share of the batch's loss, with its weight, and keep the plain
+            loss for `step`."""
             loss = loss_fn(output, target)
             self._losses.append(loss.detach())
-            return run._weighted(loss)
+            return run._weighted(loss) / self._count
 
         self._loss_fn = weighted
 
@@ -221,7 +234,7 @@ class Pipeline:
     def _make(self, inputs: torch.Tensor) -> Any:
         """Return torch's schedule for micro-batches like `inputs`; it is a collective."""
         between = self._between(inputs)
-        stage = PipelineStage(
+        stage = _Stage(
             self.stage,
             self._index,
             self._last + 1,
@@ -232,7 +245,9 @@ class Pipeline:
         )
         # `_between` has connected the stages; torch 2.9 would, and send an int64 into a float32.
         vars(stage)["_get_init_p2p_neighbors_ops"] = list
-        return get_schedule_class(self._schedule)(stage, self._count, loss_fn=self._loss_fn)
+        # torch would divide the whole gradients, also those of earlier batches of the same step.
+        schedule = get_schedule_class(self._schedule)
+        return schedule(stage, self._count, loss_fn=self._loss_fn, scale_grads=False)
 
     def _between(self, inputs: torch.Tensor) -> list[torch.Tensor]:
         """Return what goes into the first stage and what comes out of each, on ``meta``, for inputs

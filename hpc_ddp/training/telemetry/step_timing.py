@@ -117,8 +117,8 @@ class StepTimer:
         self._forwards = []
 
     def _between(self, start: Mark, end: Mark) -> float:
-        """Return the seconds between two marks."""
-        return float(start.elapsed_time(end) / 1000 if self._on_gpu else end - start)
+        """Return the seconds between two marks, nan where the device does not tell."""
+        return devices.elapsed_s(start, end) if self._on_gpu else float(end - start)
 
     def is_due(self) -> bool:
         """Return whether it is time to gather; False but on rank 0, whose answer counts."""

@@ -73,29 +73,41 @@ for trained in (model, *([average.module] if average else [])):
 assert model.last.weight is model.first.weight
 if args.late_average:
     run.ema(model)
-sums = {}
-for name, weight in model.named_parameters():
-    there = weight.detach().to(run.device)
-    full = getattr(there, "full_tensor", lambda there=there: there)()
-    sums[name] = full.double().sum().item()
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def sums_of_weights() -> dict[str, float]:
+    sums = {}
+    for name, weight in model.named_parameters():
+        there: Any = weight.detach().to(run.device)
+        full = getattr(there, "full_tensor", lambda there=there: there)()
+        sums[name] = full.double().sum().item()
+    return sums
+
+
+sums = sums_of_weights()
 inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+if args.epochs:  # an optimizer takes the parameters that it then has
+    with run.evaluating(model) as plain:
+        plain(inputs[:4].to(run.device))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 batches = run.loader(TensorDataset(inputs, inputs.flip(0)), 4)
 objects: dict[str, Any] = {"model": model, "optimizer": optimizer} | (
     {"average": average} if average else {}
 )
 run.track(**objects)
+loss = torch.zeros(())
 for _ in run.epochs(args.epochs):
     for x, y in batches:
         run.backward(nn.functional.mse_loss(model(x), y))
         run.update(optimizer, clip_norm=1.0)
         if average:
             average.update_parameters(model)
+        # The next step trains, and averages, what an evaluation has gathered.
+        with run.evaluating(average.module if average else model) as plain:
+            loss = nn.functional.mse_loss(plain(x), y)
         run.step()
-trained = average.module if average else model
-with run.evaluating(trained) as plain:
-    loss = nn.functional.mse_loss(plain(inputs.to(run.device)), inputs.flip(0).to(run.device))
-result = {"sums": sums, "loss": loss.item(), "step": run.position.step}
+frozen = [name for name, number in sums_of_weights().items() if number == sums[name]]
+result = {"sums": sums, "loss": loss.item(), "step": run.position.step, "frozen": frozen}
 if run.rank == 0:
     (run.folder.path / "result.json").write_text(json.dumps(result))
 run.finish()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -210,3 +212,15 @@ def test_an_emulated_bf16_does_not_count(
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert devices.has_bf16(torch.device("cuda", 0)) is expected
+
+
+def test_a_device_may_have_no_times() -> None:
+    """As torch_npu 2.9.0."""
+
+    def refuse(end: object) -> float:
+        raise RuntimeError("Backend doesn't support elapsedTime.")
+
+    begin: Any = SimpleNamespace(elapsed_time=refuse)
+    assert math.isnan(devices.elapsed_s(begin, begin))
+    begin.elapsed_time = lambda end: 1500.0
+    assert devices.elapsed_s(begin, begin) == 1.5

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import CPU
@@ -50,3 +52,11 @@ def test_rank_0_is_first() -> None:
         with Run.rank_0_first(run):
             calls.append("block")
         assert calls == expected
+
+
+def test_a_part_of_a_model_that_is_called_stage_is_no_pipelines() -> None:
+    run: Any = SimpleNamespace(device=CPU, _dims=ParallelDims(), untimed=contextlib.nullcontext)
+    model = torch.nn.Module()
+    model.stage = torch.nn.Linear(2, 2)
+    with Run.evaluating(run, model) as plain:
+        assert plain is model

@@ -24,3 +24,14 @@ def test_the_average_follows_weights_and_statistics() -> None:
         assert torch.allclose(value, before[name] + added), name
     with pytest.raises(UsageError, match=r"decay is 1\.5"):
         averaged(model, 1.5)
+
+
+def test_complex_weights_are_averaged() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    average = averaged(model, decay=0.9)
+    average.update_parameters(model)
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1 + 2j)
+    average.update_parameters(model)
+    torch.testing.assert_close(average.module.weight, before + 0.1 + 0.2j)

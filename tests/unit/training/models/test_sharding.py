@@ -24,9 +24,10 @@ def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
         sharding.check_schedule("GPipe", 2, 2, torch.device("cuda"))
 
 
-def test_groups_of_a_mesh_have_the_runs_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["_set_default_timeout", "set_timeout"])
+def test_groups_of_a_mesh_have_the_runs_timeout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts: list[timedelta] = []
-    backend = SimpleNamespace(_set_default_timeout=timeouts.append)
+    backend = SimpleNamespace(**{name: timeouts.append})
     group = SimpleNamespace(_get_backend=lambda device: backend)
     mesh: Any = SimpleNamespace(get_group=lambda name: group)
     monkeypatch.setattr(sharding, "init_device_mesh", lambda *args, **options: mesh)
