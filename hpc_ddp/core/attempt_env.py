@@ -18,12 +18,11 @@ NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
 INTERACTIVE = "HPC_DDP_INTERACTIVE"  # the script runs in an allocation, without Slurm's requeue
 
 
+# The variables by which torchrun makes a process a rank of a world, as a regular expression.
+OF_A_RANK = r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
 # What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
 # and proves who asks, is the user's, and so are sbatch's own variables (see `slurm.submit_env`).
-_INHERITED = re.compile(
-    r"(SLURM|SLURMD|SRUN|SALLOC|TORCHELASTIC|HPC_DDP)_"
-    r"|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))$"
-)
+_INHERITED = re.compile(rf"(SLURM|SLURMD|SRUN|SALLOC|HPC_DDP)_|({OF_A_RANK})$")
 _KEPT = (
     *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"),
     # The user's own, of a shell or a script.

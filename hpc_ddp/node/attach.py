@@ -13,16 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.process import SHOW_STACKS, STACKS, live_pid
 
 ANSWER_S = 5.0  # how long a signalled worker is given
 # What makes a process a rank of a world. Who is attached is none: a script that is tried in the
 # shell must neither join the training nor write into the attempt's folder.
-_OF_A_RANK = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
-    r"|HPC_DDP_(?!(RUN|CODE)$)\w+)"
-)
+_LEFT_OUT = re.compile(rf"{OF_A_RANK}|HPC_DDP_(?!(RUN|CODE)$)\w+")
 
 
 def surroundings(pid: int) -> dict[str, str]:
@@ -53,7 +51,7 @@ def run(pid: int, command: list[str]) -> None:
     Variables that make a process a rank of the training are left out. Raise HpcDdpError if the
     command can't be started, OSError if the worker has ended or is another user's.
     """
-    environ = {k: v for k, v in surroundings(pid).items() if not _OF_A_RANK.fullmatch(k)}
+    environ = {k: v for k, v in surroundings(pid).items() if not _LEFT_OUT.fullmatch(k)}
     environ["TERM"] = os.environ.get("TERM", "dumb")
     os.chdir(os.readlink(f"/proc/{pid}/cwd"))
     if "HPC_DDP_UMASK" in os.environ:

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_ddp.core import process
+from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.journal.recorded_imports import drop_recorded_imports, recorded_imports
 from hpc_ddp.core.process import ImportsAhead
@@ -57,10 +59,9 @@ UNFIT = 3  # the exit code of a process whose imports a fork would not survive
 # What an optimizer and DDP import when they are first used.
 ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel")
 # Variables that torchrun and `worker.prepare` set for a worker; no import depends on them.
-OF_A_WORKER = (
-    *OF_AN_MPI_TASK,
-    *("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "SLURM_", "HPC_DDP_"),
-    *("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+OF_A_WORKER = re.compile(
+    rf"({OF_A_RANK}|TORCH_DISABLE_SHARE_RDZV_TCP_STORE)$|SLURM_|HPC_DDP_|(TORCH_)?NCCL_"
+    rf"|{'|'.join(OF_AN_MPI_TASK)}"
 )
 # torchrun handles the first four, so that a worker which it starts has their default handler, even
 # where this process ignores them: below nohup, or in the background of a shell.
@@ -266,7 +267,7 @@ class _Server:
             return f"its command begins with {command[0]}"
         names = {*environ, *self.environ}
         for name in sorted(names):
-            if environ.get(name) != self.environ.get(name) and not name.startswith(OF_A_WORKER):
+            if environ.get(name) != self.environ.get(name) and not OF_A_WORKER.match(name):
                 return f"{name} has changed since the imports"
         return ""
 

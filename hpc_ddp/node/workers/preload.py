@@ -15,12 +15,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.node.workers.script_imports import UnfitError
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
-OF_A_RANK = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
-    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS)|PMI\w*_RANK|OMPI_COMM_WORLD_\w+)$"
+RANK_NAMES = re.compile(
+    rf"{OF_A_RANK}|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS)|PMI\w*_RANK|OMPI_COMM_WORLD_\w+"
 )
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
 
@@ -125,7 +125,7 @@ def _rank_unread() -> Iterator[None]:
         try:
             return str(read(self, name))
         except KeyError:  # a read of all variables is none of the rank
-            if OF_A_RANK.match(name):
+            if RANK_NAMES.fullmatch(name):
                 names.append(name)
             raise
 

@@ -18,11 +18,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpc_ddp.core.attempt_env import OF_A_RANK
+
 MOST_FILES = 500  # of the script's own modules, which are read as well
 # Variables that are read when a group, a device or a data loader starts, never at an import.
 READ_LATE = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|CUDA_VISIBLE_DEVICES"
-    r"|CUBLAS_WORKSPACE_CONFIG|TOKENIZERS_PARALLELISM|(TORCH_)?NCCL_\w+|GLOO_\w+|FI_\w+|UCX_\w+"
+    rf"{OF_A_RANK}|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|TOKENIZERS_PARALLELISM|(TORCH_)?NCCL_\w+|GLOO_\w+|FI_\w+|UCX_\w+"
 )
 # Their import starts MPI, which a fork does not survive.
 NEVER_AHEAD = ("mpi4py", "horovod", "petsc4py")
