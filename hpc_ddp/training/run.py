@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, TrainingBegun
-from hpc_ddp.training.data.call_order import CallOrder, check_per_rank
+from hpc_ddp.training.data.call_order import CallOrder, check_tracked
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData
@@ -90,7 +90,9 @@ class Run(ModelSetup):
         )
         return self._loader
 
-    def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
+    def track(
+        self, *, per_rank: Sequence[str] = (), added: Sequence[str] = (), **objects: Any
+    ) -> None:
         """Name the content of a checkpoint, and take it up from the newest one if there is any.
 
         Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and plain
@@ -104,6 +106,8 @@ class Run(ModelSetup):
             names of the objects that each rank has its own of, and gets back: a
             StatefulDataLoader, a sampler, an environment. On another number of ranks they begin
             anew, with a warning; models and optimizers are refused there
+        added
+            names of objects and parts of models that begin as made where a checkpoint lacks them
 
         Raises
         ------
@@ -111,13 +115,13 @@ class Run(ModelSetup):
             the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
             called twice; another seed or training set than the checkpoint's; an object without
-            state_dict; a wrong `per_rank`; or an optimizer of weights that nothing averages
+            state_dict; a wrong option; or an optimizer of weights that nothing averages
         """
-        check_per_rank(per_rank, objects)
+        check_tracked(objects, per_rank, added)
         self._check_copies(objects.values())
         data = {} if self._loader is None else self._loader.facts
         objects = {**objects, "_precision": self._precision}
-        self._manager.track(objects, data, per_rank)
+        self._manager.track(objects, data, per_rank, added)
         is_own = self._loader is None and not per_rank
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
         for tracked in objects.values():

@@ -67,7 +67,11 @@ class CheckpointManager:
         self._names_best = False  # the last save is to be the best checkpoint
 
     def track(
-        self, objects: Mapping[str, Any], data: Mapping[str, Any], per_rank: Sequence[str] = ()
+        self,
+        objects: Mapping[str, Any],
+        data: Mapping[str, Any],
+        per_rank: Sequence[str] = (),
+        added: Sequence[str] = (),
     ) -> None:
         """Name the objects, and put the newest checkpoint, if there is one, back into them, the
         position and `best`; the generators follow in `start_random`. Until then they are those of
@@ -75,7 +79,8 @@ class CheckpointManager:
 
         `data` is what decides the order of the training's samples, in plain values by name.
         `per_rank` are the names of the objects that each rank has its own of; they stay as they are
-        where another number of ranks wrote the checkpoint. After an error some may be loaded.
+        where another number of ranks wrote the checkpoint. Objects and parts of models that `added`
+        names stay as they are where the checkpoint has none. After an error some may be loaded.
 
         Raises
         ------
@@ -103,11 +108,12 @@ class CheckpointManager:
                     hint="start another run, or go on with the same value",
                 )
         tree = self._tree_of(checkpoint)
-        anew = self._per_rank if len(checkpoint.ranks) != self._dims.world_size else ()
+        is_resized = len(checkpoint.ranks) != self._dims.world_size
+        anew = {*(self._per_rank if is_resized else ()), *added}
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
-        self._put_back(objects, tree, checkpoint)
+        self._put_back(objects, tree, checkpoint, added)
         vars(self._position).update(checkpoint.shared["position"])
         self.best = Best(**checkpoint.shared["best"])
         self._written, self.resumed = self._now(), True
@@ -290,12 +296,17 @@ class CheckpointManager:
         return checkpoint.step
 
     def _put_back(
-        self, objects: Mapping[str, Any], tree: Mapping[str, Any], checkpoint: Restored
+        self,
+        objects: Mapping[str, Any],
+        tree: Mapping[str, Any],
+        checkpoint: Restored,
+        added: Sequence[str] = (),
     ) -> None:
         """Load a checkpoint into objects; raises as `put_back.put_back`."""
         for device in self._devices:  # an evaluation may still copy weights from the host
             devices.wait_for(device)
-        put_back.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
+        step, is_stage = checkpoint.step, self._dims.pp > 1
+        put_back.put_back(objects, tree, checkpoint.reader, step, is_stage, added)
 
     def settle(self) -> bool:
         """Wait for the save under way; return False if it has failed, once: the next `save` then

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from types import MappingProxyType
@@ -25,12 +25,14 @@ def put_back(
     reader: Reader,
     step: int,
     stage: bool = False,
+    added: Sequence[str] = (),
 ) -> None:
     """Load a checkpoint of step `step` into the objects, by their names in ``run.track``.
 
     `tree` has their stored states, `reader` the tensors. Sharded objects take their own part of
     each tensor, however it was stored; with `stage` the models are parts of those that were stored,
-    and leave the rest. After an error some objects may have been loaded.
+    and leave the rest. Parts of models that `added` names, as ``model.head``, stay as they are if
+    none are stored. After an error some objects may have been loaded.
 
     Raises
     ------
@@ -50,11 +52,11 @@ def put_back(
         plain = unwrap(wrapped)
         try:
             if isinstance(plain, torch.nn.Module):
-                plain.load_state_dict(_for_module(name, plain, tree[name], reader, stage))
+                plain.load_state_dict(_for_module(name, plain, tree[name], reader, stage, added))
             elif isinstance(plain, Optimizer):
                 params = states.params_of(plain, labels)
                 stored = states.part_of(tree[name], params) if stage else tree[name]
-                plain.load_state_dict(_for_optimizer(name, plain, params, stored, reader))
+                plain.load_state_dict(_for_optimizer(name, plain, params, stored, reader, added))
             else:
                 current = _tensors_of(plain.state_dict(), name)
                 plain.load_state_dict(_assemble(tree[name], name, reader, current=current))
@@ -67,13 +69,19 @@ def put_back(
 
 
 def _for_module(
-    name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
+    name: str,
+    module: torch.nn.Module,
+    tree: Mapping[str, Any],
+    reader: Reader,
+    stage: bool,
+    added: Sequence[str],
 ) -> OrderedDict[str, Any]:
     """Return the state dict that `module` (unwrapped) is to load, from its part `tree` of the
     stored one.
 
     `name` is the module's in ``run.track``: its tensors are stored as ``NAME.KEY``. With `stage` it
-    is a part of the module that was stored: further keys of the tree are ignored.
+    is a part of the module that was stored: further keys of the tree are ignored. Keys that are
+    `added` keep their values.
 
     Raise HpcDdpError if keys or shapes differ, which it names, or the files lack a part of a
     tensor; UnreadableError if the disk does not answer.
@@ -82,7 +90,8 @@ def _for_module(
     entries = {plain_name(key): (key, value) for key, value in state.items()}
     versions = tree.get(states.VERSIONS)
     tree = {key: value for key, value in tree.items() if key != states.VERSIONS}
-    problems = [f"{key} is not in the checkpoint" for key in entries if key not in tree]
+    new = {key for key in entries if key not in tree and _is_in(f"{name}.{key}", added)}
+    problems = [f"{key} is not in the checkpoint" for key in entries.keys() - tree.keys() - new]
     problems += [f"{key} is not in the model" for key in tree if key not in entries and not stage]
     for key in entries.keys() & tree.keys():
         stored = f"{name}.{key}"
@@ -98,7 +107,9 @@ def _for_module(
     loaded = OrderedDict[str, Any]()
     for plain, (key, value) in entries.items():
         stored = f"{name}.{plain}"
-        if stored in reader:
+        if plain in new:
+            loaded[key] = value
+        elif stored in reader:
             loaded[key] = reader.read(stored, value)
         else:  # an extra_state
             current = _tensors_of(value, stored)
@@ -111,25 +122,25 @@ def _for_module(
 
 
 def _for_optimizer(
-    name: str, optimizer: Optimizer, params: Mapping[str, torch.Tensor], tree: Any, reader: Reader
+    name: str,
+    optimizer: Optimizer,
+    params: Mapping[str, torch.Tensor],
+    tree: Any,
+    reader: Reader,
+    added: Sequence[str],
 ) -> dict[str, Any]:
     """Return the state dict that `optimizer` is to load, from `tree`, its stored one by names.
 
     `params` are its parameters by name, in its own order; `name` is the optimizer's in
-    ``run.track``. Raise HpcDdpError if the class, the parameters or their groups differ, KeyError
-    if `tree` is no optimizer's, UnreadableError if the disk does not answer.
+    ``run.track``. Parameters that are `added` begin without a state, and a group of such alone has
+    its own settings.
+
+    Raise HpcDdpError if the class, the parameters or their groups differ, KeyError if `tree` is no
+    optimizer's, UnreadableError if the disk does not answer.
     """
     names = iter(params)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-    stored_groups = [group["params"] for group in tree["param_groups"]]
-    if list(map(sorted, groups)) != list(map(sorted, stored_groups)):
-        differing = sorted({*chain(*groups)} ^ {*chain(*stored_groups)}) or [
-            "they are grouped otherwise"
-        ]
-        more = " …" if differing[states.SHOWN :] else ""
-        raise HpcDdpError(
-            f"{name}: its parameters differ: {', '.join(differing[: states.SHOWN])}{more}"
-        )
+    is_new = _new_groups(name, groups, tree, added)
     if tree[states.KIND] != (kind := type(optimizer).__name__):
         raise HpcDdpError(f"{name}: it is of {tree[states.KIND]}, and here of {kind}")
     shards = {}
@@ -139,8 +150,31 @@ def _for_optimizer(
             if stored in reader and reader.describe(stored).shape == parameter.shape:
                 shards[stored] = parameter
     saved = {key: value for key, value in tree.items() if key != states.KIND}
+    current, stored_rows = iter(optimizer.state_dict()["param_groups"]), iter(tree["param_groups"])
+    pairs = [(next(current), None if alone else next(stored_rows)) for alone in is_new]
+    saved["param_groups"] = [group if stored is None else stored for group, stored in pairs]
     settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
     return states.by_number(_assemble(saved, name, reader, shards, settings), params, groups)
+
+
+def _new_groups(
+    name: str, groups: Sequence[Sequence[str]], tree: Any, added: Sequence[str]
+) -> list[bool]:
+    """Return of each of an optimizer's groups of parameters whether it is wholly `added`, and so is
+    not in `tree`, its stored state; raise HpcDdpError if others differ from the stored ones."""
+    stored_groups = [group["params"] for group in tree["param_groups"]]
+    stored_names = set(chain(*stored_groups))
+    new = {label for label in chain(*groups) if label not in stored_names and _is_in(label, added)}
+    is_new = [bool(group) and new.issuperset(group) for group in groups]
+    pairs = zip(groups, is_new, strict=True)
+    older_groups = [sorted({*group} - new) for group, is_added in pairs if not is_added]
+    if older_groups != list(map(sorted, stored_groups)):
+        differing = sorted({*chain(*older_groups)} ^ stored_names) or ["they are grouped otherwise"]
+        more = " …" if differing[states.SHOWN :] else ""
+        raise HpcDdpError(
+            f"{name}: its parameters differ: {', '.join(differing[: states.SHOWN])}{more}"
+        )
+    return is_new
 
 
 def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:
@@ -189,6 +223,11 @@ def _assemble(
     return value
 
 
+def _is_in(name: str, places: Sequence[str]) -> bool:
+    """Return whether a name is one of the `places`, or lies below one."""
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
 def _shape(shape: Any) -> str:
     """Return a shape for people; ``no tensor`` for None."""
     return "no tensor" if shape is None else str(tuple(shape))
@@ -198,5 +237,6 @@ def _other(step: int, how: str) -> HpcDdpError:
     """Return the error for a checkpoint of other objects; `how` tells the difference."""
     return HpcDdpError(
         f"the checkpoint of step {step} is not of this program's objects: {how}",
-        hint="start another run, or undo the change to the script",
+        hint="start another run, or undo the change to the script; for what is new on purpose:"
+        " run.track(…, added=('ema', 'model.head'))",
     )

@@ -91,11 +91,14 @@ class CallOrder:
             )
 
 
-def check_per_rank(per_rank: Any, objects: dict[str, Any]) -> None:
-    """Raise UsageError unless `per_rank` is a collection of names of tracked `objects`."""
-    if isinstance(per_rank, str) or not set(per_rank) <= set(objects):
-        raise UsageError(
-            f"per_rank is {per_rank!r}; accepted: a tuple of names of tracked objects, here of"
-            f" {', '.join(objects) or 'none'}",
-            hint="run.track(model=model, loader=loader, per_rank=('loader',))",
-        )
+def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:
+    """Raise UsageError unless each argument of ``run.track`` is a collection of names of tracked
+    `objects`, for `added` also of places below one, as ``model.head``."""
+    heads = added if isinstance(added, str) else [str(place).split(".")[0] for place in added]
+    for argument, places, names in (("per_rank", per_rank, per_rank), ("added", added, heads)):
+        if isinstance(places, str) or not set(names) <= set(objects):
+            raise UsageError(
+                f"{argument} is {places!r}; accepted: a tuple of names of tracked objects, here of"
+                f" {', '.join(objects) or 'none'}",
+                hint=f"run.track(model=model, loader=loader, {argument}=('loader',))",
+            )

@@ -55,6 +55,22 @@ def test_a_resumed_run_has_its_objects_and_its_position(run: RunFolder, make: Ma
         again.track({"count": fresh}, {})
 
 
+def test_an_object_that_is_new_on_purpose_begins_as_it_is_made(make: Make) -> None:
+    manager = make_manager(make(), Position(step=4))
+    manager.track({"count": Holds(9)}, {})
+    manager.save_surely()
+    with pytest.raises(HpcDdpError, match="it holds count, tracked are count, ema"):
+        make_manager(make()).track({"count": Holds(0), "ema": Holds(3)}, {})
+    for _ in range(2):  # the second time it is in the checkpoint, with another value
+        count, ema, position = Holds(0), Holds(3), Position()
+        again = make_manager(make(), position)
+        again.track({"count": count, "ema": ema}, {}, added=("ema",))
+        position.step += 1
+        again.save_surely()
+        assert count.value == 9
+    assert (ema.value, position.step) == (3, 6)
+
+
 @pytest.mark.parametrize(
     ("seed", "facts", "words"),
     [

@@ -30,13 +30,17 @@ def test_containers_keep_their_types(tmp_path: Path) -> None:
 
 
 def load_state(
-    folder: Path, result: state.State, objects: dict[str, Any], stage: bool = False
+    folder: Path,
+    result: state.State,
+    objects: dict[str, Any],
+    stage: bool = False,
+    added: tuple[str, ...] = (),
 ) -> None:
     buffer = StagingBuffer(CPU)
     buffer.fill(state.my_parts(result, ParallelDims()))
     (folder / "data").write_bytes(b"".join(buffer.bytes))
     reader = Reader([(folder / "data", buffer.pieces)])
-    put_back.put_back(objects, result.tree, reader, 7, stage)
+    put_back.put_back(objects, result.tree, reader, 7, stage, added)
 
 
 def test_a_stage_loads_its_part_of_a_whole_model(tmp_path: Path) -> None:
@@ -59,6 +63,41 @@ def test_a_stage_loads_its_part_of_a_whole_model(tmp_path: Path) -> None:
     assert len(batches.state) == 2
     wanted = optimizer.state[model[0].weight]["exp_avg"]
     assert torch.equal(batches.state[stage[0].weight]["exp_avg"], wanted)
+
+
+@pytest.mark.parametrize("is_own_group", [False, True])
+def test_a_part_that_is_new_on_purpose_begins_as_it_is_made(
+    tmp_path: Path, is_own_group: bool
+) -> None:
+    def make(*names: str) -> tuple[Any, torch.optim.Optimizer]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+        first, *later = ([*layer.parameters()] for layer in model.values())
+        groups: list[Any] = [{"params": first, "lr": 0.5}, *({"params": group} for group in later)]
+        if not is_own_group:
+            groups = [{"params": [*model.parameters()], "lr": 0.5}]
+        return model, torch.optim.Adam(groups)
+
+    model, optimizer = make("body")
+    model["body"](torch.randn(1, 2)).sum().backward()
+    optimizer.step()
+    result = state.collect({"m": model, "o": optimizer})
+    larger, later = make("body", "head")
+    head = larger["head"].weight.detach().clone()
+    objects = {"m": larger, "o": later}
+    for added in ((), ("m.hea",), ("m.body",)):
+        with pytest.raises(HpcDdpError, match=r"head\.bias is not in the checkpoint") as caught:
+            load_state(tmp_path, result, objects, added=added)
+        assert "added=('ema', 'model.head')" in str(caught.value.hint)
+    load_state(tmp_path, result, objects, added=("m.head",))
+    assert torch.equal(larger["body"].weight, model["body"].weight)
+    assert torch.equal(larger["head"].weight, head)
+    assert [len(later.state.get(weight, {})) for weight in larger.parameters()] == [3, 3, 0, 0]
+    assert [group["lr"] for group in later.param_groups] == (
+        [0.5, 0.001] if is_own_group else [0.5]
+    )
+    larger["head"](torch.randn(1, 2)).sum().backward()
+    later.step()
+    load_state(tmp_path, state.collect(objects), objects)  # now it is a part as the others
 
 
 def test_few_of_many_differences_are_named(tmp_path: Path) -> None:
