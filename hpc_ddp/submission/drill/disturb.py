@@ -61,7 +61,8 @@ def choose(total: int, epoch_ends: Sequence[int]) -> Points:
             f"the script takes {total} steps, and a drill needs {LEAST_STEPS}",
             hint="more epochs or a smaller batch, in the script's own arguments"
             if total
-            else "call run.step() behind each optimizer.step()",
+            else "call run.step() behind each optimizer.step(); a script of hpc_ddp.integrations is"
+            " tried by a dry run: Ctrl-C stops it, and its last line continues it",
         )
     ends = [step for step in epoch_ends if step <= total - 6]
     stop = max(2, total * 3 // 10, ends[0] + 1 if ends else 0)
