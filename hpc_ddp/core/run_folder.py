@@ -9,7 +9,7 @@
                                      environment on the nodes can get in between
         journal/<writer>.jsonl
         logs/slurm.out
-        logs/attempt-<k>/attempt.json, notice, failed, fabric
+        logs/attempt-<k>/attempt.json, notice, failed, fabric, trackers
         logs/attempt-<k>/<node>/rank-<r>.log, agent.log, printed, notice, record.json,
                                 (where each worker is a task: notice-<r>, record-<r>.json, …)
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
@@ -150,6 +150,12 @@ class AttemptFolder:
     def fabric(self) -> Path:
         """Holds the interconnect that the first node has found; empty before (see `notice`)."""
         return self.path / "fabric"
+
+    @property
+    def trackers(self) -> Path:
+        """Holds what the first node has found out about trackers (`tracker_lookup`), variables as
+        JSON; empty before (see `notice`)."""
+        return self.path / "trackers"
 
     @property
     def secret(self) -> Path:
@@ -376,7 +382,7 @@ class RunFolder:
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         try:
             (draft / "attempt.json").write_text(json.dumps(info))
-            for name in ("notice", "failed", "fabric", "end-time"):
+            for name in ("notice", "failed", "fabric", "end-time", "trackers"):
                 (draft / name).touch()
             (draft / "secret").touch(mode=0o600)
             (draft / "secret").write_bytes(secrets.token_bytes(32))

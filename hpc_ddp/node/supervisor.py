@@ -37,6 +37,7 @@ from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import signal_recorded
 from hpc_ddp.node.child_process import LAUNCHES, Launch, expand
 from hpc_ddp.node.log_offsets import Growth
+from hpc_ddp.node.net import tracker_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
 from hpc_ddp.node.net.place import Place
@@ -148,6 +149,11 @@ class Supervisor:
                 start_new_session=True,
             )
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether it is the supervisor of rank 0's worker."""
+        return self.place.index == 0 and self.launch.rank in (None, 0)
+
     def _env(self) -> dict[str, str]:
         """Return this process's environment with the variables of node, network and launch; the
         interconnect is journalled and printed on the way (`FabricComparison.choose`)."""
@@ -158,6 +164,7 @@ class Supervisor:
             "HPC_DDP_NOTICE": str(self.folder.notice),
             **self.fabric.choose(self.launch.reports_fabric),
             **self.place.interface_env(),
+            **tracker_lookup.begin(self.place, self._is_first, os.environ),
             **self.launch.env,
         }
 
