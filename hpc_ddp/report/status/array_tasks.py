@@ -139,10 +139,11 @@ class Ranking:
         trial = " ".join(f"{name}={text}" for name, text in self.best.trial.items())
         number = _short(_metric_of(self.best, self.metric))
         order = "highest" if self.is_higher_better else "lowest"
+        metric = "value of run.best" if self.metric == "best" else self.metric
         is_over = all(task.state is RunState.FINISHED for task in self.tasks)
         head = "best" if is_over else "best so far"
         return (
-            f"{head}: task {self.best.index} ({trial}), with the {order} {self.metric}, {number}\n"
+            f"{head}: task {self.best.index} ({trial}), with the {order} {metric}, {number}\n"
             f"again: hpc-ddp rerun {run.id}/task-{self.best.index}"
         )
 
