@@ -30,10 +30,9 @@ from hpc_ddp.cli.click_options import (
 from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
-from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run
-from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report import tables
+from hpc_ddp.report.status.run_table import local_trials
 from hpc_ddp.slurm import NoAnswerError, own_cluster
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import preflight as launch_preflight
@@ -235,21 +234,12 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
         return
     code = forward.wait(started)
     if prepared.spec.sweep and prepared.spec.backend == "local":
-        _show_trials(prepared.run)
+        click.echo(f"\n{local_trials(prepared.run)}", err=True)
     if code == CAN_GO_ON and prepared.spec.backend == "local":
         say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(path)}")
     if as_json:
         click.echo(json.dumps({"exit_code": code, "run": path}))
     sys.exit(code)
-
-
-def _show_trials(run: RunFolder) -> None:
-    """Print the trials of a sweep that was played here to stderr, the best one first, as `status`
-    does. Raise OSError where the run's folder can't be read."""
-    from hpc_ddp.report.status import array_tasks, run_table
-
-    tasks = array_tasks.tasks(run, Queue(None))
-    click.echo("\n\n".join(["", *run_table.task_parts(run, tasks)]), err=True)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)

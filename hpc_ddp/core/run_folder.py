@@ -152,12 +152,6 @@ class AttemptFolder:
         return self.path / "fabric"
 
     @property
-    def trackers(self) -> Path:
-        """Holds what the first node has found out about trackers (`tracker_lookup`), variables as
-        JSON; empty before (see `notice`)."""
-        return self.path / "trackers"
-
-    @property
     def secret(self) -> Path:
         """Holds what the attempt's agents sign with; its owner alone may read it."""
         return self.path / "secret"

@@ -24,6 +24,7 @@ from tests.waiting import LIMIT_S, pid_in, wait_until
 
 SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "COMET_API_KEY")
 SECRET = secrets.token_hex(20)  # not in the text of this file, which a snapshot may copy
+STEPS = {"tracked.py": [*range(1, 13)], "tracked_run.py": [*range(1, 81)]}
 TWO = ("--nodes", "1", "--gpus-per-node", "2")
 
 
@@ -145,7 +146,7 @@ def test_weights_and_biases_offline_is_one_run(tmp_path: Path, script: str) -> N
     run, printed = play_three_attempts(tmp_path, script, "wandb", steps, **url)
     recorded = recorded_offline(run)
     id = f"{run.parent.name}-{run.name}"
-    assert recorded[id] == [*range(1, 13)]
+    assert recorded[id] == STEPS[script]
     others = {f"{id}-r1"} if script == "tracked.py" else set()  # that rank records, too
     assert recorded.keys() == {id} | others
     command = f"wandb sync {run}/wandb/offline-run-*"
@@ -165,7 +166,7 @@ def test_mlflow_has_one_run(tmp_path: Path, mlflow_url: str, script: str) -> Non
     url = {"MLFLOW_TRACKING_URI": mlflow_url, "MLFLOW_EXPERIMENT_NAME": "digits"}
     run, printed = play_three_attempts(tmp_path, script, "mlflow", steps, **url)
     (recorded,) = recorded_at(mlflow_url).items()
-    assert recorded == ((run / "mlflow-run").read_text().strip(), [*range(1, 13)])
+    assert recorded == ((run / "mlflow-run").read_text().strip(), STEPS[script])
     assert "recorded offline" not in printed
     assert not files_with(SECRET, tmp_path / "cwd")
     logs = run / "logs" / "attempt-2" / "local-0"

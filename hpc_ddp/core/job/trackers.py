@@ -35,8 +35,8 @@ def tracker_env(run: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
     if environ.get(SET_HERE) == "off":
         return {}
     id = _id(f"{run.name}-{run.id}{_beginning(run)}")
-    title = " ".join([run.name, *(f"{name}={value}" for name, value in trial_of(run).items())])
-    values = {
+    title = " ".join([run.name, *(f"{name}={setting}" for name, setting in trial_of(run).items())])
+    variables = {
         "WANDB_RUN_ID": id,
         "WANDB_RESUME": "allow",
         "WANDB_NAME": title,
@@ -49,7 +49,7 @@ def tracker_env(run: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
         "COMET_OFFLINE_DIRECTORY": str(run.path / "comet"),
         "MLFLOW_RUN_ID": read_word(mlflow_id(run)),
     }
-    chosen = {name: text for name, text in values.items() if text and name not in environ}
+    chosen = {name: text for name, text in variables.items() if text and name not in environ}
     return {**chosen, SET_HERE: " ".join(chosen)}
 
 

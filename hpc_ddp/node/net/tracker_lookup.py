@@ -1,4 +1,4 @@
-"""What only a node can find out about trackers: whether it reaches their servers, and MLflow's run.
+"""Look-ups that only a node can make for trackers: does it reach their servers? And MLflow's run.
 
 The first node's supervisor looks, once for each attempt, while torch is imported. The workers wait
 for the answer, variables as JSON in the attempt's file ``trackers`` (`worker.set_trackers`). Where
@@ -28,6 +28,7 @@ from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
 
+ANSWER = "trackers"  # empty from the start of the attempt (see `AttemptFolder.notice`)
 CONNECT_S = 2.0
 CREATE_S = 30.0  # a server that is asleep; the client's import takes five
 PROXIES = ("https_proxy", "all_proxy")
@@ -63,7 +64,7 @@ def begin(place: Place, is_first: bool, environ: Mapping[str, str]) -> dict[str,
     creates = is_mlflow and "MLFLOW_RUN_ID" not in environ and _is_installed("mlflow", environ)
     if not servers and not creates:
         return {}
-    answer = place.attempt.trackers
+    answer = place.attempt.path / ANSWER
     if is_first:
         look = partial(_look, place.run, answer, servers, creates, environ)
         threading.Thread(target=look, daemon=True).start()

@@ -90,13 +90,19 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     if older:
         parts[0] += f"\n… {older:,} older: hpc-ddp status --all"
     if tasks:
-        parts += task_parts(runs[0], tasks)
+        parts += _task_parts(runs[0], tasks)
     if len(names) == 1 and (commands := _sync_commands(runs[0])):
         parts.append("\n".join(["recorded offline; to send it:", *commands]))
     return "\n\n".join(parts)
 
 
-def task_parts(run: RunFolder, tasks: Sequence[array_tasks.Task]) -> list[str]:
+def local_trials(run: RunFolder) -> str:
+    """Return the trials of a sweep that is played on this machine as `show` does, the best one
+    first. Raise UsageError for a broken job.json, and OSError where the folder can't be read."""
+    return "\n\n".join(_task_parts(run, array_tasks.tasks(run, Queue(None))))
+
+
+def _task_parts(run: RunFolder, tasks: Sequence[array_tasks.Task]) -> list[str]:
     """Return the parts of the text on an array: the table of its tasks, in the order of a sweep's
     ranking, their sum, and the best trial. Raises as `array_tasks.summary`."""
     ranking = array_tasks.rank(tasks)

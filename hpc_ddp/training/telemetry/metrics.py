@@ -126,8 +126,8 @@ def once_for_each_step(
 
     def listener(fields: dict[str, Any]) -> None:
         if fields["step"] > last_step:
-            rest = {name: fields[name] for name in fields if name not in ("step", "total_steps")}
-            hook(fields["step"], rest)
+            steps = ("step", "total_steps")
+            hook(fields["step"], {name: fields[name] for name in fields if name not in steps})
 
     return listener
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net import tracker_lookup
 from tests.waiting import wait_until
 from unit.node.fakes import place_of
@@ -35,7 +35,8 @@ class Node:
     def __init__(self, folder: Path, **packages: str) -> None:
         self.run = RunFolder(folder / "digits" / "1").make()
         self.run.claim_attempt({"nodes": ["n1"]}, lambda identity: False)
-        self.attempt: AttemptFolder = self.run.attempt(0)
+        self.attempt = self.run.attempt(0)
+        self.trackers = self.attempt.path / "trackers"
         (folder / "packages").mkdir()
         for name, text in packages.items():
             (folder / "packages" / f"{name}.py").write_text(text)
@@ -76,11 +77,11 @@ def test_a_server_that_answers_is_used_and_another_is_not(tmp_path: Path) -> Non
         urls = {"WANDB_BASE_URL": url, "COMET_URL_OVERRIDE": refused}
         assert node.answer(**urls) == {"COMET_START_ONLINE": "false"}
         assert (node.run.path / "comet").is_dir()
-        node.attempt.trackers.write_text("")
+        node.trackers.write_text("")
         assert node.answer(WANDB_BASE_URL=refused, COMET_URL_OVERRIDE=url) == {
             "WANDB_MODE": "offline"
         }
-    node.attempt.trackers.write_text("")
+    node.trackers.write_text("")
     assert node.answer(**dict.fromkeys(urls, refused), HTTPS_PROXY="http://proxy") == {}
 
 
@@ -105,8 +106,8 @@ def test_one_node_looks_and_no_one_for_what_is_set(tmp_path: Path) -> None:
     node = Node(tmp_path, wandb="", mlflow="raise SystemExit('imported')")
     assert node.begin(WANDB_MODE="online") == {}
     assert node.begin(**{SET_HERE: "off"}) == {}
-    assert node.begin(is_first=False) == {"HPC_DDP_TRACKERS_FILE": str(node.attempt.trackers)}
-    assert node.attempt.trackers.read_text() == ""
+    assert node.begin(is_first=False) == {"HPC_DDP_TRACKERS_FILE": str(node.trackers)}
+    assert node.trackers.read_text() == ""
     set_already = {"MLFLOW_TRACKING_URI": "x", "MLFLOW_EXPERIMENT_ID": "1", "MLFLOW_RUN_ID": "y"}
     assert node.begin(WANDB_MODE="online", **set_already) == {}
     # The script may name another experiment, and MLflow would refuse the run.
@@ -124,7 +125,7 @@ def test_mlflows_run_is_created_once_and_a_failure_is_printed(
         " MLflow: no answer of https://server\n"
     )
     assert not mlflow_id(node.run).exists()
-    node.attempt.trackers.write_text("")
+    node.trackers.write_text("")
     words["MLFLOW_TRACKING_URI"] = "http://server"
     assert node.answer(**words) == {"MLFLOW_RUN_ID": "id of digits"}
     assert mlflow_id(node.run).read_text() == "id of digits\n"
