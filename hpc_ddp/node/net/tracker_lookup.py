@@ -47,11 +47,12 @@ os._exit(0)
 """
 
 
-def begin(place: Place, is_first: bool, environ: Mapping[str, str]) -> dict[str, str]:
+def begin(place: Place, rank: int | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Have the first supervisor of an attempt look, in a thread, if there is something to look for;
     return the variable by which workers wait for the answer, {} where they need not.
 
-    `environ` is the attempt's; a variable of it that is set needs no answer.
+    `rank` is that of the supervisor's one worker, None where it has all of the node. `environ` is
+    the attempt's; a variable of it that is set needs no answer.
     """
     if environ.get(SET_HERE, "off") == "off":
         return {}
@@ -65,7 +66,7 @@ def begin(place: Place, is_first: bool, environ: Mapping[str, str]) -> dict[str,
     if not servers and not creates:
         return {}
     answer = place.attempt.path / ANSWER
-    if is_first:
+    if place.index == 0 and rank in (None, 0):
         look = partial(_look, place.run, answer, servers, creates, environ)
         threading.Thread(target=look, daemon=True).start()
     return {"HPC_DDP_TRACKERS_FILE": str(answer)}

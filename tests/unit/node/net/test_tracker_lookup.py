@@ -42,9 +42,9 @@ class Node:
             (folder / "packages" / f"{name}.py").write_text(text)
         self.environ = {SET_HERE: "WANDB_RUN_ID", "PYTHONPATH": str(folder / "packages")}
 
-    def begin(self, is_first: bool = True, **environ: str) -> dict[str, str]:
-        place = place_of(self.attempt)
-        return tracker_lookup.begin(place, is_first, self.environ | environ)
+    def begin(self, rank: int | None = None, index: int = 0, **environ: str) -> dict[str, str]:
+        place = place_of(self.attempt, index=index, nodes=("n1", "n2"))
+        return tracker_lookup.begin(place, rank, self.environ | environ)
 
     def answer(self, **environ: str) -> dict[str, str]:
         """Return the answer that the workers read."""
@@ -106,7 +106,8 @@ def test_one_node_looks_and_no_one_for_what_is_set(tmp_path: Path) -> None:
     node = Node(tmp_path, wandb="", mlflow="raise SystemExit('imported')")
     assert node.begin(WANDB_MODE="online") == {}
     assert node.begin(**{SET_HERE: "off"}) == {}
-    assert node.begin(is_first=False) == {"HPC_DDP_TRACKERS_FILE": str(node.trackers)}
+    for words in ({"rank": 1}, {"index": 1}):
+        assert node.begin(**words) == {"HPC_DDP_TRACKERS_FILE": str(node.trackers)}
     assert node.trackers.read_text() == ""
     set_already = {"MLFLOW_TRACKING_URI": "x", "MLFLOW_EXPERIMENT_ID": "1", "MLFLOW_RUN_ID": "y"}
     assert node.begin(WANDB_MODE="online", **set_already) == {}
