@@ -48,7 +48,7 @@ def records_of(path: Path) -> Iterator[bytes]:
 
 def recorded_offline(run: Path) -> dict[str, list[int]]:
     """Return the steps in the .wandb files of a run by W&B's id, in the order of the attempts."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     steps: dict[str, list[int]] = defaultdict(list)
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):

@@ -41,10 +41,12 @@ class Node:
         for name, text in packages.items():
             (folder / "packages" / f"{name}.py").write_text(text)
         self.environ = {SET_HERE: "WANDB_RUN_ID", "PYTHONPATH": str(folder / "packages")}
+        self.rank: int | None = None
+        self.index = 0
 
-    def begin(self, rank: int | None = None, index: int = 0, **environ: str) -> dict[str, str]:
-        place = place_of(self.attempt, index=index, nodes=("n1", "n2"))
-        return tracker_lookup.begin(place, rank, self.environ | environ)
+    def begin(self, **environ: str) -> dict[str, str]:
+        place = place_of(self.attempt, index=self.index)
+        return tracker_lookup.begin(place, self.rank, self.environ | environ)
 
     def answer(self, **environ: str) -> dict[str, str]:
         """Return the answer that the workers read."""
@@ -106,8 +108,9 @@ def test_one_node_looks_and_no_one_for_what_is_set(tmp_path: Path) -> None:
     node = Node(tmp_path, wandb="", mlflow="raise SystemExit('imported')")
     assert node.begin(WANDB_MODE="online") == {}
     assert node.begin(**{SET_HERE: "off"}) == {}
-    for words in ({"rank": 1}, {"index": 1}):
-        assert node.begin(**words) == {"HPC_DDP_TRACKERS_FILE": str(node.trackers)}
+    for node.rank, node.index in ((1, 0), (None, 1)):
+        assert node.begin() == {"HPC_DDP_TRACKERS_FILE": str(node.trackers)}
+    node.rank, node.index = None, 0
     assert node.trackers.read_text() == ""
     set_already = {"MLFLOW_TRACKING_URI": "x", "MLFLOW_EXPERIMENT_ID": "1", "MLFLOW_RUN_ID": "y"}
     assert node.begin(WANDB_MODE="online", **set_already) == {}
