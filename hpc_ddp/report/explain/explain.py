@@ -173,7 +173,7 @@ def _explain_array(facts: RunFacts) -> Explanation:
     kinds_by_trial = [f"task {name}{trial}: {tasks[name].kind}" for name, trial in trials if trial]
     if kinds_by_trial:
         more = ["…"] if kinds_by_trial[MOST_TRIALS:] else []
-        text += f" {'; '.join([*kinds_by_trial[:MOST_TRIALS], *more])}."
+        text += f" Its trials: {'; '.join([*kinds_by_trial[:MOST_TRIALS], *more])}."
     bad = [name for name, task in tasks.items() if task.kind not in ("finished", *_LIVE_KINDS)]
     if facts.record and facts.record.state == "PENDING":
         words, _ = explain_pending(facts.record.reason, facts.job_id or "")

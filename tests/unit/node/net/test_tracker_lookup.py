@@ -90,8 +90,12 @@ def test_a_server_that_answers_is_used_and_another_is_not(tmp_path: Path) -> Non
 def test_the_server_of_a_login_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tmp_path, wandb="")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    (tmp_path / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
-    assert node.answer() == {"WANDB_MODE": "offline"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "settings").write_text(f"[default]\nbase_url = {url}\n")
+        assert node.answer() == {}
+        answered, _ = server.accept()
+        answered.close()
 
 
 def test_a_look_up_of_a_name_that_hangs_counts_as_no_answer(
