@@ -32,6 +32,7 @@ from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables
+from hpc_ddp.report.status.run_table import local_trials
 from hpc_ddp.slurm import NoAnswerError, own_cluster
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import preflight as launch_preflight
@@ -232,6 +233,8 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
         click.echo(json.dumps({"job_id": job_id, "run": path}) if as_json else job_id)
         return
     code = forward.wait(started)
+    if prepared.spec.sweep and prepared.spec.backend == "local":
+        click.echo(f"\n{local_trials(prepared.run)}", err=True)
     if code == CAN_GO_ON and prepared.spec.backend == "local":
         say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(path)}")
     if as_json:

@@ -175,13 +175,15 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without variables of an outer Slurm job, torchrun or hpc-ddp run.
 
     srun's settings of the user's profile (``SLURM_*``) are left out, too; and, inside a node of a
-    run, the network interface that its supervisor chose. The variables in `_KEPT` stay.
+    run, the network interface that its supervisor chose, and the ids of its trackers' runs. The
+    variables in `_KEPT` stay.
     """
     of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
+    of_run = environ.get("HPC_DDP_TRACKERS", "").split()
     return {
         name: value
         for name, value in environ.items()
-        if name in _KEPT or not (_INHERITED.match(name) or name in of_a_node)
+        if name in _KEPT or not (_INHERITED.match(name) or name in (*of_a_node, *of_run))
     }
 
 

@@ -9,7 +9,7 @@
                                      environment on the nodes can get in between
         journal/<writer>.jsonl
         logs/slurm.out
-        logs/attempt-<k>/attempt.json, notice, failed, fabric
+        logs/attempt-<k>/attempt.json, notice, failed, fabric, trackers
         logs/attempt-<k>/<node>/rank-<r>.log, agent.log, printed, notice, record.json,
                                 (where each worker is a task: notice-<r>, record-<r>.json, …)
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
@@ -376,7 +376,7 @@ class RunFolder:
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         try:
             (draft / "attempt.json").write_text(json.dumps(info))
-            for name in ("notice", "failed", "fabric", "end-time"):
+            for name in ("notice", "failed", "fabric", "end-time", "trackers"):
                 (draft / name).touch()
             (draft / "secret").touch(mode=0o600)
             (draft / "secret").write_bytes(secrets.token_bytes(32))

@@ -29,6 +29,7 @@ from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
@@ -81,8 +82,9 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
 
 
 def _begin(environ: dict[str, str]) -> dict[str, str] | None:
-    """Take the next attempt's number and return the `AttemptEnv` variables for its supervisors;
-    None where the run is finished, and this job was requeued or queued by another job.
+    """Take the next attempt's number and return the variables for its supervisors, of `AttemptEnv`
+    and `tracker_env`; None where the run is finished, and this job was requeued or queued by
+    another job.
 
     It makes the attempt's folder, journals `Started`, links the job to the run, queues a chain's
     next job, and may delete the mark ``cancelled``. Raise HpcDdpError if the run is finished,
@@ -121,13 +123,14 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     end_time = _end_of(ask(job_id))
     end = math.inf if end_time is None else end_time
     env = attempt_env(run, attempt, len(nodes), job_id, end if math.isfinite(end) else None, spec)
-    return replace(
+    values = replace(
         env,
         restarts=restarts,
         head=reach(nodes, 0, spec.host_suffix),
         port=free_port(_first_port(job_id)),
         cpus=_check_cpus(spec, environ),
     ).to_env()
+    return values | tracker_env(run, environ)
 
 
 def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:

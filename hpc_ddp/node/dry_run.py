@@ -30,6 +30,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.process import NOTICES
@@ -144,6 +145,7 @@ class DryRun:
         env = attempt_env(self.run, attempt, len(self.nodes), id, end, self.spec)
         return {
             **os.environ,
+            **tracker_env(self.run, os.environ),
             **replace(env, head=LOOPBACK, port=free_port(20000 + os.getpid())).to_env(),
         }
 

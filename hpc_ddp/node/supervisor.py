@@ -37,6 +37,7 @@ from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import signal_recorded
 from hpc_ddp.node.child_process import LAUNCHES, Launch, expand
 from hpc_ddp.node.log_offsets import Growth
+from hpc_ddp.node.net import tracker_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
 from hpc_ddp.node.net.place import Place
@@ -49,7 +50,6 @@ PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun ki
 STOOD_STILL_S = 10.0  # a loop that took so long was suspended, and Slurm has another end time
 CATCH_UP_S = 15.0  # until the batch side has asked for it, and this side has read it
 LEAD_S = 10.0  # what workers have after a notice, however late it is: KillWait is 30 s by default
-
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -124,8 +124,7 @@ class Supervisor:
         except OSError as error:
             write_json(self.folder.failures, {"agent": str(error)})
             return self._end(127)
-        elastic = self.launch.is_elastic
-        leader_lost = head_failover.watch(self.place, dict(os.environ)) if elastic else None
+        leader_lost = self.launch.is_elastic and head_failover.watch(self.place, dict(os.environ))
         while child.poll() is None:
             self.signals.wait(0.1)
             self._poll(child)
@@ -158,6 +157,7 @@ class Supervisor:
             "HPC_DDP_NOTICE": str(self.folder.notice),
             **self.fabric.choose(self.launch.reports_fabric),
             **self.place.interface_env(),
+            **tracker_lookup.begin(self.place, self.launch.rank, os.environ),
             **self.launch.env,
         }
 

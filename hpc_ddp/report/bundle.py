@@ -17,7 +17,7 @@ from typing import IO, Any
 from hpc_ddp import __version__, slurm
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import open_data, read_text
-from hpc_ddp.core.job.checks import SECRET_NAME
+from hpc_ddp.core.job.checks import SECRET_NAME, URL_WITH_PASSWORD
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -35,7 +35,7 @@ _QUOTE = r"""\\*["']?"""  # behind a name of JSON, which may stand in a string o
 _SECRETS = (
     re.compile(rf"((?:{SECRET_NAME})[\w-]*{_QUOTE}\s*[=:]\s*)(?:Bearer )?{_VALUE}", re.I),
     re.compile(rf"(--[\w-]*(?:{SECRET_NAME})[\w-]*\s+)(?!--){_VALUE}", re.I),
-    re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),  # https://user:password@host
+    re.compile(URL_WITH_PASSWORD),
     re.compile(r"""((?:authorization|cookie):[ \t]*)[^\s"'\\][^\n"'\\]*""", re.I),  # a header
 )
 _EXPORT = re.compile(r"\b(?:export|setenv)\s+([A-Za-z_]\w*)")

@@ -24,6 +24,7 @@ from hpc_ddp.training.process.failure import leave_quickly
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.stops.signals import REASONS
+from hpc_ddp.training.telemetry.metrics import once_for_each_step
 from hpc_ddp.training.telemetry.profiling import Profiler, use_per_sample
 from hpc_ddp.training.telemetry.sinks import ProgressLines, TensorBoardSink
 
@@ -205,11 +206,16 @@ class Worker(Member):
         self._timer.start_step()
         self._consensus.end_pause()
 
-    def on_metrics(self, listener: Callable[[dict[str, Any]], None]) -> None:
-        """Call `listener` on rank 0 with each line of metrics, about two a second: the values of
-        `step` as numbers, with ``step``, ``epoch`` and ``samples_per_s``. An error of it ends the
-        run."""
-        self._metrics.listen(listener)
+    def on_metrics(self, hook: Callable[[int, dict[str, float]], object]) -> None:
+        """Call ``hook(step, metrics)`` on rank 0 for each line of the journal's metrics, about two
+        a second: the values of `step` as numbers, with ``epoch`` and ``samples_per_s``.
+
+        A step that an earlier attempt has journalled, and that is done again since the last
+        checkpoint, is passed over: a tracker gets each step once. An error of the hook ends the
+        run.
+        """
+        if self.rank == 0:
+            self._metrics.listen(once_for_each_step(hook, self._read_history()))
 
     def print(self, *values: Any) -> None:
         """Print values as Python's `print` does, on rank 0 only, at once."""

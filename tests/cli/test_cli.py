@@ -67,6 +67,7 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--template", "gone.j2", "train.py"], "gone.j2' does not exist"),
         (["submit", "--env", "NOT_SET", "train.py"], "NOT_SET is not set here"),
         (["submit", "--env", "HF_TOKEN=x", "train.py"], "looks like a secret"),
+        (["submit", "--env", "MLFLOW_TRACKING_URI=http://me:word@h", "train.py"], "like a secret"),
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
         (["submit", "--fresh", "train.py"], "--fresh needs --run RUN"),
         (["submit", "--backend", "salloc", "train.py"], "this shell is in none"),

@@ -60,6 +60,7 @@ SECRET_NAME = (
     r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
     r"|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
 )
+URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@host
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
@@ -311,8 +312,8 @@ def _check_env(spec: JobSpec) -> None:
                 f"{name!r} is not a name of an environment variable",
                 hint="--env NAME, or --env NAME=VALUE",
             )
-    for name in spec.env:
-        if re.search(SECRET_NAME, name, re.I):
+    for name, text in spec.env.items():
+        if re.search(SECRET_NAME, name, re.I) or re.search(URL_WITH_PASSWORD, text):
             raise UsageError(
                 f"the value of {name} looks like a secret and would stand in the job's script",
                 hint=f"export {name} in your shell, then --env {name}",

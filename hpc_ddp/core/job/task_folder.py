@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_ddp.core.file_io import patiently, write_whole
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import patiently, read_text, write_whole
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -29,3 +31,20 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
         return task
 
     return patiently(make)
+
+
+def trial_of(run: RunFolder) -> Mapping[str, str]:
+    """Return the values of a sweep's parameters that a task of it has, by name; {} for any other
+    run, and where the sweep's job.json is damaged or can't be read."""
+    if not run.is_task:
+        return {}
+    try:
+        return JobSpec.from_json(read_text(run.whole.joinpath("job.json"))).trials[run.index]
+    except (OSError, UsageError, IndexError):
+        return {}
+
+
+def trial_text(run: RunFolder) -> str:
+    """Return the trial of a task for people, as `` (lr=0.1 seed=2)``; '' without one."""
+    words = [f"{name}={text}" for name, text in trial_of(run).items()]
+    return f" ({' '.join(words)})" if words else ""

@@ -15,6 +15,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.trackers import sync_commands
 from hpc_ddp.core.journal.enums import Action, Cause, sequel_of
 from hpc_ddp.core.journal.events import JournalEvent, Submitted, VerdictGiven
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
@@ -156,6 +157,9 @@ def _note(
         sequel = sequel_of(facts.step) if goes_on else "it can go on"
         then = sequel if decided.action == Action.REQUEUE else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")
+    if decided.action != Action.REQUEUE or not goes_on:
+        for command in sync_commands(run):
+            say(f"recorded offline; to send it: {command}")
 
 
 def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:

@@ -14,6 +14,7 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 60.0
+LOOKUP_S = 40.0  # of `tracker_lookup`, which has bounds of its own below that
 # PMI-1, PMI-2 and PMIx of Slurm and Cray, Open MPI, Intel MPI and MPICH, MVAPICH. Not OMPI_MCA_ and
 # I_MPI_, which are settings.
 OF_AN_MPI_TASK = (
@@ -177,6 +178,46 @@ def resume_args() -> list[str]:
     return shlex.split(words)
 
 
+def tracker_answer() -> dict[str, str]:
+    """Return the variables that the first node's supervisor has looked up, once it has; {} where
+    nobody looks, and without an answer within `LOOKUP_S`."""
+    path = os.environ.pop("HPC_DDP_TRACKERS_FILE", "")
+    if not path:
+        return {}
+    import json
+
+    give_up = time.monotonic() + LOOKUP_S
+    while time.monotonic() < give_up:
+        try:
+            with open(path) as file:
+                variables: dict[str, str] = json.load(file)
+            return variables
+        except (OSError, ValueError):  # empty so far
+            time.sleep(0.1)
+    os.write(2, b"hpc-ddp: no word of the first node about trackers: they start as they are\n")
+    return {}
+
+
+def set_trackers() -> None:
+    """Set what `trackers.tracker_env` leaves to each worker: only one may write a tracker's run.
+
+    That is rank 0. Where other ranks record something too, they have runs of their own in W&B and
+    Comet; of MLflow, whose ids come from a server, only rank 0 has one that lasts.
+    """
+    if "HPC_DDP_TRACKERS" not in os.environ:
+        return
+    variables, rank = tracker_answer(), os.environ["RANK"]
+    names = [*os.environ["HPC_DDP_TRACKERS"].split(), *variables]
+    os.environ.update(variables, HPC_DDP_TRACKERS=" ".join(names))
+    if rank == "0":
+        return
+    for name, suffix in (("WANDB_RUN_ID", f"-r{rank}"), ("COMET_EXPERIMENT_KEY", f"r{rank}")):
+        if name in names:
+            os.environ[name] += suffix
+    if "MLFLOW_RUN_ID" in names:
+        del os.environ["MLFLOW_RUN_ID"]
+
+
 def prepare(command: list[str]) -> list[str]:
     """Prepare this process as a worker; return `command`, python and the script, with the arguments
     that a resume adds.
@@ -201,6 +242,7 @@ def prepare(command: list[str]) -> list[str]:
     # A set of strings has one order on all ranks, and after a resume: a vocabulary, for one.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     set_compile_cache()
+    set_trackers()
     if "HPC_DDP_UMASK" in os.environ:  # not under submitit, whose tasks have no `entry`
         os.umask(int(os.environ.pop("HPC_DDP_UMASK"), 8))
     return [*command, *resume_args()]

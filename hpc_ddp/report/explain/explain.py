@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_ddp.core.console.units import duration, plural
+from hpc_ddp.core.job.task_folder import trial_text
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import (
@@ -47,6 +48,7 @@ from hpc_ddp.report.explain.patterns import explain_pending, recognise
 from hpc_ddp.report.status.state import RunState
 
 QUIET_S = 600.0  # a running job without an event for so long may hang
+MOST_TRIALS = 8  # that are named, of a sweep
 _USUAL_REASONS = ("Priority", "Resources")  # the job only has to wait its turn
 # Hints that start nothing. Others may have a command of the run's, or of its logs: they are given
 # for a run alone of which the user may start something.
@@ -136,7 +138,8 @@ def _name(path: Path) -> str:
     """Return the words for a run, or for a task of an array, by its folder."""
     if path.name.startswith("task-"):
         array = path.parent
-        return f"Task {path.name.removeprefix('task-')} of run {array.parent.name} ({array.name})"
+        task = f"Task {path.name.removeprefix('task-')}{trial_text(RunFolder(path))}"
+        return f"{task} of run {array.parent.name} ({array.name})"
     return f"Run {path.parent.name} ({path.name})"
 
 
@@ -164,6 +167,11 @@ def _explain_array(facts: RunFacts) -> Explanation:
     kinds = Counter(task.kind for task in tasks.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     text = f"is an array, of which {plural(len(tasks), 'task')} have begun: {counts}."
+    trials = [(name, trial_text(RunFolder(facts.tasks[name].path))) for name in tasks]
+    kinds_by_trial = [f"task {name}{trial}: {tasks[name].kind}" for name, trial in trials if trial]
+    if kinds_by_trial:
+        more = ["…"] if kinds_by_trial[MOST_TRIALS:] else []
+        text += f" Its trials: {'; '.join([*kinds_by_trial[:MOST_TRIALS], *more])}."
     bad = [name for name, task in tasks.items() if task.kind not in ("finished", *_LIVE_KINDS)]
     if facts.record and facts.record.state == "PENDING":
         words, _ = explain_pending(facts.record.reason, facts.job_id or "")

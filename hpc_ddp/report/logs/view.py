@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import open_data
+from hpc_ddp.core.job.task_folder import trial_text
 from hpc_ddp.core.journal.enums import Action, sequel_of
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -227,7 +228,9 @@ class MergedView:
         """Print a line where an attempt begins or ends; none for an empty text."""
         if not text:
             return
-        task = f"task {group.run.index}, " if group.run.is_task else ""
+        task = ""
+        if group.run.is_task:
+            task = f"task {group.run.index}{trial_text(group.run)}, "
         heading = f"--- {task}attempt {group.attempt.number}{text}"
         if self._has_colours:
             heading = f"\033[1m{heading}\033[0m"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +22,9 @@ from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.report.tables import columns
 
+# Names of results that are better the lower they are.
+_LOWER = re.compile(r"loss|error|perplexity|ppl|nll|mse|mae|bpb|\b[cw]er\b|seconds", re.I)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -33,6 +38,8 @@ class Task:
         the best value that its script passed to ``run.best``; None without one
     status
         None for a task that has not begun
+    is_higher_better
+        whether greater values of `best` are better
     """
 
     index: int
@@ -40,6 +47,7 @@ class Task:
     state: RunState
     best: float | None
     status: Status | None
+    is_higher_better: bool = True
 
     @property
     def results(self) -> Mapping[str, float | None]:
@@ -91,7 +99,9 @@ def _task(
         state = RunState.WAITING if waits else RunState.NOT_BEGUN
         return Task(index, trial, state, None, None)
     state = RunState.WAITING if waits and _is_resubmitted(run) else status.state
-    return Task(index, trial, state, _best(run), status)
+    best = _best(run)
+    is_higher_better = bool(best.get("higher", True))
+    return Task(index, trial, state, to_number(best.get("value")), status, is_higher_better)
 
 
 def _is_resubmitted(run: RunFolder) -> bool:
@@ -101,14 +111,68 @@ def _is_resubmitted(run: RunFolder) -> bool:
     return submitted is not None and submitted.first_attempt == len(run.attempts())
 
 
-def _best(run: RunFolder) -> float | None:
-    """Return the best value in the newest checkpoint whose manifest can be read; None without one.
-    Raise OSError where the folder of checkpoints can't be listed."""
+def _best(run: RunFolder) -> Mapping[str, Any]:
+    """Return the best value, as `Best` has it, in the newest checkpoint whose manifest can be read;
+    {} without one. Raise OSError where the folder of checkpoints can't be listed."""
     for folder in checkpoints.published(run.checkpoints):
         with suppress(OSError, ValueError):
-            best = checkpoints.read_manifest(folder).get("best") or {}
-            return to_number(best.get("value"))
+            best: Mapping[str, Any] = checkpoints.read_manifest(folder).get("best") or {}
+            return best
+    return {}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The metric by which the trials of a sweep are compared, and the tasks in its order, the best
+    one first. Tasks without it come last, by index."""
+
+    metric: str
+    is_higher_better: bool
+    tasks: Sequence[Task]
+
+    @property
+    def best(self) -> Task:
+        return self.tasks[0]
+
+    def text(self, run: RunFolder) -> str:
+        """Return the best trial of the sweep `run` for people, and the command that repeats it."""
+        trial = " ".join(f"{name}={text}" for name, text in self.best.trial.items())
+        number = _short(_metric_of(self.best, self.metric))
+        order = "highest" if self.is_higher_better else "lowest"
+        metric = "value of run.best" if self.metric == "best" else self.metric
+        is_over = all(task.state is RunState.FINISHED for task in self.tasks)
+        head = "best" if is_over else "best so far"
+        return (
+            f"{head}: task {self.best.index} ({trial}), with the {order} {metric}, {number}\n"
+            f"again: hpc-ddp rerun {run.id}/task-{self.best.index}"
+        )
+
+
+def rank(tasks: Sequence[Task]) -> Ranking | None:
+    """Return the ranking of a sweep's tasks: by the value of ``run.best``, else the first result of
+    ``run.finish``, else the loss; None without one, and for an array that is no sweep.
+
+    A result counts as better the lower it is if its name is one of a loss or an error.
+    """
+    names = [name for task in tasks for name in task.results]
+    for metric in ("best", *names[:1], "loss"):
+        trials = [task for task in tasks if task.trial]
+        ranked = [task for task in trials if not math.isnan(_metric_of(task, metric))]
+        if ranked:
+            higher = ranked[0].is_higher_better if metric == "best" else not _LOWER.search(metric)
+            ranked.sort(key=lambda task: _metric_of(task, metric), reverse=higher)
+            return Ranking(metric, higher, [*ranked, *(t for t in tasks if t not in ranked)])
     return None
+
+
+def _metric_of(task: Task, metric: str) -> float:
+    """Return a task's value of the metric of a `Ranking`; NaN without one."""
+    number = task.results.get(metric)
+    if metric == "best":
+        number = task.best
+    elif number is None and metric == "loss" and task.status:
+        number = task.status.loss
+    return math.nan if number is None else number
 
 
 def table(tasks: Sequence[Task]) -> str:

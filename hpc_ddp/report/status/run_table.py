@@ -15,6 +15,7 @@ from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
 from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.trackers import sync_commands
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, find_run, linked_runs
 from hpc_ddp.live_jobs import Queue, read_queue
@@ -89,8 +90,33 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     if older:
         parts[0] += f"\n… {older:,} older: hpc-ddp status --all"
     if tasks:
-        parts += [array_tasks.table(tasks), array_tasks.summary(runs[0], tasks)]
+        parts += _task_parts(runs[0], tasks)
+    if len(names) == 1 and (commands := _sync_commands(runs[0])):
+        parts.append("\n".join(["recorded offline; to send it:", *commands]))
     return "\n\n".join(parts)
+
+
+def local_trials(run: RunFolder) -> str:
+    """Return the trials of a sweep that is played on this machine as `show` does, the best one
+    first. Raise UsageError for a broken job.json, and OSError where the folder can't be read."""
+    return "\n\n".join(_task_parts(run, array_tasks.tasks(run, Queue(None))))
+
+
+def _task_parts(run: RunFolder, tasks: Sequence[array_tasks.Task]) -> list[str]:
+    """Return the parts of the text on an array: the table of its tasks, in the order of a sweep's
+    ranking, their sum, and the best trial. Raises as `array_tasks.summary`."""
+    ranking = array_tasks.rank(tasks)
+    parts = [array_tasks.table(ranking.tasks if ranking else tasks)]
+    parts.append(array_tasks.summary(run, tasks))
+    return [*parts, ranking.text(run)] if ranking else parts
+
+
+def _sync_commands(run: RunFolder) -> list[str]:
+    """Return `sync_commands`; [] for another user's folder that can't be read."""
+    try:
+        return sync_commands(run)
+    except OSError:
+        return []
 
 
 def select(root: Path, queue: Queue, show_all: bool) -> tuple[list[RunFolder], int]:

@@ -34,6 +34,7 @@ class Best:
     value: float | None = None
     step: int | None = None
     stale: int = 0
+    higher: bool = True  # greater values are better
 
 
 class CheckpointManager:
@@ -261,7 +262,7 @@ class CheckpointManager:
         value = self._checkpoints.control.from_first(value)
         beats = best.value is None or (value > best.value if higher else value < best.value)
         is_best = beats and not math.isnan(value)
-        self.best = Best(value) if is_best else replace(best, stale=best.stale + 1)
+        self.best = Best(value, higher=higher) if is_best else replace(best, stale=best.stale + 1)
         return is_best
 
     def load_best(self, model: torch.nn.Module) -> int:

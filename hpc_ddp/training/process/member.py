@@ -72,8 +72,8 @@ class Member:
             self._notices.watch_end_time(self._env.end_time, self.folder.attempt(attempt).end_time)
 
     def _read_history(self) -> list[JournalEvent]:
-        """Return the journal of earlier attempts; [] with a message if the disk does not answer for
-        a minute. Only estimates for the schedule hang on it."""
+        """Return the journal so far; [] with a message if the disk does not answer for a minute.
+        Estimates for the schedule hang on it, and which steps `on_metrics` passes over."""
         try:
             return patiently(self.folder.events)
         except OSError as error:

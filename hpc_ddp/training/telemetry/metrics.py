@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.journal.events import FirstStep, MetricsLine
-from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.core.journal.events import FirstStep, Fresh, JournalEvent, MetricsLine
+from hpc_ddp.core.journal.journal import Journal, last_event
 from hpc_ddp.core.journal.recorded_imports import record_imports
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import Transfer, plain
@@ -113,6 +113,25 @@ class Metrics:
         self._journal.write_later(MetricsLine(fields))
         for listener in self._listeners:
             listener(fields)
+
+
+def once_for_each_step(
+    hook: Callable[[int, dict[str, float]], object], history: Sequence[JournalEvent]
+) -> Callable[[dict[str, Any]], None]:
+    """Return a listener that calls `hook` with the step and the other fields of each line, but for
+    steps up to the last one of `history`, the journal so far. What came before a ``--fresh`` does
+    not count."""
+    fresh = last_event(history, Fresh)
+    first = fresh.first_attempt if fresh else 0
+    lines = (event for event in history if isinstance(event, MetricsLine))
+    last_step = max((line.step for line in lines if line.attempt >= first), default=-1)
+
+    def listener(fields: dict[str, Any]) -> None:
+        if fields["step"] > last_step:
+            steps = ("step", "total_steps")
+            hook(fields["step"], {name: fields[name] for name in fields if name not in steps})
+
+    return listener
 
 
 def check_values(values: dict[str, Any]) -> None:

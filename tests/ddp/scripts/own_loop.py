@@ -24,7 +24,7 @@ run.track(model=model, optimizer=optimizer)
 if not run.resumed:
     torch.nn.init.constant_(net.weight, 7.0)
 run.print("BEGIN", run.resumed, net.weight.mean().item())
-run.on_metrics(lines.append)
+run.on_metrics(lambda step, metrics: lines.append({"step": step, **metrics}))
 for step in run.steps(40):
     if "--stop" in sys.argv and not run.resumed:
         time.sleep(0.05)  # the notice is taken up beside the loop

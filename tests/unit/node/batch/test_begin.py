@@ -15,6 +15,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node import batch
@@ -46,6 +47,7 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
         "HPC_DDP_CPUS": "1",
         "HPC_DDP_RESUME_ARGS": "",
         "HPC_DDP_WARM_START": "1",
+        **tracker_env(run, {}),
     }
     (event,) = raw_events(run.path)
     assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")

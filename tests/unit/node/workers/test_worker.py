@@ -216,3 +216,42 @@ def test_a_disk_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(clock, "sleep", come_back)
     os.close(worker.open_log(str(tmp_path / "gone" / "rank-0")))
     assert process.live_pid(tmp_path / "gone" / "rank-0.pid") == os.getpid()
+
+
+def test_only_rank_0_writes_the_trackers_run(
+    start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
+) -> None:
+    names = ("WANDB_RUN_ID", "WANDB_MODE", "COMET_EXPERIMENT_KEY", "MLFLOW_RUN_ID")
+    look = f"import os; print(*[os.environ.get(name) for name in {names}])"
+    answer = tmp_path / "trackers"
+    answer.write_text('{"WANDB_MODE": "offline", "MLFLOW_RUN_ID": "m"}')
+    environ = {
+        "WANDB_RUN_ID": "w",
+        "COMET_EXPERIMENT_KEY": "c",
+        "HPC_DDP_TRACKERS_FILE": str(answer),
+    }
+
+    def seen(rank: int, ours: str) -> str:
+        log = tmp_path / f"rank-{rank}.log"
+        log.unlink(missing_ok=True)
+        start(rank, rank % 2, look, HPC_DDP_TRACKERS=ours, **environ)
+        return log.read_text().strip()
+
+    ours = "WANDB_RUN_ID COMET_EXPERIMENT_KEY"
+    assert seen(0, ours) == "w offline c m"
+    assert seen(3, ours) == "w-r3 offline cr3 None"
+    assert seen(3, "") == "w offline c None"  # the user's own ids are left as they are
+
+
+def test_an_answer_about_trackers_is_waited_for_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = stop_clock(monkeypatch, worker)
+    answer = tmp_path / "trackers"
+    answer.touch()
+    monkeypatch.setenv("HPC_DDP_TRACKERS_FILE", str(answer))
+    assert worker.tracker_answer() == {}
+    assert sum(clock.slept) >= worker.LOOKUP_S
+    assert "no word of the first node about trackers" in capfd.readouterr().err
+    assert worker.tracker_answer() == {}  # nobody looks
+    assert capfd.readouterr().err == ""

@@ -43,7 +43,7 @@ def test_a_resumed_run_has_its_objects_and_its_position(run: RunFolder, make: Ma
     assert len(events_named(run, "checkpoint")) == 1
     assert events_named(run, "checkpoint")[0]["stall_s"] < 60
     manifest = checkpoints.read_manifest(run.checkpoints / "step-4")
-    best = {"value": 0.5, "step": 4, "stale": 0}
+    best = {"value": 0.5, "step": 4, "stale": 0, "higher": True}
     assert (manifest["epoch"], manifest["samples"], manifest["best"]) == (2, 7, best)
     resumed, fresh = Position(), Holds(0)
     again = make_manager(make(), resumed)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from hpc_ddp.core.journal.events import FirstStep, Fresh, JournalEvent, MetricsLine
 from hpc_ddp.core.journal.journal import Journal, read_events
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.telemetry import metrics as metrics_module
-from hpc_ddp.training.telemetry.metrics import Metrics
+from hpc_ddp.training.telemetry.metrics import Metrics, once_for_each_step
 from tests.waiting import LIMIT_S
 
 
@@ -57,3 +58,26 @@ def test_a_line_of_metrics_is_left_to_the_journals_thread(
         metrics.add(Position(step=step), 4, {"loss": torch.tensor(1.0)})
     metrics.flush()
     assert calls == [("now", "first_step", 1), ("later", "metrics", 1), ("later", "metrics", 2)]
+
+
+def test_a_hook_has_each_step_once_over_all_attempts(tmp_path: Path) -> None:
+    journal = [
+        *(
+            MetricsLine({"step": step}, attempt=attempt)
+            for attempt, step in ((0, 9), (1, 2), (1, 5))
+        ),
+        FirstStep(6, 1, ["a"], attempt=1),
+    ]
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    def feed(*history: JournalEvent) -> list[int]:
+        seen.clear()
+        listener = once_for_each_step(lambda step, metrics: seen.append((step, metrics)), history)
+        for step in (4, 5, 6, 10):
+            listener({"step": step, "total_steps": 20, "loss": step / 2})
+        return [step for step, _ in seen]
+
+    assert feed() == [4, 5, 6, 10]
+    assert seen[0] == (4, {"loss": 2.0})
+    assert feed(*journal) == [10]
+    assert feed(*journal, Fresh(1)) == [6, 10]  # what came before --fresh is another curve

@@ -1,0 +1,89 @@
+"""Trackers of experiments, which record a training: Weights & Biases, MLflow, Comet.
+
+All attempts of a run write into one run of the tracker, whatever the script is: its id stands in
+the environment, where the tracker's own client reads it. docs/decisions/013-trackers.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_ddp.core.file_io import read_word
+from hpc_ddp.core.job.task_folder import trial_of
+from hpc_ddp.core.journal.events import Fresh
+from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.run_folder import RunFolder
+
+# Names of the variables that were set here, and not by the user; a user's ``off`` has none set.
+SET_HERE = "HPC_DDP_TRACKERS"
+# W&B's client keeps the last 15 s of an offline run in memory, which a kill would lose. An older
+# client passes over a setting that it does not know.
+FLUSH_EVERY_S = "1"
+
+
+def tracker_env(run: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the trackers' variables for all workers of a run, without those that `environ` has;
+    `SET_HERE` names them. `worker.set_trackers` has the rest, which differs between ranks.
+
+    A trial of a sweep is a run of its own, and the sweep is its group; so is a run that has begun
+    anew, with ``--fresh``. Raise OSError where the journal can't be read.
+    """
+    if environ.get(SET_HERE) == "off":
+        return {}
+    id = _id(f"{run.name}-{run.id}{_beginning(run)}")
+    title = " ".join([run.name, *(f"{name}={setting}" for name, setting in trial_of(run).items())])
+    variables = {
+        "WANDB_RUN_ID": id,
+        "WANDB_RESUME": "allow",
+        "WANDB_NAME": title,
+        "WANDB_RUN_GROUP": _id(f"{run.name}-{run.whole.name}"),
+        "WANDB_DIR": str(run.path),
+        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": FLUSH_EVERY_S,
+        "COMET_EXPERIMENT_KEY": hashlib.sha256(id.encode()).hexdigest()[:32],
+        "COMET_START_MODE": "get_or_create",
+        "COMET_START_EXPERIMENT_NAME": title,
+        "COMET_OFFLINE_DIRECTORY": str(run.path / "comet"),
+        "MLFLOW_RUN_ID": read_word(mlflow_id(run)),
+    }
+    chosen = {name: text for name, text in variables.items() if text and name not in environ}
+    return {**chosen, SET_HERE: " ".join(chosen)}
+
+
+def _beginning(run: RunFolder) -> str:
+    """Return what tells the trackers' runs of one run apart: the attempt that began anew, as
+    ``-3``; '' without one. Raise OSError where the journal can't be read."""
+    fresh = last_event(run.events(), Fresh)
+    return f"-{fresh.first_attempt}" if fresh and fresh.first_attempt else ""
+
+
+def _id(text: str) -> str:
+    """Return a text as an id that W&B takes: at most 128 characters, the last ones, and few signs;
+    a rank's follows."""
+    return re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)[-110:]
+
+
+def mlflow_id(run: RunFolder) -> Path:
+    """Return the file of the id that MLflow's server has given to a run; there is none before.
+    Raise OSError where the journal can't be read."""
+    return run.path / f"mlflow-run{_beginning(run)}"
+
+
+def sync_commands(run: RunFolder) -> list[str]:
+    """Return the commands that send what was recorded offline, by a run or by the tasks of an
+    array; [] where nothing waits for that. Raise OSError where a folder can't be listed."""
+    commands = []
+    for place in ("", "task-*/"):
+        records = run.path.glob(f"{place}wandb/offline-run-*/*.wandb")
+        if any(not path.with_suffix(".wandb.synced").exists() for path in records):
+            commands.append(f"wandb sync {_quoted(run)}/{place}wandb/offline-run-*")
+        if any(run.path.glob(f"{place}comet/*.zip")):
+            commands.append(f"comet upload {_quoted(run)}/{place}comet/*.zip")
+    return commands
+
+
+def _quoted(run: RunFolder) -> str:
+    return shlex.quote(str(run.path))

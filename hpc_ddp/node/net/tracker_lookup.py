@@ -1,0 +1,152 @@
+"""Look-ups that only a node can make for trackers: does it reach their servers? And MLflow's run.
+
+The first node's supervisor looks, once for each attempt, while torch is imported. The workers wait
+for the answer, variables as JSON in the attempt's file ``trackers`` (`worker.set_trackers`). Where
+none of the trackers is installed, nobody looks or waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import site
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from socket import create_connection
+from urllib.parse import urlsplit
+
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.file_io import patiently, read_word, write_whole
+from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.net.place import Place
+
+ANSWER = "trackers"  # empty from the start of the attempt (see `AttemptFolder.notice`)
+CONNECT_S = 2.0
+CREATE_S = 30.0  # a server that is asleep; the client's import takes five
+PROXIES = ("https_proxy", "all_proxy")
+# The package; the variable and the default of its server; the variable that makes it offline.
+SERVERS = (
+    ("wandb", "WANDB_BASE_URL", "https://api.wandb.ai", "WANDB_MODE", "offline"),
+    ("comet_ml", "COMET_URL_OVERRIDE", "https://www.comet.com", "COMET_START_ONLINE", "false"),
+)
+# MLflow refuses a run of another experiment than the script's: so it must be named outside of that.
+EXPERIMENT = ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
+# The process leaves the run open: its end would mark it as finished.
+CREATE = """
+import os, sys, mlflow
+print("\\n" + mlflow.start_run(run_name=sys.argv[1]).info.run_id, flush=True)
+os._exit(0)
+"""
+
+
+def begin(place: Place, rank: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Have the first supervisor of an attempt look, in a thread, if there is something to look for;
+    return the variable by which workers wait for the answer, {} where they need not.
+
+    `rank` is that of the supervisor's one worker, None where it has all of the node. `environ` is
+    the attempt's; a variable of it that is set needs no answer.
+    """
+    if environ.get(SET_HERE, "off") == "off":
+        return {}
+    servers = [
+        server
+        for server in SERVERS
+        if server[3] not in environ and _is_installed(server[0], environ)
+    ]
+    is_mlflow = "MLFLOW_TRACKING_URI" in environ and any(name in environ for name in EXPERIMENT)
+    creates = is_mlflow and "MLFLOW_RUN_ID" not in environ and _is_installed("mlflow", environ)
+    if not servers and not creates:
+        return {}
+    answer = place.attempt.path / ANSWER
+    if place.index == 0 and rank in (None, 0):
+        look = partial(_look, place.run, answer, servers, creates, environ)
+        threading.Thread(target=look, daemon=True).start()
+    return {"HPC_DDP_TRACKERS_FILE": str(answer)}
+
+
+def _is_installed(package: str, environ: Mapping[str, str]) -> bool:
+    """Return whether the job's Python has a package; this process ignores some of its folders. The
+    package is not imported."""
+    paths = [*environ.get("PYTHONPATH", "").split(":"), site.getusersitepackages(), *sys.path]
+    spec = PathFinder.find_spec(package, [path for path in paths if path])
+    return spec is not None and spec.origin is not None  # not a folder of the tracker's files
+
+
+def _look(
+    run: RunFolder,
+    answer: Path,
+    servers: Sequence[tuple[str, ...]],
+    creates: bool,
+    environ: Mapping[str, str],
+) -> None:
+    """Look, and write the answer in any case: a failure is printed, and fails no job."""
+    variables: dict[str, str] = {}
+    try:
+        for package, name, default, switch, word in servers:
+            if package == "comet_ml":  # its client makes no folder
+                (run.path / "comet").mkdir(exist_ok=True)
+            if not _reaches(environ.get(name) or _logged_in_at(package) or default, environ):
+                variables[switch] = word
+        if creates:
+            variables["MLFLOW_RUN_ID"] = _create_mlflow_run(run, environ)
+    except (OSError, RuntimeError) as error:
+        say(f"a tracker can't be prepared, the job goes on without: {error}")
+    finally:
+        with suppress(OSError):  # the workers wait no longer than some seconds
+            patiently(partial(answer.write_text, json.dumps(variables)))
+
+
+def _logged_in_at(package: str) -> str:
+    """Return the server of `wandb login --host`, '' without one."""
+    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    settings = read_word(Path(folder).expanduser() / "settings")
+    url = re.search(r"^base_url\s*=\s*(\S+)", settings, re.M)
+    return url[1] if url and package == "wandb" else ""
+
+
+def _reaches(url: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a server answers within `CONNECT_S`, also to the look-up of its name; True
+    where a proxy is set, which alone knows."""
+    if any(environ.get(name) or environ.get(name.upper()) for name in PROXIES):
+        return True
+    server = urlsplit(url)
+    answers: list[bool] = []
+
+    def connect() -> None:
+        with suppress(OSError):
+            port = server.port or (80 if server.scheme == "http" else 443)
+            create_connection((server.hostname, port), timeout=CONNECT_S).close()
+            answers.append(True)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(CONNECT_S)
+    return bool(answers)
+
+
+def _create_mlflow_run(run: RunFolder, environ: Mapping[str, str]) -> str:
+    """Create the run on MLflow's server by its own client, keep its id for later attempts, and
+    return it. Raise RuntimeError where the client fails or takes longer than `CREATE_S`, OSError
+    where the id can't be kept."""
+    bounds = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+    argv = [sys.executable, "-c", CREATE, environ.get("WANDB_NAME") or run.name]
+    try:
+        client = subprocess.run(
+            argv, env={**bounds, **environ}, capture_output=True, text=True, timeout=CREATE_S
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"MLflow has not answered within {CREATE_S:.0f} s") from None
+    lines = (client.stdout if client.returncode == 0 else client.stderr).split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "").strip()
+    if client.returncode:
+        raise RuntimeError("MLflow: " + re.sub(r"://[^/@\s]*@", "://", last))  # without a password
+    write_whole(mlflow_id(run), last + "\n")
+    return last

@@ -1,0 +1,175 @@
+"""Three attempts of a job, a killed one, one that has notice, and the last: one run of a tracker.
+
+The trackers' own clients record, W&B's offline and MLflow's with a server on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_dry_run import SCRIPTS, DryRun
+
+from tests.waiting import LIMIT_S, pid_in, wait_until
+
+SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "COMET_API_KEY")
+SECRET = secrets.token_hex(20)  # not in the text of this file, which a snapshot may copy
+STEPS = {"tracked.py": [*range(1, 13)], "tracked_run.py": [*range(1, 81)]}
+TWO = ("--nodes", "1", "--gpus-per-node", "2")
+
+
+def records_of(path: Path) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: LevelDB's log format, with a header of its own."""
+    content, record = path.read_bytes(), b""
+    position, block, header = 7, 32768, 7
+    while position + header <= len(content):
+        if block - position % block < header:
+            position += block - position % block
+            continue
+        length = int.from_bytes(content[position + 4 : position + 6], "little")
+        kind = content[position + 6]
+        position += header
+        record += content[position : position + length]
+        position += length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def recorded_offline(run: Path) -> dict[str, list[int]]:
+    """Return the steps in the .wandb files of a run by W&B's id, in the order of the attempts."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    steps: dict[str, list[int]] = defaultdict(list)
+    for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        id = path.stem.removeprefix("run-")
+        for content in records_of(path):
+            record = Record.FromString(content)
+            if record.WhichOneof("record_type") == "run":
+                assert record.run.run_id == id
+            if record.WhichOneof("record_type") == "history":
+                steps[id].append(record.history.step.num)
+    return steps
+
+
+@pytest.fixture
+def mlflow_url(tmp_path: Path) -> Iterator[str]:
+    folder = tmp_path / "server"
+    folder.mkdir()
+    argv = [sys.executable, str(Path(__file__).with_name("mlflow_server.py")), str(folder)]
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(argv, stdout=log, stderr=log)
+    try:
+        port, log_path = folder / "port", folder / "log"
+        wait_until(port.exists, "the server", log_path.read_text, ended=server.poll)
+        yield f"http://127.0.0.1:{port.read_text()}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def ask(url: str, call: str, **words: Any) -> dict[str, Any]:
+    """Return the answer of MLflow's server; `words` are posted, if there are some."""
+    request = urllib.request.Request(
+        f"{url}/api/2.0/mlflow/{call}",
+        json.dumps(words).encode() if words else None,
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def recorded_at(url: str) -> dict[str, list[int]]:
+    """Return the steps that MLflow's server has, by its run."""
+    runs = ask(url, "runs/search", experiment_ids=["0", "1"]).get("runs", [])
+    ids = [run["info"]["run_id"] for run in runs]
+    history = "metrics/get-history?metric_key=loss&run_id="
+    steps = {id: ask(url, history + id).get("metrics", []) for id in ids}
+    return {id: [metric["step"] for metric in metrics] for id, metrics in steps.items()}
+
+
+def play_three_attempts(
+    tmp_path: Path, script: str, tracker: str, steps: Callable[[Path], list[int]], **environ: str
+) -> tuple[Path, str]:
+    """Play a job whose first attempt is killed at its stand, and whose second gets notice; return
+    the run's folder and what was printed. `steps` has those that rank 0 has recorded so far."""
+    (tmp_path / "cwd").mkdir()
+    root = tmp_path / "cwd" / "runs"
+    environ |= dict.fromkeys(SECRETS, SECRET) | {"HTTPS_PROXY": "", "https_proxy": ""}
+    words = (*TWO, str(SCRIPTS / script), tracker)
+    dry = DryRun(root, *words, **environ)
+    stands = (5, 8) if script == "tracked_run.py" else (4, 8)
+    dry.until("started")
+
+    def has_ended() -> bool:
+        return dry.process.poll() is not None
+
+    def stand(attempt: int) -> Path:
+        at = stands[attempt]
+        recorded = f"step {at} recorded in attempt {attempt}"
+        wait_until(lambda: at in steps(dry.run.path), recorded, dry.printed, ended=has_ended)
+        return dry.run.attempt(attempt).node("local-0").rank_log(0).with_suffix(".pid")
+
+    os.kill(pid_in(stand(0)), signal.SIGKILL)
+    stand(1)
+    dry.process.send_signal(signal.SIGTERM)
+    assert dry.end() == 75, dry.printed()
+    again = DryRun(root, "--run", str(dry.run.path), **environ)
+    assert again.end() == 0, again.printed()
+    assert len(dry.run.attempts()) == 3
+    return dry.run.path, again.printed()
+
+
+def files_with(secret: str, folder: Path) -> list[Path]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in paths if secret.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("script", ["tracked.py", "tracked_run.py"])
+def test_weights_and_biases_offline_is_one_run(tmp_path: Path, script: str) -> None:
+    def steps(run: Path) -> list[int]:
+        return recorded_offline(run).get(f"{run.parent.name}-{run.name}", [])
+
+    # Nothing answers there: the node finds that out by itself.
+    url = {"WANDB_BASE_URL": "http://127.0.0.1:9"}
+    run, printed = play_three_attempts(tmp_path, script, "wandb", steps, **url)
+    recorded = recorded_offline(run)
+    id = f"{run.parent.name}-{run.name}"
+    assert recorded[id] == STEPS[script]
+    others = {f"{id}-r1"} if script == "tracked.py" else set()  # that rank records, too
+    assert recorded.keys() == {id} | others
+    command = f"wandb sync {run}/wandb/offline-run-*"
+    assert f"hpc-ddp: recorded offline; to send it: {command}\n" in printed
+    assert not files_with(SECRET, tmp_path)
+    argv = [sys.executable, "-m", "hpc_ddp", "status", str(run)]
+    status = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert status.stdout.endswith(f"recorded offline; to send it:\n{command}\n")
+
+
+@pytest.mark.parametrize("script", ["tracked.py", "tracked_run.py"])
+def test_mlflow_has_one_run(tmp_path: Path, mlflow_url: str, script: str) -> None:
+    def steps(run: Path) -> list[int]:
+        (recorded,) = recorded_at(mlflow_url).values() or ([],)
+        return recorded
+
+    url = {"MLFLOW_TRACKING_URI": mlflow_url, "MLFLOW_EXPERIMENT_NAME": "digits"}
+    run, printed = play_three_attempts(tmp_path, script, "mlflow", steps, **url)
+    (recorded,) = recorded_at(mlflow_url).items()
+    assert recorded == ((run / "mlflow-run").read_text().strip(), STEPS[script])
+    assert "recorded offline" not in printed
+    assert not files_with(SECRET, tmp_path / "cwd")
+    logs = run / "logs" / "attempt-2" / "local-0"
+    if script == "tracked.py":  # rank 0 alone has it
+        assert f"RUN {recorded[0]}\n" in (logs / "rank-0.log").read_text()
+        assert "RUN None\n" in (logs / "rank-1.log").read_text()
