@@ -136,7 +136,9 @@ def files_with(secret: str, folder: Path) -> list[Path]:
     return [path for path in paths if secret.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize("script", ["tracked.py", "tracked_run.py"])
+@pytest.mark.parametrize(
+    "script", ["tracked.py", pytest.param("tracked_run.py", marks=pytest.mark.more)]
+)
 def test_weights_and_biases_offline_is_one_run(tmp_path: Path, script: str) -> None:
     def steps(run: Path) -> list[int]:
         return recorded_offline(run).get(f"{run.parent.name}-{run.name}", [])
@@ -157,7 +159,9 @@ def test_weights_and_biases_offline_is_one_run(tmp_path: Path, script: str) -> N
     assert status.stdout.endswith(f"recorded offline; to send it:\n{command}\n")
 
 
-@pytest.mark.parametrize("script", ["tracked.py", "tracked_run.py"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("tracked.py", marks=pytest.mark.more), "tracked_run.py"]
+)
 def test_mlflow_has_one_run(tmp_path: Path, mlflow_url: str, script: str) -> None:
     def steps(run: Path) -> list[int]:
         (recorded,) = recorded_at(mlflow_url).values() or ([],)
