@@ -74,8 +74,11 @@ class AttemptEnv:
         the interconnect, the suffix of nodes' names on it, the network interface
     step_launcher
         the command that starts the supervisors
-    resume_args
-        further arguments of the script from its second start on, quoted as for a shell
+    resume_args, resume_if
+        further arguments of the script from its second start on, quoted as for a shell; the file
+        without which it gets none of them, '' for any start
+    first_attempt
+        the attempt that began the run anew (``--fresh``), 0 without one
     warm_start
         1 if workers are forked from a process that has imported torch, 0 if each imports it
     restarts, cpus
@@ -105,6 +108,8 @@ class AttemptEnv:
     cpus: int = 1
     node_index: int | None = None
     resume_args: str = ""
+    resume_if: str = ""
+    first_attempt: int = 0
     warm_start: int = 0
 
     @property
@@ -161,6 +166,7 @@ def _value(name: str, text: str) -> Any:
 _OF_THE_SCRIPT = ("host_suffix", "interface", "step_launcher", "node_index")
 _INTEGERS = (
     "attempt",
+    "first_attempt",
     "nnodes",
     "min_nodes",
     "port",

@@ -32,6 +32,7 @@ from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import Started
+from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
@@ -179,6 +180,8 @@ def attempt_env(
         notice_signal=spec.notice_signal,
         fabric=spec.fabric,
         resume_args=spec.resume_args,
+        resume_if=spec.resume_if,
+        first_attempt=first_attempt(patiently(run.events)),
         warm_start=int(spec.warm_start),
     )
 

@@ -114,11 +114,11 @@ class Run(ModelSetup):
         HpcDdpError
             the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
-            called twice; another seed or training set than the checkpoint's; an object without
-            state_dict; a wrong option; or an optimizer of weights that nothing averages
+            called twice; another seed or training set than the checkpoint's; a wrong object,
+            option, or optimizer
         """
         check_tracked(objects, per_rank, added)
-        self._check_copies(objects.values())
+        self._check_optimizers(objects.values())
         data = {} if self._loader is None else self._loader.facts
         objects = {**objects, "_precision": self._precision}
         self._manager.track(objects, data, per_rank, added)

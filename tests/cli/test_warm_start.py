@@ -15,7 +15,7 @@ from hpc_ddp.core.journal.recorded_imports import recorded_imports
 
 OF_A_RUN = (
     *("HPC_DDP_AGENT_PID", "HPC_DDP_PARENT", "HPC_DDP_PORT", "HPC_DDP_WARM_START"),
-    *("MASTER_PORT", "TORCHELASTIC_ERROR_FILE"),
+    *("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "COMET_EXPERIMENT_KEY"),
 )
 
 

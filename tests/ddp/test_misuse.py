@@ -30,6 +30,7 @@ GLOO = (1, REFUSED.format("gloo", "it sends no tensors of sim")) if DEVICE == "s
         ("number", "best is a builtins.float; accepted by run.track: objects with state_dict"),
         ("per rank", "per_rank is ('loader',); accepted: a tuple of names of tracked objects"),
         ("per rank word", "per_rank is 'model'; accepted: a tuple of names"),
+        ("no model", "run.track names an optimizer, and not the model that it trains"),
         ("no track", "run.track was not called"),
         ("no scalar", "run.step was given loss, a Tensor that is no number"),
         ("late word", "run.step was given note, a str that is no number"),

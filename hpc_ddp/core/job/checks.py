@@ -102,6 +102,11 @@ def check(spec: JobSpec) -> None:
             f"resume-args is {spec.resume_args!r}: {error}; accepted: words, quoted as in a shell",
             hint="--resume-args '--init_from=resume'",
         ) from None
+    if spec.resume_if and not spec.resume_args:
+        raise UsageError(
+            f"resume-if {spec.resume_if!r} has no resume-args beside it; accepted: both",
+            hint="--resume-args '--init_from=resume' --resume-if out/ckpt.pt",
+        )
     _check_sbatch(spec)
     _check_env(spec)
     _check_container(spec)
@@ -271,7 +276,7 @@ def _check_texts(spec: JobSpec) -> None:
                 hint=f"leave out line breaks and control characters in --{key}",
             )
     swept = [value for values in spec.sweep.values() for value in values]
-    lines = (spec.resume_args, *spec.setup, *spec.teardown)
+    lines = (spec.resume_args, spec.resume_if, *spec.setup, *spec.teardown)
     texts = (spec.script, spec.chdir, *spec.args, *lines, *spec.env.values(), *swept)
     for text in texts:
         if "\0" in text or not _is_unicode(text):

@@ -215,6 +215,12 @@ class JobSpec:
         group=CONTINUATION,
         metavar="ARGS",
     )
+    resume_if: str = option(
+        "",
+        "With --resume-args: they are left out unless this file exists, which may be a pattern.",
+        group=CONTINUATION,
+        metavar="PATH",
+    )
     max_requeues: int | None = option(
         None, "Bound on requeues (default: none).", group=CONTINUATION, least=0
     )

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from hpc_ddp.core.file_io import read_word
 from hpc_ddp.core.job.task_folder import trial_of
-from hpc_ddp.core.journal.events import Fresh
-from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 
 # Names of the variables that were set here, and not by the user; a user's ``off`` has none set.
@@ -56,8 +55,8 @@ def tracker_env(run: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
 def _beginning(run: RunFolder) -> str:
     """Return what tells the trackers' runs of one run apart: the attempt that began anew, as
     ``-3``; '' without one. Raise OSError where the journal can't be read."""
-    fresh = last_event(run.events(), Fresh)
-    return f"-{fresh.first_attempt}" if fresh and fresh.first_attempt else ""
+    number = first_attempt(run.events())
+    return f"-{number}" if number else ""
 
 
 def _id(text: str) -> str:

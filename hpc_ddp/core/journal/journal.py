@@ -27,6 +27,7 @@ from hpc_ddp.core.journal.enums import Cause
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
     Finished,
+    Fresh,
     JournalEvent,
     MetricsLine,
     Started,
@@ -212,6 +213,12 @@ def is_finished(events: Sequence[JournalEvent]) -> bool:
 def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:
     """Return the last of the events that is of one of these kinds, or None."""
     return next((event for event in reversed(events) if isinstance(event, kinds)), None)
+
+
+def first_attempt(events: Sequence[JournalEvent]) -> int:
+    """Return the attempt that began the run anew (``--fresh``), 0 without one."""
+    fresh = last_event(events, Fresh)
+    return fresh.first_attempt if fresh else 0
 
 
 def last_step(events: Sequence[JournalEvent]) -> int | None:

@@ -6,6 +6,7 @@ A script may import more than its text shows: a library loads a model's code whe
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -14,16 +15,22 @@ from hpc_ddp.core.file_io import read_json, write_json
 
 FILE = "imports.json"  # in the folder of the journal
 INSTALLED = {"site-packages", "dist-packages"}
+# Variables of torch, which is imported before, and of what it uses.
+READ_BY_TORCH = ("TORCH", "NCCL_", "GLOO_", "CUBLAS_", "CUDA_", "HPC_DDP_", "KINETO_")
 
 
 def record_imports(folder: Path) -> None:
     """Write the names of the installed modules that this worker has imported and its fork server
     had not, in their order, to the journal's `folder`; nothing in a process without such a server,
-    after the first time, or if the disk fails."""
-    path = folder / FILE
-    if process.imports_ahead is None or path.exists():
+    after the first time, if the disk fails, or if the worker has changed a variable on which these
+    imports may depend."""
+    path, ahead = folder / FILE, process.imports_ahead
+    if ahead is None or path.exists():
         return
-    names = [name for name in sys.modules if name not in process.imports_ahead.modules]
+    changed = {name for name, text in ahead.environ.items() ^ os.environ.items()}
+    if not all(name.startswith(READ_BY_TORCH) for name in changed):
+        return
+    names = [name for name in sys.modules if name not in ahead.modules]
     with contextlib.suppress(OSError):
         write_json(path, {"modules": [name for name in names if _is_installed(name)]})
 

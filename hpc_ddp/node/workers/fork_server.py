@@ -20,6 +20,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from hpc_ddp.core.journal.recorded_imports import drop_recorded_imports, recorde
 from hpc_ddp.core.process import ImportsAhead
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.workers.forked_script import ForkedScript
-from hpc_ddp.node.workers.preload import import_ahead
+from hpc_ddp.node.workers.preload import forget_rank, import_ahead
 from hpc_ddp.node.workers.script_imports import (
     UnfitError,
     hidden_by,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
+ANSWER_S = 300.0  # an import may wait for what it does not get here, such as another worker
 UNFIT = 3  # the exit code of a process whose imports a fork would not survive
 # What an optimizer and DDP import when they are first used.
 ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel")
@@ -109,6 +111,9 @@ class ForkServer:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
             self.connection.send((list(command), environ))
+            if not self.connection.poll(ANSWER_S):
+                self.connection.close()  # which ends the server, when it looks
+                raise EOFError(f"no answer within {ANSWER_S:.0f} s")
             answer: int | str = self.connection.recv()
         except (EOFError, OSError) as error:
             answer = f"the fork server has ended: {error!r}"
@@ -125,10 +130,15 @@ class ForkServer:
 def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
     """Start the fork server for a `script` with its arguments; torch is imported already.
 
-    Return the agent's end of it; None where nothing can be forked, on other systems than Linux. It
-    returns once more in each worker, with the script that the process is to run.
+    Return the agent's end of it; None where nothing can be forked: on other systems than Linux, and
+    with threads, which a site's ``sitecustomize`` may start, and a fork has not. It returns once
+    more in each worker, with the script that the process is to run.
     """
     if sys.platform != "linux":
+        return None
+    if threading.active_count() > 1:
+        name = threading.enumerate()[-1].name
+        say(f"workers are started by exec: torchrun's agent has threads, such as {name}")
         return None
     connection, servers = Pipe()
     agent = os.getpid()
@@ -164,6 +174,7 @@ class _Server:
         for number in SIGNALS:  # a preempting Slurm may signal each process of the step
             signal.signal(number, signal.SIG_IGN)
         sys.argv[:] = self.script  # some packages look at it
+        forget_rank()
         set_compile_cache()  # torch would set another at its import
         self.output = os.memfd_create("imports")
         try:
@@ -171,7 +182,7 @@ class _Server:
         except UnfitError as error:
             self.refusal = str(error)
         if began := process.began_at(self.agent):
-            process.imports_ahead = ImportsAhead(began, time.time(), frozenset(sys.modules))
+            process.imports_ahead = ImportsAhead(began, time.time(), frozenset(sys.modules), {})
         gc.collect()
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
         atexit.register(gc.unfreeze)  # the last one of a worker is to see all
@@ -309,6 +320,8 @@ class _Server:
         os.environ.clear()
         os.environ.update(environ)
         words = prepare(command[len(started_by(sys.executable, [])) - 2 :])
+        if process.imports_ahead:
+            process.imports_ahead = process.imports_ahead._replace(environ=dict(os.environ))
         os.write(2, os.pread(self.output, os.fstat(self.output).st_size, 0))
         os.close(self.output)
         return ForkedScript.of(words)

@@ -17,11 +17,14 @@ from typing import Any
 
 from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.node.workers.script_imports import UnfitError
+from hpc_ddp.node.workers.worker import OF_AN_MPI_TASK
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
 RANK_NAMES = re.compile(
-    rf"{OF_A_RANK}|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS)|PMI\w*_RANK|OMPI_COMM_WORLD_\w+"
+    rf"{OF_A_RANK}|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|(STEP_)?(NUM_TASKS|TASKS_PER_NODE))"
+    r"|SLURM_NTASKS_PER_NODE|PMI\w*_RANK|OMPI_COMM_WORLD_\w+"
 )
+OF_ENVIRON = ("os", "collections.abc", "_collections_abc")  # modules whose code os.environ is
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
 
 
@@ -33,7 +36,7 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
     worker would not have from its own import.
     """
     before = _state(are_known)
-    with _captured(output), _without_driver(), _rank_unread():
+    with _captured(output), _without_driver(), _rank_unread(are_known):
         for name in names:
             _import_if_there(name)
     for title, value in _state(are_known).items():
@@ -113,29 +116,57 @@ def _generators() -> list[str]:
     return [*states, repr(instances)]
 
 
+def forget_rank() -> None:
+    """Remove from this process's environment the ranks that Slurm and MPI gave to the one task of
+    the node: an import would take them for the worker's."""
+    for name in list(os.environ):
+        if RANK_NAMES.fullmatch(name) or name.startswith(OF_AN_MPI_TASK):
+            del os.environ[name]
+
+
+class _RankReadError(BaseException):
+    """An import asks for the rank; no package is to catch it, and wait for its peers, say."""
+
+
 @contextlib.contextmanager
-def _rank_unread() -> Iterator[None]:
+def _rank_unread(are_known: bool) -> Iterator[None]:
     """Raise UnfitError at the end if something has asked the environment for a worker's rank, which
-    is not there yet."""
+    is not there yet, or, unless the imports are known, has read all variables. The import ends
+    there."""
     names: list[str] = []
     kind: Any = type(os.environ)
-    read = kind.__getitem__
+    read, walk = kind.__getitem__, kind.__iter__
 
     def note(self: Any, name: str) -> str:
         try:
             return str(read(self, name))
-        except KeyError:  # a read of all variables is none of the rank
+        except KeyError:
             if RANK_NAMES.fullmatch(name):
                 names.append(name)
+                raise _RankReadError from None
             raise
 
-    kind.__getitem__ = note
+    def note_all(self: Any) -> Iterator[str]:
+        if not are_known and not _is_called_by_python():
+            names.append("all variables")
+            raise _RankReadError
+        return walk(self)  # type: ignore[no-any-return]
+
+    kind.__getitem__, kind.__iter__ = note, note_all
     try:
         yield
     finally:
-        kind.__getitem__ = read
-    if names:
-        raise UnfitError(f"an import has read {names[0]}")
+        kind.__getitem__, kind.__iter__ = read, walk
+        if names:
+            raise UnfitError(f"an import has read {names[0]}")
+
+
+def _is_called_by_python() -> bool:
+    """Return whether a module of Python itself iterates over the environment, as for a child."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__") in OF_ENVIRON:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
 
 
 @contextlib.contextmanager

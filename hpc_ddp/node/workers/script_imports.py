@@ -14,9 +14,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from hpc_ddp.core.attempt_env import OF_A_RANK
 
@@ -33,6 +34,7 @@ SETTINGS = (
     *("set_default_dtype", "set_default_device", "set_default_tensor_type"),
     *("chdir", "setlocale", "filterwarnings", "simplefilter", "basicConfig"),
 )
+SET_NOTHING = ("torch", "torchvision", "numpy")  # packages whose functions set no variable
 CHANGES_OF_PATH = ("insert", "remove", "pop", "clear", "sort", "reverse")
 INSTALLED = {"site-packages", "dist-packages"}
 
@@ -41,11 +43,21 @@ class UnfitError(Exception):
     """The script has to be started by exec; the text is the reason."""
 
 
+class _Import(NamedTuple):
+    """An import of ``name``, or of ``parts`` from it, relative by ``level``; `is_late` if a call
+    comes before it that may change what it depends on."""
+
+    name: str
+    parts: tuple[str, ...]
+    level: int
+    is_late: bool
+
+
 @dataclass
 class _Reading:
     """One file: the modules that it imports at its top level, and the changes that may matter."""
 
-    imports: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
+    imports: list[_Import] = field(default_factory=list)
     last_import: int = 0  # line of the last import, at any level
     changes: list[tuple[int, str]] = field(default_factory=list)  # line, and what is changed there
     settings: list[tuple[int, str]] = field(default_factory=list)  # the same, harmless if late
@@ -59,16 +71,17 @@ def imports_of(script: Path, folders: Sequence[Path], *, all_early: bool = False
     Raise UnfitError where one of the files can't be read, or changes what an import may depend on.
     """
     names: dict[str, None] = {}
-    waiting, done = [script], {script}
+    waiting, done = [(script, False)], {script}
     while waiting:
-        path = waiting.pop(0)
+        path, is_late_file = waiting.pop(0)
         reading = _read(path)
         # The top level of a module runs at an import, its functions whenever they are called.
         last = reading.last_import if path == script and not all_early else math.inf
         early = [(line, change) for line, change in reading.settings if line < last]
         for line, change in (*reading.changes, *early):
             raise UnfitError(f"{path.name}, line {line}, changes {change}")
-        for name, parts, level in reading.imports:
+        for name, parts, level, is_late_import in reading.imports:
+            is_late = is_late_file or is_late_import
             package = _package(path, level)
             is_ours = name.partition(".")[0] == OURS
             base = [package] if package else folders[:1] if is_ours else folders
@@ -78,8 +91,8 @@ def imports_of(script: Path, folders: Sequence[Path], *, all_early: bool = False
             for file in files:
                 if file not in done and len(done) < MOST_FILES:
                     done.add(file)
-                    waiting.append(file)
-            if not files and not level and (is_ours or is_installed(name)):
+                    waiting.append((file, is_late))
+            if not (files or level or is_late) and (is_ours or is_installed(name)):
                 names[name] = None
                 names |= dict.fromkeys(f"{name}.{part}" for part in parts if part != "*")
     return list(names)
@@ -124,12 +137,20 @@ def _read(path: Path) -> _Reading:
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
     reading = _Reading()
+    modules: dict[str, str] = {}  # of the names that imports have bound
+    is_late = False
     for node in _at_top_level(tree.body):
         if isinstance(node, ast.Import):
-            reading.imports += [(alias.name, (), 0) for alias in node.names]
+            modules |= {
+                alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names
+            }
+            reading.imports += [_Import(alias.name, (), 0, is_late) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parts = tuple(alias.name for alias in node.names)
-            reading.imports.append((node.module or "", parts, node.level))
+            modules |= {alias.asname or alias.name: node.module or "" for alias in node.names}
+            reading.imports.append(_Import(node.module or "", parts, node.level, is_late))
+        elif isinstance(node, (ast.Expr, ast.Assign)):
+            is_late = is_late or any(_may_change(call, modules) for call in ast.walk(node))
     for statement in ast.walk(tree):
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             reading.last_import = max(reading.last_import, statement.lineno)
@@ -181,6 +202,18 @@ def _change(node: ast.AST) -> str:
     if _is(function.value, "environ") and name in ("update", "clear", "popitem"):
         return "its environment"
     return "sys.path" if _is(function.value, "path", "sys") and name in CHANGES_OF_PATH else ""
+
+
+def _may_change(node: ast.AST, modules: Mapping[str, str]) -> bool:
+    """Return whether a node is a call into an installed package, whose text is not read: it may set
+    variables. `modules` has those of names that are bound."""
+    if not isinstance(node, ast.Call):
+        return False
+    owner: ast.AST = node.func
+    while isinstance(owner, (ast.Attribute, ast.Call)):
+        owner = owner.value if isinstance(owner, ast.Attribute) else owner.func
+    module = modules.get(getattr(owner, "id", ""), "").partition(".")[0]
+    return module not in ("", OURS, *SET_NOTHING) and is_installed(module)
 
 
 def _called(node: ast.Call) -> str:

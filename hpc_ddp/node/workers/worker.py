@@ -168,14 +168,17 @@ def set_compile_cache() -> None:
 
 def resume_args() -> list[str]:
     """Return the further arguments of a script that is not started for the first time, by this
-    attempt or within it."""
-    counts = ("HPC_DDP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
-    words = os.environ.get("HPC_DDP_RESUME_ARGS")
-    if not words or not any(int(os.environ.get(name) or 0) for name in counts):
+    attempt or within it; [] where the file is missing that it would begin with: an earlier attempt
+    may have ended before it was written."""
+    numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
+    attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)
+    words, path = (os.environ.get(f"HPC_DDP_RESUME_{name}") for name in ("ARGS", "IF"))
+    if not words or (attempt <= first_attempt and not restarts):
         return []
+    import glob
     import shlex
 
-    return shlex.split(words)
+    return shlex.split(words) if not path or glob.glob(path) else []
 
 
 def tracker_answer() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -293,6 +293,32 @@ class ModelSetup(Worker):
         share_buffers(plain, self.device, group)
         with self.untimed(), in_eval_mode(plain):
             yield plain if isinstance(model, torch.nn.Module) else model
+
+    def _check_optimizers(self, objects: Collection[Any]) -> None:
+        """Refuse tracked `objects` as `_check_models` and `_check_copies` do."""
+        self._check_models(objects)
+        self._check_copies(objects)
+
+    def _check_models(self, objects: Iterable[Any]) -> None:
+        """Refuse tracked `objects` with an optimizer, but without the wrapped model it trains:
+        checkpoints would lack the weights.
+
+        Raises
+        ------
+        UsageError
+            an optimizer has a parameter of such a model
+        """
+        tracked = [unwrap(thing) for thing in objects]
+        models = [model for model in tracked if isinstance(model, torch.nn.Module)]
+        stored = {id(weight) for model in models for weight in model.parameters()}
+        wrapped = {id(weight) for model in self._wrapped for weight in model.parameters()} - stored
+        for optimizer in (thing for thing in tracked if isinstance(thing, torch.optim.Optimizer)):
+            if any(id(w) in wrapped for group in optimizer.param_groups for w in group["params"]):
+                raise UsageError(
+                    "run.track names an optimizer, and not the model that it trains, whose weights"
+                    " no checkpoint would have",
+                    hint="run.track(model=model, optimizer=optimizer)",
+                )
 
     def _check_copies(self, objects: Iterable[Any]) -> None:
         """Refuse to train copies of a model whose gradients nothing averages.

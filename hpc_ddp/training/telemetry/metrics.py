@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.journal.events import FirstStep, Fresh, JournalEvent, MetricsLine
-from hpc_ddp.core.journal.journal import Journal, last_event
+from hpc_ddp.core.journal.events import FirstStep, JournalEvent, MetricsLine
+from hpc_ddp.core.journal.journal import Journal, first_attempt
 from hpc_ddp.core.journal.recorded_imports import record_imports
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import Transfer, plain
@@ -121,8 +121,7 @@ def once_for_each_step(
     """Return a listener that calls `hook` with the step and the other fields of each line, but for
     steps up to the last one of `history`, the journal so far. What came before a ``--fresh`` does
     not count."""
-    fresh = last_event(history, Fresh)
-    first = fresh.first_attempt if fresh else 0
+    first = first_attempt(history)
     lines = (event for event in history if isinstance(event, MetricsLine))
     last_step = max((line.step for line in lines if line.attempt >= first), default=-1)
 

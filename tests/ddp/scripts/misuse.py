@@ -47,6 +47,8 @@ if case == "late loader":
 batches = run.loader(data, **{"batch_size": 8, **options})
 if case == "number":
     run.track(model=model, optimizer=optimizer, best=0.5)
+if case == "no model":
+    run.track(optimizer=optimizer)
 PER_RANK: dict[str, Any] = {"per rank": ("loader",), "per rank word": "model"}
 if case != "no track":
     run.track(model=model, optimizer=optimizer, per_rank=PER_RANK.get(case, ()))

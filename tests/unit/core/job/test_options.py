@@ -47,6 +47,7 @@ def test_json_of_a_newer_version_is_read() -> None:
         ({"gpus_per_node": "a100"}, "'a100'", "type:number"),
         ({"time": "soon"}, "'soon'", "h:mm:ss"),
         ({"time": "0"}, "'0'", "positive"),
+        ({"resume_if": "last.pt"}, "no resume-args beside it", "both"),
         ({"backend": "slrum"}, "'slrum'", "did you mean 'slurm'?"),
         ({"continue_by": "magic"}, "'magic'", "requeue, resubmit"),
         ({"launcher": "mpirun"}, "'mpirun'", "torchrun, srun"),

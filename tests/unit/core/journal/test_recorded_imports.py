@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,10 +24,16 @@ def test_what_the_fork_server_had_not_is_recorded_once(
     record_imports(tmp_path)  # of a worker that is no fork
     assert list(tmp_path.iterdir()) == []
     ahead = frozenset(sys.modules) - {"pytest", "json", "hpc_ddp.core.process"}
-    monkeypatch.setattr(process, "imports_ahead", ImportsAhead(1.0, 2.0, ahead))
+    monkeypatch.setattr(process, "imports_ahead", ImportsAhead(1.0, 2.0, ahead, {}))
+    record_imports(tmp_path)  # since then the environment has changed
+    assert list(tmp_path.iterdir()) == []
+    begun = {**os.environ, "TORCH_A": "1"}
+    monkeypatch.setattr(process, "imports_ahead", ImportsAhead(1.0, 2.0, ahead, begun))
     record_imports(tmp_path)
     assert recorded_imports(tmp_path) == ["pytest"]  # the others are no installed packages
-    monkeypatch.setattr(process, "imports_ahead", ImportsAhead(1.0, 2.0, frozenset()))
+    monkeypatch.setattr(
+        process, "imports_ahead", ImportsAhead(1.0, 2.0, frozenset(), dict(os.environ))
+    )
     record_imports(tmp_path)
     assert recorded_imports(tmp_path) == ["pytest"]
     drop_recorded_imports(tmp_path)
@@ -41,6 +48,8 @@ def test_a_damaged_record_has_no_imports(tmp_path: Path, text: str) -> None:
 
 
 def test_a_disk_in_trouble_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process, "imports_ahead", ImportsAhead(1.0, 2.0, frozenset()))
+    monkeypatch.setattr(
+        process, "imports_ahead", ImportsAhead(1.0, 2.0, frozenset(), dict(os.environ))
+    )
     record_imports(tmp_path / "none")
     drop_recorded_imports(tmp_path / "none")

@@ -46,6 +46,8 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
         "HPC_DDP_WARN_S": "90",
         "HPC_DDP_CPUS": "1",
         "HPC_DDP_RESUME_ARGS": "",
+        "HPC_DDP_RESUME_IF": "",
+        "HPC_DDP_FIRST_ATTEMPT": "0",
         "HPC_DDP_WARM_START": "1",
         **tracker_env(run, {}),
     }

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.journal.recorded_imports import FILE
-from hpc_ddp.node.workers import device_check
+from hpc_ddp.node.workers import device_check, fork_server
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
 from hpc_ddp.node.workers.worker import started_by
@@ -135,3 +136,24 @@ def test_recorded_imports_are_made_where_no_setting_comes_first(
     server = _server(HPC_DDP_RUN=str(tmp_path))
     server.script = [str(tmp_path / "train.py")]
     assert server._recorded([tmp_path]) == names
+
+
+def test_a_server_without_an_answer_is_left(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.01)
+    connection, _servers = Pipe()
+    server = ForkServer(connection)
+    assert server.fork(COMMAND, {}) is None
+    assert server.fork(COMMAND, {}) is None  # an answer that comes late is for nobody
+    assert "no answer within" in capfd.readouterr().err
+
+
+def test_an_agent_with_threads_is_not_forked(capfd: pytest.CaptureFixture[str]) -> None:
+    event = threading.Event()
+    thread = threading.Thread(target=event.wait, name="a site's")
+    thread.start()
+    assert fork_server.start(["train.py"]) is None
+    event.set()
+    thread.join()
+    assert "torchrun's agent has threads, such as a site's\n" in capfd.readouterr().err

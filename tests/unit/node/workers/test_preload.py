@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.node.workers.preload import forget_rank
+
 REPO = Path(__file__).parents[4]
 # Imports what the arguments name in a process of its own, and prints the refusal.
 PROGRAM = """
@@ -45,6 +47,13 @@ def _import(folder: Path, text: str, *names: str) -> list[str]:
         ("import logging\nlogging.basicConfig()", "the root logger"),
         ("os.environ.get('LOCAL_RANK')", "an import has read LOCAL_RANK"),
         ("'RANK' in os.environ", "an import has read RANK"),
+        # Of the node's one task, as the server has forgotten it.
+        ("os.environ.get('SLURM_PROCID')", "an import has read SLURM_PROCID"),
+        # It would wait for its peers.
+        ("try:\n os.environ['LOCAL_RANK']\nexcept Exception:\n threading.Event().wait()",
+         "an import has read LOCAL_RANK"),
+        ("dict(os.environ)", "an import has read all variables"),
+        ("[name for name in os.environ]", "an import has read all variables"),
         ("file = open('/dev/null')", "the open files"),
         ("import random\nrandom.seed(7)", "the generators of random numbers"),
         ("import random\ndice = random.Random()", "the generators of random numbers"),
@@ -64,7 +73,7 @@ def test_an_import_that_must_be_the_workers_own_is_refused(
 @pytest.mark.parametrize(
     "text",
     [
-        "os.environ.get('HOME'), dict(os.environ), os.environ.copy()",
+        "import subprocess\nos.environ.get('HOME'), subprocess.run(['true'])",
         "t = threading.Thread(target=time.sleep, args=(0,))\nt.start()\nt.join()",
     ],
 )
@@ -75,3 +84,11 @@ def test_an_import_without_a_trace_is_taken(tmp_path: Path, text: str) -> None:
 
 def test_a_name_that_is_no_module_is_passed_over(tmp_path: Path) -> None:
     assert _import(tmp_path, "a = 1", "package", "package.a", "none") == [""]
+
+
+def test_the_rank_of_the_nodes_one_task_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("SLURM_PROCID", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "PMI_RANK", "RANK")
+    for name in (*names, "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "0")
+    forget_rank()
+    assert [name for name in (*names, "SLURM_JOB_ID") if name in os.environ] == ["SLURM_JOB_ID"]

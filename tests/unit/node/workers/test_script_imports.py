@@ -189,3 +189,16 @@ def test_some_modules_are_never_imported_ahead() -> None:
     assert not is_installed("mpi4py")
     assert not is_installed("json")
     assert not is_installed("no_such_module")
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["click.setup()", "home = click.paths.home(1).text", "from jinja2 import setup\nsetup()"],
+)
+def test_a_call_into_a_package_makes_later_imports_the_workers_own(
+    tmp_path: Path, call: str
+) -> None:
+    """Its text is not read: it may set a variable that they read."""
+    text = f"import click, torch, json\ntorch.manual_seed(1)\njson.dumps(1)\n{call}\n"
+    names = _script(tmp_path, f"{text}import submitit\nimport data\n", data="import hypothesis\n")
+    assert sorted(set(names) - {"jinja2", "jinja2.setup"}) == ["click", "torch"]

@@ -70,6 +70,10 @@ def test_a_worker_has_a_log_and_slurms_variables_of_its_own(
         ({"HPC_DDP_ATTEMPT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
         ({"HPC_DDP_ATTEMPT": "0", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
         ({"HPC_DDP_ATTEMPT": "2"}, True),
+        ({"HPC_DDP_ATTEMPT": "2", "HPC_DDP_FIRST_ATTEMPT": "2"}, False),
+        ({"HPC_DDP_ATTEMPT": "3", "HPC_DDP_FIRST_ATTEMPT": "2"}, True),
+        ({"HPC_DDP_ATTEMPT": "2", "HPC_DDP_RESUME_IF": "/no/ckpt.pt"}, False),
+        ({"HPC_DDP_ATTEMPT": "2", "HPC_DDP_RESUME_IF": "/*/null"}, True),
     ],
 )
 def test_a_script_has_further_arguments_from_its_second_start_on(
