@@ -21,13 +21,10 @@ NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ImportsAhead(NamedTuple):
-    """The imports that a fork server has made for its workers; times in unix seconds. `environ` is
-    the environment in which the worker's script begins."""
+    """The imports that a fork server has made for its workers, in unix seconds."""
 
     began: float
     ended: float
-    modules: frozenset[str]
-    environ: dict[str, str]
 
 
 imports_ahead: ImportsAhead | None = None  # None in a process that is no fork of such a server

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_dry_run import REPO, SCRIPTS, DryRun
-
-from hpc_ddp.core.journal.recorded_imports import recorded_imports
+from test_dry_run import SCRIPTS, DryRun
 
 OF_A_RUN = (
     *("HPC_DDP_AGENT_PID", "HPC_DDP_PARENT", "HPC_DDP_PORT", "HPC_DDP_WARM_START"),
@@ -78,32 +76,3 @@ def test_a_forked_worker_sees_what_a_started_one_sees(tmp_path: Path) -> None:
     assert logs[0] == logs[1]
     assert "a child has __mp_main__ surroundings.py" in logs[0]
     assert logs[0].endswith("ValueError: the end\n")
-
-
-def test_a_later_attempt_imports_ahead_what_the_first_one_imported(tmp_path: Path) -> None:
-    job = DryRun(tmp_path / "runs", str(SCRIPTS / "lazy.py"), "sortedcontainers")
-    assert job.end() == 0, job.printed()
-    logs = [log.read_text() for log in sorted(job.run.logs.glob("attempt-*/*/rank-0.log"))]
-    assert [log.partition("\n")[0] for log in logs] == [
-        "imported ahead: False",
-        "imported ahead: True",
-    ]
-
-
-def test_a_recorded_import_that_no_fork_survives_is_left_out(tmp_path: Path) -> None:
-    """A package that starts a thread, and is installed for this test alone."""
-    packages = tmp_path / "site-packages"
-    packages.mkdir()
-    thread = (
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
-    )
-    (packages / "starts_a_thread.py").write_text(thread)
-    words = (str(SCRIPTS / "lazy.py"), "starts_a_thread")
-    job = DryRun(tmp_path / "runs", *words, PYTHONPATH=f"{packages}:{REPO}")
-    assert job.end() == 0, job.printed()
-    logs = [log.read_text() for log in sorted(job.run.logs.glob("attempt-*/*/rank-0.log"))]
-    assert [log.partition("\n")[0] for log in logs] == ["imported ahead: False"] * 2
-    assert recorded_imports(job.run.journal_folder) == []
-    text = (job.run.attempt(1).path / "local-0" / "agent.log").read_text()
-    assert "an import has started 1 threads" in text
-    assert "by exec" not in text

@@ -32,17 +32,10 @@ from typing import TYPE_CHECKING
 from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.journal.recorded_imports import drop_recorded_imports, recorded_imports
 from hpc_ddp.core.process import ImportsAhead
-from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import forget_rank, import_ahead
-from hpc_ddp.node.workers.script_imports import (
-    UnfitError,
-    hidden_by,
-    imports_of,
-    is_installed,
-)
+from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
@@ -182,7 +175,7 @@ class _Server:
         except UnfitError as error:
             self.refusal = str(error)
         if began := process.began_at(self.agent):
-            process.imports_ahead = ImportsAhead(began, time.time(), frozenset(sys.modules), {})
+            process.imports_ahead = ImportsAhead(began, time.time())
         gc.collect()
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
         atexit.register(gc.unfreeze)  # the last one of a worker is to see all
@@ -214,26 +207,8 @@ class _Server:
         from hpc_ddp.node.workers.device_check import Trial
 
         trial = Trial()
-        if (recorded := self._recorded(folders)) and self._import_in_child(
-            [*packages, *recorded], folders, trial
-        ):
-            return
-        if recorded:
-            drop_recorded_imports(self._journal_folder)
         if not (packages and self._import_in_child(packages, folders, trial)):
             self.refusal = trial.failure()
-
-    @property
-    def _journal_folder(self) -> Path:
-        return RunFolder(Path(self.environ.get("HPC_DDP_RUN", ""))).journal_folder
-
-    def _recorded(self, folders: Sequence[Path]) -> list[str]:
-        """Return the names of the installed modules that an earlier attempt had imported by its
-        first step; [] where the script changes a setting before some of them."""
-        with contextlib.suppress(UnfitError):
-            imports_of(Path(self.script[0]), folders, all_early=True)
-            return [name for name in recorded_imports(self._journal_folder) if is_installed(name)]
-        return []
 
     def _import_in_child(self, names: Sequence[str], folders: Sequence[Path], trial: Trial) -> bool:
         """Let a child import modules, and serve in place of this process; return True in the child,
@@ -320,8 +295,6 @@ class _Server:
         os.environ.clear()
         os.environ.update(environ)
         words = prepare(command[len(started_by(sys.executable, [])) - 2 :])
-        if process.imports_ahead:
-            process.imports_ahead = process.imports_ahead._replace(environ=dict(os.environ))
         os.write(2, os.pread(self.output, os.fstat(self.output).st_size, 0))
         os.close(self.output)
         return ForkedScript.of(words)

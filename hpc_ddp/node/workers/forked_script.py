@@ -68,7 +68,8 @@ class ForkedScript:
 def search_path(script: str) -> list[str]:
     """Return ``sys.path`` as the interpreter would make it for a script: its folder, PYTHONPATH,
     and the rest, which this process has after the folder of node.py."""
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder]
+    variable = os.environ.get("PYTHONPATH")
+    folders = variable.split(":") if variable else []  # an empty one is the working directory
     first = [str(Path(script).resolve().parent), *map(os.path.abspath, folders)]
     return [first[0], *dict.fromkeys([*first[1:], *sys.path[1:]])]
 

@@ -33,8 +33,26 @@ OURS = "hpc_ddp"  # in the run's library, which comes before the snapshot of the
 SETTINGS = (
     *("set_default_dtype", "set_default_device", "set_default_tensor_type"),
     *("chdir", "setlocale", "filterwarnings", "simplefilter", "basicConfig"),
+    *("dictConfig", "fileConfig", "setLoggerClass", "seterr"),
 )
-SET_NOTHING = ("torch", "torchvision", "numpy")  # packages whose functions set no variable
+SET_NOTHING = ("torch", "torchvision", "numpy", OURS)  # their functions change no later import
+WITH_TORCH = {"torch", OURS}
+# Of Python: what may change an import, or run any text.
+ACTING = (
+    "sys",
+    "importlib",
+    "unittest",
+    "site",
+    "ctypes",
+    "runpy",
+    "setattr",
+    "exec",
+    "eval",
+    "__import__",
+)
+HARMLESS = {"os"}  # what it changes is seen by `_change`
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 CHANGES_OF_PATH = ("insert", "remove", "pop", "clear", "sort", "reverse")
 INSTALLED = {"site-packages", "dist-packages"}
 
@@ -44,58 +62,87 @@ class UnfitError(Exception):
 
 
 class _Import(NamedTuple):
-    """An import of ``name``, or of ``parts`` from it, relative by ``level``; `is_late` if a call
-    comes before it that may change what it depends on."""
+    """An import of `name`, or of `parts` from it, relative by `level`. It is certain unless it is
+    below an ``if``, say."""
 
     name: str
     parts: tuple[str, ...]
     level: int
-    is_late: bool
+    is_certain: bool
 
 
 @dataclass
 class _Reading:
-    """One file: the modules that it imports at its top level, and the changes that may matter."""
+    """One file: the imports of its top level, and the changes that may matter to one.
 
-    imports: list[_Import] = field(default_factory=list)
+    `steps` are in the order in which they run; a number is the line of a statement that may change
+    anything: a call into a package whose text is not read, or of a function, or a patch.
+    """
+
+    steps: list[_Import | int] = field(default_factory=list)
     last_import: int = 0  # line of the last import, at any level
     changes: list[tuple[int, str]] = field(default_factory=list)  # line, and what is changed there
     settings: list[tuple[int, str]] = field(default_factory=list)  # the same, harmless if late
 
 
-def imports_of(script: Path, folders: Sequence[Path], *, all_early: bool = False) -> list[str]:
+def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
     """Return the names of installed modules that `script` and its own modules import at their top
-    level, in that order; `folders` are those in which its own modules are, the script's first.
+    level in any case, in that order; `folders` are those in which its own modules are, the
+    script's first. Behind a statement that may change anything there are none.
 
-    With `all_early` a setting after the last import counts, too: others are to be imported before.
-    Raise UnfitError where one of the files can't be read, or changes what an import may depend on.
+    Raise UnfitError where one of the files can't be read, or changes what an import may depend on;
+    or where such a statement comes before the import of torch.
     """
-    names: dict[str, None] = {}
-    waiting, done = [(script, False)], {script}
-    while waiting:
-        path, is_late_file = waiting.pop(0)
+    walk = _Walk(script, folders)
+    walk.enter(script, is_certain=True)
+    return list(walk.names)
+
+
+@dataclass
+class _Walk:
+    """Goes through the imports of a script in the order in which they run."""
+
+    script: Path
+    folders: Sequence[Path]
+    names: dict[str, None] = field(default_factory=dict)
+    entered: set[Path] = field(default_factory=set)
+    change: str = ""  # the place of the first statement that may change anything
+
+    def enter(self, path: Path, is_certain: bool) -> None:
+        """Take in the imports of a file, unless it has been entered or there are too many; raise
+        UnfitError as `imports_of`."""
+        if path in self.entered or len(self.entered) > MOST_FILES:
+            return
+        self.entered.add(path)
         reading = _read(path)
         # The top level of a module runs at an import, its functions whenever they are called.
-        last = reading.last_import if path == script and not all_early else math.inf
+        last = reading.last_import if path == self.script else math.inf
         early = [(line, change) for line, change in reading.settings if line < last]
         for line, change in (*reading.changes, *early):
             raise UnfitError(f"{path.name}, line {line}, changes {change}")
-        for name, parts, level, is_late_import in reading.imports:
-            is_late = is_late_file or is_late_import
-            package = _package(path, level)
-            is_ours = name.partition(".")[0] == OURS
-            base = [package] if package else folders[:1] if is_ours else folders
-            files = list(_files(name, parts, base))
-            if not (files or level or is_ours or is_installed(name)):
-                files = list(_files(name, parts, _folders_elsewhere(name)))
-            for file in files:
-                if file not in done and len(done) < MOST_FILES:
-                    done.add(file)
-                    waiting.append((file, is_late))
-            if not (files or level or is_late) and (is_ours or is_installed(name)):
-                names[name] = None
-                names |= dict.fromkeys(f"{name}.{part}" for part in parts if part != "*")
-    return list(names)
+        for step in reading.steps:
+            if isinstance(step, int):
+                self.change = self.change or f"{path.name}, line {step}"
+            else:
+                self._take(path, step, is_certain and step.is_certain)
+
+    def _take(self, path: Path, step: _Import, is_certain: bool) -> None:
+        """Take in an import of the file at `path`: that of a module of its own by that file."""
+        name, parts, level, _ = step
+        package, top = _package(path, level), name.partition(".")[0]
+        base = [package] if package else self.folders[:1] if top == OURS else self.folders
+        files = list(_files(name, parts, base))
+        if not (files or level or top == OURS or is_installed(name)):
+            files = list(_files(name, parts, _folders_elsewhere(name)))
+        for file in files:
+            self.enter(file, is_certain)
+        if files or level or not is_certain or not (top == OURS or is_installed(name)):
+            return
+        if not self.change:
+            self.names[name] = None
+            self.names |= dict.fromkeys(f"{name}.{part}" for part in parts if part != "*")
+        elif top in WITH_TORCH and not any(n.partition(".")[0] in WITH_TORCH for n in self.names):
+            raise UnfitError(f"{self.change}, comes before the import of torch")
 
 
 def is_installed(name: str) -> bool:
@@ -137,20 +184,20 @@ def _read(path: Path) -> _Reading:
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
     reading = _Reading()
-    modules: dict[str, str] = {}  # of the names that imports have bound
-    is_late = False
-    for node in _at_top_level(tree.body):
+    modules: dict[str, str] = {}  # by the names that imports have bound; '' for a function here
+    for node, is_certain in _at_top_level(tree.body):
         if isinstance(node, ast.Import):
-            modules |= {
-                alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names
-            }
-            reading.imports += [_Import(alias.name, (), 0, is_late) for alias in node.names]
+            modules |= {a.asname or a.name.split(".")[0]: a.name for a in node.names}
+            reading.steps += [_Import(a.name, (), 0, is_certain) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             parts = tuple(alias.name for alias in node.names)
-            modules |= {alias.asname or alias.name: node.module or "" for alias in node.names}
-            reading.imports.append(_Import(node.module or "", parts, node.level, is_late))
-        elif isinstance(node, (ast.Expr, ast.Assign)):
-            is_late = is_late or any(_may_change(call, modules) for call in ast.walk(node))
+            module = f"{'.' * node.level}{node.module or ''}"
+            modules |= {alias.asname or alias.name: module for alias in node.names}
+            reading.steps.append(_Import(node.module or "", parts, node.level, is_certain))
+        elif isinstance(node, DEFINITIONS):
+            modules[node.name] = ""
+        elif isinstance(node, STATEMENTS) and _may_change_anything(node, modules):
+            reading.steps.append(node.lineno)
     for statement in ast.walk(tree):
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             reading.last_import = max(reading.last_import, statement.lineno)
@@ -163,17 +210,49 @@ def _read(path: Path) -> _Reading:
     return reading
 
 
-def _at_top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run at an import, also below ``if`` and ``try``."""
+def _at_top_level(
+    body: Sequence[ast.stmt], is_certain: bool = True
+) -> Iterator[tuple[ast.stmt, bool]]:
+    """Yield the statements that run at an import, and whether they do in any case: those below
+    ``if``, in a loop or in a handler may not."""
     for node in body:
-        yield node
+        yield node, is_certain
+        if isinstance(node, DEFINITIONS):
+            continue
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from _at_top_level(node.orelse)
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            for name in ("body", "orelse", "finalbody"):
-                yield from _at_top_level(getattr(node, name, ()))
+            yield from _at_top_level(node.orelse, is_certain)
+        elif not (isinstance(node, ast.If) and "__name__" in ast.dump(node.test)):
+            is_straight = is_certain and isinstance(node, (ast.Try, ast.With))
+            for name in ("body", "finalbody"):
+                yield from _at_top_level(getattr(node, name, ()), is_straight)
+            yield from _at_top_level(getattr(node, "orelse", ()), False)
             for handler in getattr(node, "handlers", ()):
-                yield from _at_top_level(handler.body)
+                yield from _at_top_level(handler.body, False)
+
+
+def _may_change_anything(node: ast.stmt, modules: Mapping[str, str]) -> bool:
+    """Return whether a statement may change what a later import finds, in a way that no text shows:
+    it patches a module, or calls what may. `modules` has those of the names that are bound."""
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    for target in targets:
+        is_part = isinstance(target, (ast.Attribute, ast.Subscript))
+        if is_part and _root(target) in modules.keys() - HARMLESS:
+            return True
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and (root := _root(call.func)) not in HARMLESS:
+            module = modules.get(root)
+            top = (module or "").partition(".")[0]
+            is_pythons = top in sys.stdlib_module_names and top not in ACTING
+            if root in ACTING or (module is not None and not (is_pythons or top in SET_NOTHING)):
+                return True
+    return False
+
+
+def _root(node: ast.AST) -> str:
+    """Return the name that an expression such as ``a.b[0].c()`` begins with, '' without one."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return getattr(node, "id", "")
 
 
 def _change(node: ast.AST) -> str:
@@ -204,18 +283,6 @@ def _change(node: ast.AST) -> str:
     return "sys.path" if _is(function.value, "path", "sys") and name in CHANGES_OF_PATH else ""
 
 
-def _may_change(node: ast.AST, modules: Mapping[str, str]) -> bool:
-    """Return whether a node is a call into an installed package, whose text is not read: it may set
-    variables. `modules` has those of names that are bound."""
-    if not isinstance(node, ast.Call):
-        return False
-    owner: ast.AST = node.func
-    while isinstance(owner, (ast.Attribute, ast.Call)):
-        owner = owner.value if isinstance(owner, ast.Attribute) else owner.func
-    module = modules.get(getattr(owner, "id", ""), "").partition(".")[0]
-    return module not in ("", OURS, *SET_NOTHING) and is_installed(module)
-
-
 def _called(node: ast.Call) -> str:
     """Return the name of a called function, '' if it has none."""
     function = node.func
@@ -227,6 +294,10 @@ def _alias(node: ast.AST) -> str:
     ``os`` or ``sys``; '' if it does not."""
     if isinstance(node, ast.Import):
         return "sys" if any(a.name == "sys" and a.asname for a in node.names) else ""
+    if isinstance(node, ast.ImportFrom) and any(
+        a.asname and a.name in SETTINGS for a in node.names
+    ):
+        return "the name of a setting"
     if isinstance(node, ast.ImportFrom) and node.module in ("os", "sys"):
         for alias in node.names:
             if (node.module == "sys" and alias.name in ("path", "modules")) or (

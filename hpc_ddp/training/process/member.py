@@ -64,8 +64,7 @@ class Member:
         self._hook.journal = self._journal
         self._hook.position = self.position
         if self.rank == 0:
-            ahead = process.imports_ahead
-            imports = (ahead.began, ahead.ended) if ahead else (None, None)
+            imports = process.imports_ahead or (None, None)
             self._journal.write(WorkerStarted(process.began_at(), self._called, *imports))
             self._notices.watch_for_cancel(self.folder.cancelled)
             # One clock: hosts' clocks differ, and rank 0 alone knows how long a whole save takes.

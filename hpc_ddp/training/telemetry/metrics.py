@@ -9,7 +9,6 @@ from typing import Any
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import FirstStep, JournalEvent, MetricsLine
 from hpc_ddp.core.journal.journal import Journal, first_attempt
-from hpc_ddp.core.journal.recorded_imports import record_imports
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import Transfer, plain
 
@@ -67,7 +66,6 @@ class Metrics:
         """
         if self._first:
             self._journal.write(FirstStep(position.step, **self._first))
-            record_imports(self._journal.path.parent)
             self._first = {}
         self._samples += samples
         head = {"step": position.step, "total_steps": total_steps, "epoch": position.epoch}

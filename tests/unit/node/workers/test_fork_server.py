@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -11,11 +10,9 @@ import sys
 import threading
 import time
 from multiprocessing import Pipe
-from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core.journal.recorded_imports import FILE
 from hpc_ddp.node.workers import device_check, fork_server
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
@@ -116,26 +113,6 @@ def test_a_fork_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _server()._fork() == "a fork has failed"
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("import torch\n", ["pytest"]),
-        # A module that is loaded later reads the setting at its import.
-        ("import torch\ntorch.set_default_dtype(torch.float64)\n", []),
-    ],
-)
-def test_recorded_imports_are_made_where_no_setting_comes_first(
-    tmp_path: Path, text: str, names: list[str]
-) -> None:
-    (tmp_path / "train.py").write_text(text)
-    (tmp_path / "journal").mkdir()
-    record = {"modules": ["pytest", "json", "a_module_of_the_users"]}
-    (tmp_path / "journal" / FILE).write_text(json.dumps(record))
-    server = _server(HPC_DDP_RUN=str(tmp_path))
-    server.script = [str(tmp_path / "train.py")]
-    assert server._recorded([tmp_path]) == names
 
 
 def test_a_server_without_an_answer_is_left(

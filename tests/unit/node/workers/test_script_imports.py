@@ -43,7 +43,8 @@ class A:
     import hypothesis
 """
     names = ["numpy", "torch", "torch.nn", "torch.optim", "torch.utils.data"]
-    assert _script(tmp_path, text) == [*names, "click", "jinja2", "submitit"]
+    # One below an `if`, in a handler or a loop may not run.
+    assert _script(tmp_path, text) == [*names, "click", "submitit"]
 
 
 def test_modules_of_its_own_are_read_and_not_imported(tmp_path: Path) -> None:
@@ -120,7 +121,6 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
         ("os.environ['MASTER_PORT'] = '1'", ""),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", ""),
         ("os.environ.get('HF_HOME')", ""),
-        ("sys.path.append('..')", ""),
         ("path['a'] = 1", ""),
         ("os.path = 1", ""),
         ("update('a')", ""),
@@ -192,13 +192,43 @@ def test_some_modules_are_never_imported_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    "call",
-    ["click.setup()", "home = click.paths.home(1).text", "from jinja2 import setup\nsetup()"],
+    "statement",
+    [
+        "click.setup()",
+        "home = click.paths.home(1).text",
+        "net.Linear = Zero",
+        "net.defaults['a'] = 1",
+        "setattr(net, 'Linear', Zero)",
+        "sys.path.append('..')",
+        "sys.meta_path.insert(0, Watch())",
+        "mock.patch.dict(os.environ, A='1').start()",
+        "configure(os.environ)",
+        "rest: str = configure()",
+        "helpers.configure()",
+        "if True:\n    configure()",
+    ],
 )
-def test_a_call_into_a_package_makes_later_imports_the_workers_own(
-    tmp_path: Path, call: str
+def test_behind_what_may_change_anything_imports_are_the_workers_own(
+    tmp_path: Path, statement: str
 ) -> None:
-    """Its text is not read: it may set a variable that they read."""
-    text = f"import click, torch, json\ntorch.manual_seed(1)\njson.dumps(1)\n{call}\n"
-    names = _script(tmp_path, f"{text}import submitit\nimport data\n", data="import hypothesis\n")
-    assert sorted(set(names) - {"jinja2", "jinja2.setup"}) == ["click", "torch"]
+    head = (
+        "import click, json, net, helpers\nfrom unittest import mock\njson.dumps(1)\n"
+        "def configure(): ...\n"
+    )
+    files = {"data": "import hypothesis\n", "helpers": "import argparse\n", "net": ""}
+    names = _script(
+        tmp_path, f"{head}import torch\n{statement}\nimport submitit, data, torch\n", **files
+    )
+    assert names == ["click", "torch"]
+    with pytest.raises(UnfitError, match=r"train\.py, line \d, comes before the import of torch"):
+        _script(tmp_path, f"{head}{statement}\nimport torch\n", **files)
+
+
+def test_what_may_change_anything_is_seen_in_the_order_in_which_it_runs(tmp_path: Path) -> None:
+    text = "import torch\nimport first\nimport submitit\nimport second\nimport click\n"
+    files = {"first": "import hypothesis\nx = 1\n", "second": "import jinja2\njinja2.a()\n"}
+    assert _script(tmp_path, text, **files) == ["torch", "hypothesis", "submitit", "jinja2"]
+    # Of a module it does not run, and in the script it is the end.
+    guard = "if __name__ == '__main__':\n    jinja2.a()\n"
+    files = {"first": f"import jinja2\n{guard}"}
+    assert _script(tmp_path, f"import first, torch\n{guard}", **files) == ["jinja2", "torch"]

@@ -49,7 +49,6 @@ def test_a_line_of_metrics_is_left_to_the_journals_thread(
     monkeypatch.setattr(metrics_module, "EVERY_S", 0.0)
     calls: list[tuple[str, str, int]] = []
     journal: Any = SimpleNamespace(
-        path=Path("journal", "rank-0.jsonl"),
         write=lambda event: calls.append(("now", event.event, event.to_fields()["step"])),
         write_later=lambda event: calls.append(("later", event.event, event.to_fields()["step"])),
     )
