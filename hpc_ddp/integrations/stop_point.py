@@ -237,10 +237,10 @@ class StopPoint(Member):
         raise SystemExit(0)
 
     def _journal_end(self) -> None:
-        """On rank 0, as the script ends: journal that the run is done, unless a later attempt has
-        begun."""
+        """On rank 0, as the script ends: journal that the run is done, if its exit code is 0, which
+        is not known here; nothing if a later attempt has begun."""
         if self.folder.is_newest(self._journal.attempt):
-            self._journal.write_surely(Finished(self.position.step))
+            self._journal.write_surely(Finished(self.position.step, at_exit=True))
             self._say_goodput()
 
 
