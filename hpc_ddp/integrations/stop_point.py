@@ -51,6 +51,8 @@ class StopPoint(Member):
     `hpc_ddp.training.start`; UsageError is raised for a wrong one.
     """
 
+    _own_names: frozenset[str] = frozenset()  # of files in a checkpoint that no library writes
+
     def __init__(
         self,
         *,
@@ -204,6 +206,7 @@ class StopPoint(Member):
             Retention(options.keep_last, options.keep_every),
         )
         self._checkpoints.library = self._format
+        self._checkpoints.own_names = self._own_names
         self._checkpoints.syncs = self._info.local_rank == 0
         device = devices.usable() or devices.CPU
         self._make_metrics(self._prepare_decisions(self._checkpoints, device))

@@ -36,13 +36,15 @@ class LibraryCheckpoints(Checkpoints):
 
     The library fills a draft (`open_draft`); `commit` has a thread sync and sum up its files, of
     which each rank takes a share, and rank 0 publish it. Of each node one rank `syncs`: the files
-    are in the memory of the node that has written them. `library` is the format's name.
+    are in the memory of the node that has written them. `library` is the format's name, `own_names`
+    are of files that hpc-ddp adds: they alone are no checkpoint.
 
     Such files are pickles, and so code. Other users can't enter a draft, nor write what is
     published; a checkpoint that they may have written is not loaded.
     """
 
     library = ""
+    own_names: frozenset[str] = frozenset()
     syncs = True
 
     def find_newest_of_library(self) -> tuple[Path, dict[str, Any]] | None:
@@ -119,7 +121,7 @@ class LibraryCheckpoints(Checkpoints):
         names: Sequence[str] = self._background.from_first(sorted(set().union(*names_by_rank)))
         rank, world_size = self._background.rank, self._background.world_size
         try:
-            if not names:
+            if not {*names} - self.own_names:
                 raise FileNotFoundError(f"nothing was saved in {draft}")
             if self.syncs:
                 close_to_others(draft)

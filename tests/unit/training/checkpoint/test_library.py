@@ -81,6 +81,17 @@ def test_nothing_saved_is_a_failure(run: RunFolder) -> None:
     assert "nothing was saved" in failed["error"]
 
 
+def test_a_file_of_ours_alone_is_no_checkpoint(run: RunFolder) -> None:
+    """The library has written elsewhere: good checkpoints must not give way to that."""
+    saver = make_saver(run)
+    saver.own_names = frozenset({"order"})
+    assert save(saver, 3, a=b"1", order=b"2")
+    assert not save(saver, 5, order=b"2")
+    assert checkpoint_names(run) == ["step-3"]
+    (failed,) = events_named(run, "save_failed")
+    assert "nothing was saved" in failed["error"]
+
+
 def test_a_file_of_another_node_counts_though_it_is_not_seen_here(run: RunFolder) -> None:
     """Rank 0 sums up the first of both names, and here there is no second rank."""
     assert not save(make_saver(run, TwoNodes()), 3, z=b"1")
