@@ -134,6 +134,8 @@ def test_the_trainers_own_saves_stay_its_own(make_crew: Callable[[str], Crew]) -
     assert [event["step"] for event in rare.events("checkpoint")] == [5, 9, 13, 17, 21]
     own = sorted(path.name for path in (rare.base / "hf").iterdir())
     assert own == ["checkpoint-20", "checkpoint-24"]
+    optimizers = [path.parts[-3] for path in rare.base.rglob("optimizer.pt")]
+    assert sorted(optimizers) == ["step-13", "step-17", "step-21"]  # save_only_model is not ours
     go(all_steps, "transformers", *SAVE, "--own-saves", "1")
     assert [event["step"] for event in all_steps.events("checkpoint")] == [5, 9, 13, 17, 21]
     assert rare.weights == all_steps.weights
