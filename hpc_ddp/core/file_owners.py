@@ -214,6 +214,8 @@ def checkpoint_fault(run: RunFolder, folder: Path) -> str:
     """Return which part of a library's checkpoint belongs to another user, who could run code by
     its pickles; '' where none does.
 
+    Modes count also where others can't enter the run now: a start closes a run that was open.
+
     Raises
     ------
     HpcDdpError
@@ -226,11 +228,10 @@ def checkpoint_fault(run: RunFolder, folder: Path) -> str:
     for path, statuses in parts.items():
         for uid in {status.st_uid for status in statuses} - {*owners}:
             return f"{path.relative_to(run.checkpoints)} belongs to {user_name(uid)}"
-    is_reachable = bool(stat.S_IMODE(run.whole.stat().st_mode) & 0o077)
     for path, statuses in {run.checkpoints: _statuses(run.checkpoints), **parts}.items():
         for status in statuses:
             is_open = not stat.S_ISLNK(status.st_mode) and is_writable_by_others(status)
-            if status.st_uid not in owners or (is_reachable and is_open):
+            if status.st_uid not in owners or is_open:
                 _refuse_checkpoint(run, folder, path)
     return ""
 
