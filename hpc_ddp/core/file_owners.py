@@ -12,10 +12,13 @@ import os
 import pwd
 import shlex
 import stat
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
-from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import ROOT, check_links
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -205,6 +208,62 @@ def _executed(run: RunFolder) -> Iterator[Path]:
         for attempt in part.attempts():
             yield attempt.path
             yield from attempt.path.glob("*.json")
+
+
+def checkpoint_fault(run: RunFolder, folder: Path) -> str:
+    """Return which part of a library's checkpoint belongs to another user, who could run code by
+    its pickles; '' where none does.
+
+    Modes count also where others can't enter the run now: a start closes a run that was open.
+
+    Raises
+    ------
+    HpcDdpError
+        another user may put files into the run's checkpoints, or change this one
+    OSError
+        a part of it can't be looked at
+    """
+    owners = (_owner_of_new_files(run.checkpoints), ROOT)
+    parts = {path: _statuses(path) for path in (folder, *folder.rglob("*"))}
+    for path, statuses in parts.items():
+        for uid in {status.st_uid for status in statuses} - {*owners}:
+            return f"{path.relative_to(run.checkpoints)} belongs to {user_name(uid)}"
+    for path, statuses in {run.checkpoints: _statuses(run.checkpoints), **parts}.items():
+        for status in statuses:
+            is_open = not stat.S_ISLNK(status.st_mode) and is_writable_by_others(status)
+            if status.st_uid not in owners or is_open:
+                _refuse_checkpoint(run, folder, path)
+    return ""
+
+
+def _refuse_checkpoint(run: RunFolder, folder: Path, path: Path) -> NoReturn:
+    """Raise the error of a checkpoint that others may have changed, since they can write `path`."""
+    checkpoints = shlex.quote(str(run.checkpoints))
+    raise HpcDdpError(
+        f"{folder} is not loaded: other users can write {path}, and a library's checkpoint can run"
+        " code; accepted: what only you can write",
+        hint=f"chmod -R go-w {checkpoints}, if its content is still yours: ls -lR {checkpoints}",
+    )
+
+
+def _owner_of_new_files(folder: Path) -> int:
+    """Return the user that a new file in a folder belongs to: some file systems give all files to
+    one. It is this user where none can be made now, as on a full disk."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return os.geteuid()
+
+
+def _statuses(path: Path) -> list[os.stat_result]:
+    """Return the status of a file or folder; of a link also that of what it leads to, if anything.
+    Raise OSError where there is none."""
+    statuses = [path.lstat()]
+    if stat.S_ISLNK(statuses[0].st_mode):
+        with suppress(FileNotFoundError):
+            statuses.append(path.stat())
+    return statuses
 
 
 def other_owner(path: Path) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.stop_point import StopPoint
 from hpc_ddp.training.models import rng
 
@@ -31,9 +32,18 @@ STATE, ORDER = "state", "order.pt"
 
 class Stop(StopPoint):
     """Saves the state of an Accelerator into the run's folder, and stops at the same step on all
-    ranks. The options are those of `StopPoint`."""
+    ranks. The options are those of `StopPoint`; UsageError is raised for a wrong one, and for
+    ``automatic_checkpoint_naming``."""
+
+    _own_names = frozenset({ORDER})
 
     def __init__(self, accelerator: Accelerator, **options: Any) -> None:
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            raise UsageError(
+                "automatic_checkpoint_naming is True, and the Accelerator then saves into a folder"
+                " of its own, not into the run's; accepted: False",
+                hint="ProjectConfiguration(…, automatic_checkpoint_naming=False)",
+            )
         super().__init__(format="accelerate", **options)
         self._accelerator = accelerator
         self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there

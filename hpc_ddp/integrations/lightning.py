@@ -35,6 +35,7 @@ class StopCallback(Callback):
     def __init__(self, **options: Any) -> None:
         self._stop = StopPoint(format="lightning", **options)
         self._total_steps: int | None = None
+        self._is_late = False  # a save that was due after the last batch of an epoch
 
     def latest(self, trainer: Trainer) -> str | None:
         """Return the newest checkpoint that verifies, for ``fit(ckpt_path=…)``; None without any.
@@ -90,12 +91,23 @@ class StopCallback(Callback):
             loss=loss,
         )
         # What follows an epoch belongs to its last batch: a validation, for one.
-        if is_due and not trainer.is_last_batch:
-            with self._stop.checkpoint() as folder:
-                trainer.save_checkpoint(folder / FILE)
+        self._is_late = is_due and trainer.is_last_batch
+        if is_due and not self._is_late:
+            self._save(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        # Not at the start of the epoch: what Lightning saves there skips a batch, or an epoch.
+        if self._is_late:
+            self._is_late = False
+            self._save(trainer)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         beat()
+
+    def _save(self, trainer: Trainer) -> None:
+        """Save all that was done before this moment. Raises as `StopPoint.checkpoint`."""
+        with self._stop.checkpoint() as folder:
+            trainer.save_checkpoint(folder / FILE)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop.finish()

@@ -51,6 +51,8 @@ class StopPoint(Member):
     `hpc_ddp.training.start`; UsageError is raised for a wrong one.
     """
 
+    _own_names: frozenset[str] = frozenset()  # of files in a checkpoint that no library writes
+
     def __init__(
         self,
         *,
@@ -204,6 +206,7 @@ class StopPoint(Member):
             Retention(options.keep_last, options.keep_every),
         )
         self._checkpoints.library = self._format
+        self._checkpoints.own_names = self._own_names
         self._checkpoints.syncs = self._info.local_rank == 0
         device = devices.usable() or devices.CPU
         self._make_metrics(self._prepare_decisions(self._checkpoints, device))
@@ -237,10 +240,10 @@ class StopPoint(Member):
         raise SystemExit(0)
 
     def _journal_end(self) -> None:
-        """On rank 0, as the script ends: journal that the run is done, unless a later attempt has
-        begun."""
+        """On rank 0, as the script ends: journal that the run is done, if its exit code is 0, which
+        is not known here; nothing if a later attempt has begun."""
         if self.folder.is_newest(self._journal.attempt):
-            self._journal.write_surely(Finished(self.position.step))
+            self._journal.write_surely(Finished(self.position.step, at_exit=True))
             self._say_goodput()
 
 

@@ -18,19 +18,21 @@ from hpc_ddp.integrations.stop_point import StopPoint, check_step
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.telemetry.metrics import TAKEN
 
+_REPLACED = ("output_dir", "save_only_model")  # arguments that differ for a save of the run
+
 
 class StopCallback(TrainerCallback):
     """Has the Trainer save into the run's folder, and stop at the same step on all ranks.
 
-    The Trainer's own checkpoints (``save_steps``) stay where ``output_dir`` says. The options are
-    those of `StopPoint`. The loss in the journal is that of the Trainer's last log
-    (``logging_steps``).
+    The Trainer's own checkpoints (``save_steps``) stay where ``output_dir`` says; the argument
+    ``save_only_model`` holds for these alone. The options are those of `StopPoint`. The loss in the
+    journal is that of the Trainer's last log (``logging_steps``).
     """
 
     def __init__(self, **options: Any) -> None:
         self._stop = StopPoint(format="transformers", **options)
         self._saving = ExitStack()  # the checkpoint that the Trainer is about to write
-        self._output_dir: str | None = None  # the script's, meanwhile
+        self._script_args: dict[str, Any] = {}  # the script's values, while others hold for a save
         self._was_busy = False  # a save was put off in the step before
         self._values: dict[str, float] = {}
 
@@ -85,14 +87,14 @@ class StopCallback(TrainerCallback):
         is_busy = control.should_save or _is_long(args, state, state.global_step)
         is_busy, self._was_busy = is_busy and not self._was_busy, is_due and is_busy
         if is_due and not is_busy and not control.should_training_stop:
-            self._output_dir = args.output_dir
+            self._script_args = {name: getattr(args, name) for name in _REPLACED}
             args.output_dir = str(self._saving.enter_context(self._stop.checkpoint()))
+            args.save_only_model = False  # without the optimizer no training goes on
             control.should_save = True
         return control
 
     def on_save(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        if self._output_dir is not None:
-            args.output_dir, self._output_dir = self._output_dir, None
+        if self._put_back(args):
             self._saving.close()
 
     def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
@@ -101,9 +103,15 @@ class StopCallback(TrainerCallback):
 
     def _take_back(self, args: TrainingArguments) -> None:
         """Give up a checkpoint that the Trainer has not written; the next step's is due again."""
-        if self._output_dir is not None:
-            args.output_dir, self._output_dir = self._output_dir, None
+        if self._put_back(args):
             self._saving = ExitStack()
+
+    def _put_back(self, args: TrainingArguments) -> bool:
+        """Give the arguments the script's values again; return whether they had others."""
+        was_replaced = bool(self._script_args)
+        vars(args).update(self._script_args)
+        self._script_args = {}
+        return was_replaced
 
 
 def _is_long(args: TrainingArguments, state: TrainerState, step: int) -> bool:

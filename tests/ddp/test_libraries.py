@@ -83,6 +83,24 @@ def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) 
     assert stopped.weights == whole.weights
 
 
+def test_lightning_saves_and_stops_with_one_batch_an_epoch(
+    make_crew: Callable[[str], Crew],
+) -> None:
+    """Each step is the last of its epoch, and is saved before the first batch of the next one."""
+    whole, stopped = make_crew("whole"), make_crew("stopped")
+    full = ("--batch-size", "32", "--epochs", "16")
+    go(whole, "lightning", *full)
+    go(stopped, "lightning", *full, *SAVE, *SLOW, "--at", "6")
+    (stop,) = stopped.events("stopped")
+    assert 6 <= stop["step"] < 16
+    saves = [event["step"] for event in stopped.events("checkpoint")]
+    assert (saves[0], saves[-1]) == (4, stop["step"])
+    go(stopped, "lightning", *full)
+    assert [event["step"] for event in stopped.events("first_step")] == [1, stop["step"] + 1]
+    assert [event["step"] for event in stopped.events("finished")] == [16]
+    assert stopped.weights == whole.weights
+
+
 @pytest.mark.parametrize("library", SOME_MORE)
 def test_killed_in_a_save_and_the_one_before_damaged(
     make_crew: Callable[[str], Crew], library: str
@@ -134,6 +152,8 @@ def test_the_trainers_own_saves_stay_its_own(make_crew: Callable[[str], Crew]) -
     assert [event["step"] for event in rare.events("checkpoint")] == [5, 9, 13, 17, 21]
     own = sorted(path.name for path in (rare.base / "hf").iterdir())
     assert own == ["checkpoint-20", "checkpoint-24"]
+    optimizers = [path.parts[-3] for path in rare.base.rglob("optimizer.pt")]
+    assert sorted(optimizers) == ["step-13", "step-17", "step-21"]  # save_only_model is not ours
     go(all_steps, "transformers", *SAVE, "--own-saves", "1")
     assert [event["step"] for event in all_steps.events("checkpoint")] == [5, 9, 13, 17, 21]
     assert rare.weights == all_steps.weights

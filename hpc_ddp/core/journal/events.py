@@ -172,8 +172,7 @@ class NoticeGiven(JournalEvent):
 
 @dataclass(frozen=True)
 class WorkerStarted(JournalEvent):
-    """Rank 0's process began, and its script called `start`; `imports_began` and `imports_ended`
-    are of those that the fork server made for it (unix seconds)."""
+    """Rank 0's process began, its fork server imported, its script called `start`: unix seconds."""
 
     event = "worker"
     writer = RANK_0
@@ -302,12 +301,13 @@ class Stopped(JournalEvent):
 
 @dataclass(frozen=True)
 class Finished(JournalEvent):
-    """The training has ended; `results` are those of `run.finish`."""
+    """The training has ended; `results` of `run.finish`; with `at_exit` the exit code counts."""
 
     event = "finished"
     writer = RANK_0
     step: int
     results: Mapping[str, Any] | None = None
+    at_exit: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -211,9 +211,9 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.SUPERSEDED
     if facts.cancelled or StopReason.CANCELLED in facts.notices:
         return Cause.CANCELLED
-    codes = [record["code"] for record in facts.ends]
-    complete = facts.complete
-    if facts.here(Finished) and (facts.notices or (complete and not any(codes))):
+    codes, complete = [record["code"] for record in facts.ends], facts.complete
+    is_good, finished = complete and not any(codes), facts.here(Finished)
+    if finished and (is_good or (facts.notices and not finished.at_exit)):
         return Cause.FINISHED
     if job and job.preempted:
         return Cause.PREEMPTED
@@ -235,7 +235,7 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.FAILED
     if not complete or any(codes):
         return Cause.NODE_LOST
-    is_finished = facts.here(Finished) or not facts.here(TrainingBegun)
+    is_finished = finished or not facts.here(TrainingBegun)
     return Cause.FINISHED if is_finished else Cause.UNFINISHED
 
 

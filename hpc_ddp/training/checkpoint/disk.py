@@ -24,6 +24,7 @@ from hpc_ddp.core.checkpoints import (
     step_of,
     verify,
 )
+from hpc_ddp.core.file_io import close_to_others
 
 
 def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
@@ -48,7 +49,8 @@ def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:
-    """Write the manifest, which makes the folder a checkpoint, and make both durable.
+    """Write the manifest, which makes the folder a checkpoint, and make both durable; others can't
+    write it, whatever the umask.
 
     `facts` are plain values for readers, such as the step; `files` has size and CRC32 by file name.
     Raise OSError if the disk refuses; the manifest may be there then.
@@ -56,6 +58,7 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFac
     value = {**facts, "files": {name: asdict(facts_of) for name, facts_of in sorted(files.items())}}
     value["crc32"] = manifest_crc(value)
     write_file(folder / MANIFEST, json.dumps(value, indent=1).encode())
+    close_to_others(folder / MANIFEST)
     sync(folder)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,19 @@ from typing import Any
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import close_to_others, patiently
+from hpc_ddp.core.file_owners import checkpoint_fault
 from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
-from hpc_ddp.training.checkpoint.save import Checkpoints, Content, Failure, Files, failure_of
+from hpc_ddp.training.checkpoint.restore import reading
+from hpc_ddp.training.checkpoint.save import (
+    Checkpoints,
+    Content,
+    Failure,
+    Files,
+    Outcome,
+    failure_of,
+)
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.process.process_group import on_first
@@ -24,10 +36,15 @@ class LibraryCheckpoints(Checkpoints):
 
     The library fills a draft (`open_draft`); `commit` has a thread sync and sum up its files, of
     which each rank takes a share, and rank 0 publish it. Of each node one rank `syncs`: the files
-    are in the memory of the node that has written them. `library` is the format's name.
+    are in the memory of the node that has written them. `library` is the format's name, `own_names`
+    are of files that hpc-ddp adds: they alone are no checkpoint.
+
+    Such files are pickles, and so code. Other users can't enter a draft, nor write what is
+    published; a checkpoint that they may have written is not loaded.
     """
 
     library = ""
+    own_names: frozenset[str] = frozenset()
     syncs = True
 
     def find_newest_of_library(self) -> tuple[Path, dict[str, Any]] | None:
@@ -49,7 +66,7 @@ class LibraryCheckpoints(Checkpoints):
         call it. Raises as `settle`; HpcDdpError if the folder can't be made."""
         self.settle()
         draft = disk.draft(self._run.checkpoints, step, self._attempt)
-        on_first(self.control, partial(draft.mkdir, exist_ok=True))
+        on_first(self.control, partial(_make_draft, draft))
         return draft
 
     def commit(self, step: int, facts: Mapping[str, Any], began: float) -> None:
@@ -68,6 +85,27 @@ class LibraryCheckpoints(Checkpoints):
             )
         )
 
+    def _damage_of(self, folder: Path) -> str | None:
+        """Return what is damaged in a checkpoint, or which of it belongs to another user, None
+        where nothing is; raise HpcDdpError where others can write it, too."""
+        if fault := on_first(self.control, partial(self._owner_fault, folder)):
+            return f"{fault}, and can run code (to use it, make a copy, {folder.name}: cp -r)"
+        return super()._damage_of(folder)
+
+    def _owner_fault(self, folder: Path) -> str:
+        """Return `checkpoint_fault`; raise DiskError if the disk does not answer for a minute."""
+        with reading(folder):
+            return patiently(partial(checkpoint_fault, self._run, folder))
+
+    def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
+        """Publish as any checkpoint, then let those read it who may read the folder of all."""
+        outcome = super()._publish(draft, content, answers)
+        if outcome.error is None:
+            mode = stat.S_IMODE(self._run.checkpoints.stat().st_mode)
+            with suppress(OSError):  # it is published; for its owner it is good
+                (self._run.checkpoints / f"step-{content.step}").chmod(0o700 | mode & 0o755)
+        return outcome
+
     def _prepare(self, content: Content) -> Files:
         """Return the names of the files that this rank sees in the draft, without content: those
         of its own node at least, whatever a network file system's cache says of others."""
@@ -83,12 +121,20 @@ class LibraryCheckpoints(Checkpoints):
         names: Sequence[str] = self._background.from_first(sorted(set().union(*names_by_rank)))
         rank, world_size = self._background.rank, self._background.world_size
         try:
-            if not names:
+            if not {*names} - self.own_names:
                 raise FileNotFoundError(f"nothing was saved in {draft}")
             if self.syncs:
+                close_to_others(draft)
                 paths = [draft / name for name in names]
                 for path in {*paths, *(path.parent for path in paths)}:
                     disk.sync(path)
             return {name: checkpoints.facts_of(draft / name) for name in names[rank::world_size]}
         except Exception as error:  # the peers wait for an answer
             return failure_of(error)
+
+
+def _make_draft(draft: Path) -> None:
+    """Make a draft's folder, which only its owner can enter; raise OSError if it can't be made, as
+    where another user has."""
+    draft.mkdir(mode=0o700, exist_ok=True)
+    draft.chmod(0o700)

@@ -62,7 +62,7 @@ def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
 
 
 @contextmanager
-def _reading(folder: Path, rank: int = 0) -> Iterator[None]:
+def reading(folder: Path, rank: int = 0) -> Iterator[None]:
     """Raise a DiskError that names the folder and the rank in place of an OSError inside the
     block."""
     try:
@@ -198,7 +198,7 @@ class Restorer:
         """
         # A disk that is gone for a moment must not look like a run without checkpoints.
         folder = self._run.checkpoints
-        with _reading(folder):
+        with reading(folder):
             patiently(folder.stat)
             return [path.name for path in patiently(partial(checkpoints.candidates, folder))]
 
@@ -208,7 +208,7 @@ class Restorer:
 
         Raise DiskError if that can't be read.
         """
-        with _reading(self._run.checkpoints):
+        with reading(self._run.checkpoints):
             lost = damaged or checkpoints.lost(self._run)
         if lost:
             raise HpcDdpError(
@@ -222,7 +222,7 @@ class Restorer:
         """Open a checkpoint for this rank; raises as `open_checkpoint`, with DiskError for
         OSError."""
         rank, world_size = self.control.rank, self.control.world_size
-        with _reading(folder, rank):
+        with reading(folder, rank):
             return open_checkpoint(folder, rank, world_size)
 
     def _damage_of(self, folder: Path) -> str | None:
@@ -237,7 +237,7 @@ class Restorer:
         rank, world_size = self.control.rank, self.control.world_size
         answer: str | HpcDdpError | None
         try:
-            with _reading(folder, rank):
+            with reading(folder, rank):
                 answer = patiently(partial(checkpoints.find_damage, folder, rank, world_size))
         except DiskError as error:
             answer = error

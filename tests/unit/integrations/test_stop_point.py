@@ -128,7 +128,8 @@ def test_the_run_is_done_when_the_script_is(run: RunFolder, exits: list[Any]) ->
     assert not named(run, "finished")
     stop.finish()
     exits[-1]()
-    assert [event["step"] for event in named(run, "finished")] == [1]
+    (finished,) = named(run, "finished")
+    assert (finished["step"], finished["at_exit"]) == (1, True)  # its exit code counts, too
     with pytest.raises(UsageError, match="a second training"):
         stop.begin()
 

@@ -31,7 +31,7 @@ class Line(L.LightningModule):
 
 
 L.seed_everything(1, verbose=False)
-loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, shuffle=True)
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=args.batch_size, shuffle=True)
 model = Line()
 trainer = L.Trainer(
     accelerator="cpu",

@@ -23,6 +23,7 @@ settings = TrainingArguments(
     save_strategy="steps" if args.own_saves else "no",
     save_steps=args.own_saves or 1,
     save_total_limit=2,
+    save_only_model=True,  # of the Trainer's own checkpoints
     report_to="none",
     disable_tqdm=True,
     use_cpu=True,

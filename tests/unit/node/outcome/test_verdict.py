@@ -56,6 +56,20 @@ def test_a_notice_in_the_last_moment_leaves_a_run_finished() -> None:
     )
 
 
+def test_after_a_notice_the_end_of_a_script_counts_by_its_exit_codes() -> None:
+    """A script with a library's Trainer: a final evaluation may follow its training."""
+    events = (event_of("first_step", step=1), event_of("finished", step=9, at_exit=True))
+    done, failed = record_of("n2", "SIGTERM"), {**record_of("n1", "SIGTERM"), "code": 1}
+    good = decide_by(records=(record_of("n1", "SIGTERM"), done), events=events)
+    assert (good.cause, good.action) == ("finished", "none")
+    preempted = replace(RUNNING, preempted_at=900.0)
+    for records in ((failed, done), (done,), ()):
+        verdict = decide_by(job=preempted, records=records, events=events)
+        assert (verdict.cause, verdict.action) == ("preempted", "requeue")
+    verdict = decide_by(records=(failed, done), events=events)
+    assert (verdict.cause, verdict.action) == ("notice", "requeue")
+
+
 def test_a_crash_after_the_training_is_a_crash() -> None:
     events = (event_of("first_step", step=1), event_of("checkpoint", step=9), event_of("finished"))
     assert decide_by(records=failed_records(), events=events).cause == "failed"
