@@ -131,7 +131,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         port=free_port(_first_port(job_id)),
         cpus=_check_cpus(spec, environ),
     ).to_env()
-    return values | tracker_env(run, environ)
+    return values | tracker_env(run, environ, env.first_attempt)
 
 
 def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:

@@ -145,7 +145,7 @@ class DryRun:
         env = attempt_env(self.run, attempt, len(self.nodes), id, end, self.spec)
         return {
             **os.environ,
-            **tracker_env(self.run, os.environ),
+            **tracker_env(self.run, os.environ, env.first_attempt),
             **replace(env, head=LOOPBACK, port=free_port(20000 + os.getpid())).to_env(),
         }
 

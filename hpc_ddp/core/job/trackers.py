@@ -14,7 +14,6 @@ from pathlib import Path
 
 from hpc_ddp.core.file_io import read_word
 from hpc_ddp.core.job.task_folder import trial_of
-from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 
 # Names of the variables that were set here, and not by the user; a user's ``off`` has none set.
@@ -24,16 +23,18 @@ SET_HERE = "HPC_DDP_TRACKERS"
 FLUSH_EVERY_S = "1"
 
 
-def tracker_env(run: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
+def tracker_env(
+    run: RunFolder, environ: Mapping[str, str], first_attempt: int = 0
+) -> dict[str, str]:
     """Return the trackers' variables for all workers of a run, without those that `environ` has;
     `SET_HERE` names them. `worker.set_trackers` has the rest, which differs between ranks.
 
     A trial of a sweep is a run of its own, and the sweep is its group; so is a run that has begun
-    anew, with ``--fresh``. Raise OSError where the journal can't be read.
+    anew, with ``--fresh``: by its `first_attempt`.
     """
     if environ.get(SET_HERE) == "off":
         return {}
-    id = _id(f"{run.name}-{run.id}{_beginning(run)}")
+    id = _id(f"{run.name}-{run.id}{_suffix(first_attempt)}")
     title = " ".join([run.name, *(f"{name}={setting}" for name, setting in trial_of(run).items())])
     variables = {
         "WANDB_RUN_ID": id,
@@ -46,17 +47,16 @@ def tracker_env(run: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
         "COMET_START_MODE": "get_or_create",
         "COMET_START_EXPERIMENT_NAME": title,
         "COMET_OFFLINE_DIRECTORY": str(run.path / "comet"),
-        "MLFLOW_RUN_ID": read_word(mlflow_id(run)),
+        "MLFLOW_RUN_ID": read_word(mlflow_id(run, first_attempt)),
     }
     chosen = {name: text for name, text in variables.items() if text and name not in environ}
     return {**chosen, SET_HERE: " ".join(chosen)}
 
 
-def _beginning(run: RunFolder) -> str:
+def _suffix(first_attempt: int) -> str:
     """Return what tells the trackers' runs of one run apart: the attempt that began anew, as
-    ``-3``; '' without one. Raise OSError where the journal can't be read."""
-    number = first_attempt(run.events())
-    return f"-{number}" if number else ""
+    ``-3``; '' without one."""
+    return f"-{first_attempt}" if first_attempt else ""
 
 
 def _id(text: str) -> str:
@@ -65,10 +65,9 @@ def _id(text: str) -> str:
     return re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)[-110:]
 
 
-def mlflow_id(run: RunFolder) -> Path:
-    """Return the file of the id that MLflow's server has given to a run; there is none before.
-    Raise OSError where the journal can't be read."""
-    return run.path / f"mlflow-run{_beginning(run)}"
+def mlflow_id(run: RunFolder, first_attempt: int = 0) -> Path:
+    """Return the file of the id that MLflow's server has given to a run; there is none before."""
+    return run.path / f"mlflow-run{_suffix(first_attempt)}"
 
 
 def sync_commands(run: RunFolder) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from socket import create_connection
 from urllib.parse import urlsplit
 
+from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import patiently, read_word, write_whole
 from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id
@@ -148,5 +149,5 @@ def _create_mlflow_run(run: RunFolder, environ: Mapping[str, str]) -> str:
     last = next((line for line in reversed(lines) if line.strip()), "").strip()
     if client.returncode:
         raise RuntimeError("MLflow: " + re.sub(r"://[^/@\s]*@", "://", last))  # without a password
-    write_whole(mlflow_id(run), last + "\n")
+    write_whole(mlflow_id(run, AttemptEnv.from_env(environ).first_attempt), last + "\n")
     return last

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING
 from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.process import ImportsAhead
 from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import forget_rank, import_ahead
 from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of
@@ -175,7 +174,7 @@ class _Server:
         except UnfitError as error:
             self.refusal = str(error)
         if began := process.began_at(self.agent):
-            process.imports_ahead = ImportsAhead(began, time.time())
+            process.imports_ahead = process.ImportsAhead(began, time.time())
         gc.collect()
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
         atexit.register(gc.unfreeze)  # the last one of a worker is to see all

@@ -11,6 +11,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id, sync_commands, tracker_env
 from hpc_ddp.core.journal.events import Fresh
+from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 
 
@@ -55,7 +56,7 @@ def test_mlflows_id_is_known_from_the_second_attempt_on(sweep: RunFolder) -> Non
 def test_a_run_that_begins_anew_is_another_one_of_the_tracker(sweep: RunFolder) -> None:
     mlflow_id(sweep).write_text("abc\n")
     sweep.journal("submit").write(Fresh(2))
-    env = tracker_env(sweep, {})
+    env = tracker_env(sweep, {}, first_attempt(sweep.events()))
     assert env["WANDB_RUN_ID"] == "my-digits-20261124-2"
     assert "MLFLOW_RUN_ID" not in env
 
