@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from tests.programs.edits import add_after, append, change, drop
-from tests.programs.program import RESULT, Program
+from pathlib import Path
+
+import numpy as np
+
+from tests.programs.edits import add_after, change, drop
+from tests.programs.program import Program
 
 EXAMPLES = "pytorch/examples"
 EXAMPLES_COMMIT = "77f55b9"
 START = "from hpc_ddp.training import start"
-
-
-def saved(weights: str) -> str:
-    """Return the line by which rank 0 writes its weights in the end."""
-    write = f"torch.save({weights}, os.environ['{RESULT}'])"
-    return f"if os.environ['RANK'] == '0': {write}"
-
+STEP = "run.step(loss=loss)"
+IN_MAIN = change(
+    r"^(if __name__ == .__main__.:)\n    main\(\)$",
+    r"\1\n    run = start()\n    main()\n    run.finish()",
+)
 
 MULTIGPU = Program(
-    name="the tutorial's multi-GPU trainer",
+    name="multi-GPU tutorial",
     repository=EXAMPLES,
     commit=EXAMPLES_COMMIT,
     script="distributed/ddp-tutorial-series/multigpu_torchrun.py",
@@ -26,7 +28,6 @@ MULTIGPU = Program(
         "multigpu_torchrun.py": (
             change(r"^import torch$", "import torch, time"),
             add_after(r"self\.optimizer\.step\(\)", "time.sleep(0.02)"),
-            add_after(r"trainer\.train\(total", saved("trainer.model.module.state_dict()")),
         )
     },
     adopted={
@@ -42,7 +43,7 @@ MULTIGPU = Program(
             drop(r"def _load_snapshot", r"print\(f.Resuming"),
             drop(r"def _save_snapshot", r"print\(f.Epoch"),
             change(r"loss\.backward\(\)", "run.backward(loss)"),
-            add_after(r"self\.optimizer\.step\(\)", "run.step(loss=loss)"),
+            add_after(r"self\.optimizer\.step\(\)", STEP),
             drop(r"self\.train_data\.sampler"),
             drop(r"\w+ = \w+\.to\(self\.gpu", count=2),
             change(r"in range\(self.epochs_run, max_epochs\)", "in run.epochs(max_epochs)"),
@@ -55,4 +56,219 @@ MULTIGPU = Program(
     },
 )
 
-PROGRAMS = (MULTIGPU,)
+IMAGENET = Program(
+    name="ImageNet",
+    repository=EXAMPLES,
+    commit=EXAMPLES_COMMIT,
+    script="imagenet/main.py",
+    args="--dummy --epochs 3 -b 4 -j 1 --dist-url env:// --no-accel --seed 1".split(),
+    here={
+        "main.py": (
+            change(r"FakeData\(\d+, \(3, 224, 224\), 1000", "FakeData(330, (3, 32, 32), 10", count=2),
+            change(r"(models\.__dict__\[args\.arch\]\()\)$", r"\1num_classes=10)"),
+        )
+    },
+    adopted={
+        "main.py": (
+            add_after("from torch.utils.data import Subset", START),
+            drop(r"dist\.init_process_group", "world_size=args"),
+            change(
+                r"^    if not use_accel:\n        print(?:.*\n)*?        model\.to\(device\)$",
+                "    model = run.wrap(model)",
+            ),
+            drop(r"if args\.resume:", r"print\(.=> no checkpoint"),
+            drop(r"train_sampler = torch"),
+            change(
+                r"^    train_loader = (?:.*\n)*?        num_workers.*$",
+                "    train_loader = run.loader("
+                "train_dataset, args.batch_size, num_workers=args.workers)\n"
+                "    run.track(model=model, optimizer=optimizer, scheduler=scheduler)",
+            ),
+            change(r"in range\(args\.start_epoch, args\.epochs\)", "in run.epochs(args.epochs)"),
+            drop(r"if args\.distributed:\n\s+train_sampler\.set"),
+            change(r"is_best = acc1 > best_acc1", "run.best(acc1)"),
+            drop(r"best_acc1 = max"),
+            drop(r"if not args\.multiprocessing_distributed or", r"\}, is_best\)"),
+            change(r"loss\.backward\(\)", "run.backward(loss)"),
+            add_after(r"optimizer\.step\(\)", STEP),
+            IN_MAIN,
+        )
+    },
+)
+
+DCGAN = Program(
+    name="DCGAN",
+    repository=EXAMPLES,
+    commit=EXAMPLES_COMMIT,
+    script="dcgan/main.py",
+    args=(
+        "--dataset fake --batchSize 4 --ngf 4 --ndf 4 --nz 8 --niter 2 --manualSeed 1 --workers 1"
+    ).split(),
+    here={"main.py": (change(r"dset\.FakeData\(", "dset.FakeData(1500, "),)},
+    adopted={
+        "main.py": (
+            add_after(r"import torchvision\.utils", f"{START}\nrun = start()"),
+            change(
+                r"^dataloader = torch(?:.*\n).*num_workers.*$",
+                "dataloader = run.loader(dataset, opt.batchSize, num_workers=opt.workers)",
+            ),
+            drop(r"if opt\.net([GD])", r"net\w\.load_state", count=2),
+            change(r"print\(net([GD])\)", r"net\1 = run.wrap(net\1)", count=2),
+            add_after(
+                r"optimizerG = ",
+                "run.track(netG=netG, netD=netD, optimizerG=optimizerG, optimizerD=optimizerD)",
+            ),
+            change(r"in range\(opt\.niter\)", "in run.epochs(opt.niter)"),
+            add_after(r"optimizerG\.step\(\)", "run.step(loss=errG)"),
+            drop(r"# do checkpointing", r"torch\.save\(netD"),
+            lambda text: f"{text}\nrun.finish()\n",
+        )
+    },
+)
+
+
+def make_tokens(folder: Path) -> None:
+    """Make a text of 128 different letters for nanoGPT, as numbers of two bytes."""
+    numbers = np.random.default_rng(1)
+    (folder / "data" / "small").mkdir(parents=True)
+    for name in ("train", "val"):
+        letters = numbers.integers(128, size=5000).astype(np.uint16)
+        letters.tofile(folder / "data" / "small" / f"{name}.bin")
+
+
+NANOGPT = Program(
+    name="nanoGPT",
+    repository="karpathy/nanoGPT",
+    commit="3adf61e1",
+    script="train.py",
+    args=(
+        "--dataset=small --compile=False --dtype=float32 --n_layer=2 --n_head=2 --n_embd=16"
+        " --block_size=16 --batch_size=4 --gradient_accumulation_steps=8 --dropout=0.1"
+        " --max_iters=300 --lr_decay_iters=300 --warmup_iters=10 --eval_interval=50 --eval_iters=4"
+    ).split(),
+    here={"train.py": (change(" else 50304$", " else 128"),)},
+    prepare=make_tokens,
+    adopted={
+        "train.py": (
+            add_after("from contextlib", START),
+            change(r"^    init_process_group.*$", "    run = start()"),
+            change(r"device = f'cuda.*$", "device = str(run.device)"),
+            drop(r"torch\.cuda\.set_device"),
+            change(r"^    model = DDP\(.*$", "    model = run.wrap(model)"),
+            change(
+                r"^X, Y = get_batch.*$",
+                "run.track(model=model, optimizer=optimizer, scaler=scaler)",
+            ),
+            change(r"^while True:$", "for iter_num in run.steps(max_iters + 1):"),
+            drop(r"if losses\['val'\] < best_val", r"torch\.save\(checkpoint"),
+            # A batch that is drawn ahead would be lost at a stop, and another one drawn.
+            drop(r"X, Y = get_batch\('train'\)"),
+            change(r"^        with ctx:$", r"        X, Y = get_batch('train')\n\g<0>"),
+            add_after(r"optimizer\.zero_grad", STEP),
+            drop("iter_num \\+= 1"),
+            drop("# termination conditions", "break"),
+            change(r"^    destroy_process_group.*$", "    run.finish()"),
+        )
+    },
+)
+
+MINGPT = Program(
+    name="minGPT-ddp",
+    repository=EXAMPLES,
+    commit=EXAMPLES_COMMIT,
+    script="distributed/minGPT-ddp/mingpt/main.py",
+    here={
+        "main.py": (change("_min_gpu_count = 2", "_min_gpu_count = 0"), drop("has_gpu = .*")),
+        "trainer.py": (drop("import boto3"),),
+    },
+    adopted={},
+)
+
+
+def make_shard(folder: Path) -> None:
+    """Make the token file of llm.c: 256 numbers of which the first three count, then the tokens."""
+    header = np.zeros(256, np.int32)
+    header[:3] = (20240520, 1, 20000)
+    tokens = np.random.default_rng(1).integers(128, size=20000).astype(np.uint16)
+    (folder / "tokens.bin").write_bytes(header.tobytes() + tokens.tobytes())
+
+
+LLM_C = Program(
+    name="llm.c, train_gpt2.py",
+    repository="karpathy/llm.c",
+    commit="f1e2ace",
+    script="train_gpt2.py",
+    args=(
+        "--input_bin tokens.bin --model d12 --batch_size 2 --sequence_length 16"
+        " --total_batch_size 256 --num_iterations 250 --overfit_single_batch 0 --write_tensors 0"
+    ).split(),
+    here={
+        "train_gpt2.py": (
+            drop("import tiktoken"),
+            drop(r"enc = tiktoken"),
+            change(
+                '"d12": GPTConfig.*$',
+                '"d12": GPTConfig(block_size=16, vocab_size=128, n_layer=2, n_head=2, n_embd=16),',
+            ),
+            change(r"ReduceOp\.AVG", "ReduceOp.SUM"),  # gloo has no other
+        )
+    },
+    prepare=make_shard,
+    adopted={
+        "train_gpt2.py": (
+            add_after("from contextlib", START),
+            drop(r"assert torch\.cuda\.is_available\(\), .for now"),
+            change(r"^        init_process_group.*$", "        run = start()"),
+            change(r"device = f'cuda.*$", "device = str(run.device)"),
+            drop(r"torch\.cuda\.set_device"),
+            change(r"^        model = DDP\(.*$", "        model = run.wrap(model)"),
+            change(
+                r"^( +)device_type=device, zero_stage.*$",
+                r"\g<0>\n"
+                "    run.track(model=model, optimizer=optimizer)\n"
+                "    for _ in range(run.position.step * grad_accum_steps):\n"
+                "        train_loader.next_batch()",
+            ),
+            change(r"for step in range\(args\.num", "for step in run.steps(args.num"),
+            add_after(r"optimizer\.step\(\)", "run.step(loss=lossf)"),
+            change(r"^        destroy_process_group.*$", "        run.finish()"),
+        )
+    },
+)
+
+MNIST = Program(
+    name="MNIST, of one process",
+    repository=EXAMPLES,
+    commit=EXAMPLES_COMMIT,
+    script="mnist/main.py",
+    args="--epochs 4 --batch-size 2 --test-batch-size 50".split(),
+    here={
+        "main.py": (
+            change(
+                r"datasets\.MNIST\((?:.*\n)\s*transform=transform",
+                "datasets.FakeData(600, (1, 28, 28), 10, transform",
+                count=2,
+            ),
+        )
+    },
+    adopted={
+        "main.py": (
+            add_after("from torch.optim.lr", START),
+            change(
+                r"train_loader = torch.*$",
+                "train_loader = run.loader(dataset1, **train_kwargs)",
+            ),
+            change(r"model = Net\(\)\.to\(device\)", "model = run.wrap(Net())"),
+            add_after(
+                r"scheduler = ",
+                "run.track(model=model, optimizer=optimizer, scheduler=scheduler)",
+            ),
+            change(r"in range\(1, args\.epochs \+ 1\)", "in run.epochs(args.epochs)"),
+            change(r"loss\.backward\(\)", "run.backward(loss)"),
+            add_after(r"optimizer\.step\(\)", STEP),
+            IN_MAIN,
+        )
+    },
+)
+
+PROGRAMS = (MULTIGPU, IMAGENET, DCGAN, NANOGPT, LLM_C, MNIST)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.programs.edits import Edit, EditError, apply, new_lines
 
 OWN_LOOP_LINES, TRAINER_LINES = 10, 2  # that may be added or changed
-# At a program's end, by which its weights are compared: rank 0's, or those of each rank.
+# The variable with the path to which a program writes its weights in the end, if `run.track` does
+# not know them; else those of the run's last checkpoint are compared.
 RESULT = "PROGRAM_RESULT"
 
 
@@ -24,12 +25,12 @@ class Program:
     script: str
     args: Sequence[str] = ()
     folder: str = ""  # what is copied; the script's own, if none is named
-    # To run on a CPU, without downloads, in seconds; and to write the weights in the end.
+    # To run on a CPU, without downloads, in seconds; and to write the weights (`RESULT`).
     here: Mapping[str, Sequence[Edit]] = field(default_factory=dict)
     # Its adoption. These lines are counted.
     adopted: Mapping[str, Sequence[Edit]] = field(default_factory=dict)
     limit: int = OWN_LOOP_LINES
-    files: Mapping[str, str] = field(default_factory=dict)  # data that are made for it
+    prepare: Callable[[Path], None] | None = None  # makes its data in its folder
     preempted_at: int = 20  # the step
     unequal_because: str = ""  # the library's reason, where the weights can't be equal
     shape: Sequence[str] = ("--nodes", "2", "--gpus-per-node", "2")
@@ -50,7 +51,6 @@ class Program:
                 raise EditError(f"{self.name}, {name}: {error}") from error
             path.write_text(text)
             added += new_lines(runnable, text)
-        for name, content in self.files.items():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).write_text(content)
+        if self.prepare:
+            self.prepare(target)
         return target / Path(self.script).relative_to(folder), added

@@ -14,7 +14,7 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 60.0
-LOOKUP_S = 40.0  # of `tracker_lookup`, which has bounds of its own below that
+LOOKUP_S = 160.0  # of `tracker_lookup`, which has bounds of its own below that
 # PMI-1, PMI-2 and PMIx of Slurm and Cray, Open MPI, Intel MPI and MPICH, MVAPICH. Not OMPI_MCA_ and
 # I_MPI_, which are settings.
 OF_AN_MPI_TASK = (
