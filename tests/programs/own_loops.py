@@ -23,7 +23,7 @@ MULTIGPU = Program(
     repository=EXAMPLES,
     commit=EXAMPLES_COMMIT,
     script="distributed/ddp-tutorial-series/multigpu_torchrun.py",
-    args=("30", "10"),
+    args="30 10",
     here={
         "multigpu_torchrun.py": (
             change(r"^import torch$", "import torch, time"),
@@ -48,7 +48,9 @@ MULTIGPU = Program(
             drop(r"\w+ = \w+\.to\(self\.gpu", count=2),
             change(r"in range\(self.epochs_run, max_epochs\)", "in run.epochs(max_epochs)"),
             drop(r"if self\.gpu_id == 0", r"self\._save_snapshot"),
-            change(r"return DataLoader\((?:.*\n)*?    \)$", "return run.loader(dataset, batch_size)"),
+            change(
+                r"return DataLoader\((?:.*\n)*?    \)$", "return run.loader(dataset, batch_size)"
+            ),
             drop(r"ddp_setup\(\)"),
             change(r"^    destroy_process_group\(\)", "    run.finish()"),
             change(r"^(    import argparse)$", r"\1\n    run = start()"),
@@ -61,10 +63,12 @@ IMAGENET = Program(
     repository=EXAMPLES,
     commit=EXAMPLES_COMMIT,
     script="imagenet/main.py",
-    args="--dummy --epochs 3 -b 4 -j 1 --dist-url env:// --no-accel --seed 1".split(),
+    args="--dummy --epochs 3 -b 4 -j 1 --dist-url env:// --no-accel --seed 1",
     here={
         "main.py": (
-            change(r"FakeData\(\d+, \(3, 224, 224\), 1000", "FakeData(330, (3, 32, 32), 10", count=2),
+            change(
+                r"FakeData\(\d+, \(3, 224, 224\), 1000", "FakeData(330, (3, 32, 32), 10", count=2
+            ),
             change(r"(models\.__dict__\[args\.arch\]\()\)$", r"\1num_classes=10)"),
         )
     },
@@ -103,7 +107,7 @@ DCGAN = Program(
     script="dcgan/main.py",
     args=(
         "--dataset fake --batchSize 4 --ngf 4 --ndf 4 --nz 8 --niter 2 --manualSeed 1 --workers 1"
-    ).split(),
+    ),
     here={"main.py": (change(r"dset\.FakeData\(", "dset.FakeData(1500, "),)},
     adopted={
         "main.py": (
@@ -145,7 +149,7 @@ NANOGPT = Program(
         "--dataset=small --compile=False --dtype=float32 --n_layer=2 --n_head=2 --n_embd=16"
         " --block_size=16 --batch_size=4 --gradient_accumulation_steps=8 --dropout=0.1"
         " --max_iters=300 --lr_decay_iters=300 --warmup_iters=10 --eval_interval=50 --eval_iters=4"
-    ).split(),
+    ),
     here={"train.py": (change(" else 50304$", " else 128"),)},
     prepare=make_tokens,
     adopted={
@@ -172,16 +176,76 @@ NANOGPT = Program(
     },
 )
 
+
+def make_text(folder: Path) -> None:
+    """Make the text of minGPT: lines like 28+7=35."""
+    pairs = np.random.default_rng(1).integers(100, size=(300, 2)).tolist()
+    (folder / "text.txt").write_text("".join(f"{a}+{b}={a + b}\n" for a, b in pairs))
+
+
 MINGPT = Program(
     name="minGPT-ddp",
     repository=EXAMPLES,
     commit=EXAMPLES_COMMIT,
     script="distributed/minGPT-ddp/mingpt/main.py",
     here={
-        "main.py": (change("_min_gpu_count = 2", "_min_gpu_count = 0"), drop("has_gpu = .*")),
-        "trainer.py": (drop("import boto3"),),
+        "main.py": (change(r"\b(has_gpu|gpu_count) = .*", r"\1 = 2", count=2),),
+        "trainer.py": (
+            drop("import boto3"),
+            drop(r"self\.acc = torch"),
+            change(r"torch\.device\(f.*\)", 'torch.device("cpu")'),
+            change(r"(source|targets)\.to\(self\.local_rank\)", r"\1.to(self.device)", count=2),
+        ),
+        "gpt2_train_cfg.yaml": (
+            change("path: https.*", "path: text.txt"),
+            change("block_size: .*", "block_size: 16"),
+            change("truncate: .*", "truncate: 1.0"),
+            change("n_layer: .*", "n_layer: 2"),
+            change("n_head: .*", "n_head: 2"),
+            change("n_embd: .*", "n_embd: 16"),
+            change("max_epochs: .*", "max_epochs: 4"),
+            change("batch_size: .*", "batch_size: 8"),
+            change("data_loader_workers: .*", "data_loader_workers: 1"),
+            change("use_amp: .*", "use_amp: False"),
+        ),
     },
-    adopted={},
+    prepare=make_text,
+    adopted={
+        "main.py": (
+            drop("def ddp_setup", r"torch\.accelerator\.set_dev"),
+            drop(r"ddp_setup\(\)"),
+            drop(r"destroy_process_group\(\)"),
+        ),
+        "trainer.py": (
+            add_after("import io", f"{START}\nrun = start()"),
+            change(
+                r"self\._prepare_dataloader\(train_dataset\)",
+                "run.loader(train_dataset, self.config.batch_size)",
+            ),
+            drop(r"self\.model = model\.to"),
+            drop("# load snapshot if", r"self\._load_snapshot"),
+            change(
+                r"self\.model = DDP\(.*\)",
+                "self.model = run.wrap(model)\n"
+                "        run.track(model=self.model, optimizer=self.optimizer)",
+            ),
+            drop("def _load_snapshot", r"print\(f.Resuming"),
+            drop(r"if train:\n\s+dataloader\.sampler"),
+            drop("def _save_snapshot", r"print\(f.Snapshot saved"),
+            change(
+                r"self\.scaler\.scale\(loss\)\.backward\(\)",
+                "run.backward(self.scaler.scale(loss))",
+            ),
+            change(r"^( +)loss\.backward\(\)", r"\1run.backward(loss)"),
+            change(r"^( +)    self\.optimizer\.step\(\)", rf"\g<0>\n\1{STEP}"),
+            change(
+                r"in range\(self\.epochs_run, self\.config\.max_epochs\)",
+                "in run.epochs(self.config.max_epochs)",
+            ),
+            drop(r"if self\.local_rank == 0 and epoch", r"self\._save_snapshot"),
+            lambda text: f"{text.rstrip()}\n        run.finish()\n",
+        ),
+    },
 )
 
 
@@ -201,7 +265,7 @@ LLM_C = Program(
     args=(
         "--input_bin tokens.bin --model d12 --batch_size 2 --sequence_length 16"
         " --total_batch_size 256 --num_iterations 250 --overfit_single_batch 0 --write_tensors 0"
-    ).split(),
+    ),
     here={
         "train_gpt2.py": (
             drop("import tiktoken"),
@@ -241,7 +305,7 @@ MNIST = Program(
     repository=EXAMPLES,
     commit=EXAMPLES_COMMIT,
     script="mnist/main.py",
-    args="--epochs 4 --batch-size 2 --test-batch-size 50".split(),
+    args="--epochs 4 --batch-size 2 --test-batch-size 50",
     here={
         "main.py": (
             change(
@@ -271,4 +335,4 @@ MNIST = Program(
     },
 )
 
-PROGRAMS = (MULTIGPU, IMAGENET, DCGAN, NANOGPT, LLM_C, MNIST)
+PROGRAMS = (MULTIGPU, IMAGENET, NANOGPT, MINGPT, DCGAN, LLM_C, MNIST)

@@ -23,7 +23,7 @@ class Program:
     repository: str  # owner/name, at GitHub
     commit: str  # of which the edits were written
     script: str
-    args: Sequence[str] = ()
+    args: str = ""
     folder: str = ""  # what is copied; the script's own, if none is named
     # To run on a CPU, without downloads, in seconds; and to write the weights (`RESULT`).
     here: Mapping[str, Sequence[Edit]] = field(default_factory=dict)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.programs
 
 def _submit(hpc: Hpc, program: Program, script: Path, result: Path) -> Job:
     words = [*program.shape, "--time", "20:00", "--env", f"{RESULT}={result}"]
-    return hpc.submit(*words, script.name, *program.args, cwd=script.parent)
+    return hpc.submit(*words, script.name, *program.args.split(), cwd=script.parent)
 
 
 def _result(job: Job, path: Path) -> object:

@@ -125,7 +125,7 @@ def test_causes_of_the_workers_deaths_are_read(
         "Traceback (most recent call last):\n  x\nValueError: b\n"
     )
     assert [failure["error"] for failure in watcher._failures(1)] == ["ValueError: a", "", ""]
-    monkeypatch.setattr(oom_module, "kills", lambda: 1)
+    monkeypatch.setattr(oom_module, "kills", lambda: watcher._oom_kills + 1)
     assert [failure["error"] for failure in watcher._failures(1)] == [
         "ValueError: a",
         oom_module.KILLED,
