@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses=5 --maxschedchunk=1
 
 .PHONY: demo test test-slurm test-device test-gpu lint types cluster docs bench test-more soak mutants flakes \
-	device-faults constraints clean size coverage versions version
+	device-faults programs constraints clean size coverage versions version
 
 demo: $(VENV)/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh
@@ -78,6 +78,11 @@ soak: $(VENV)/ready
 mutants: $(VENV)/ready
 	@$(TOOL) tools.mutants --count $(or $(N),40) --seed $(or $(SEED),7) --room $(or $(ROOM),essential) \
 		$(if $(SLURM),--slurm $(SLURM)) $(TOOL_WORDS)
+
+# Public training programs, adopted, preempted and resumed: SOURCES has a clone of each (docs/testing.md).
+programs: $(VENV)/ready
+	@test -d "$(SOURCES)" || { echo "make programs: SOURCES=$(SOURCES) is no folder of clones; see docs/testing.md"; exit 2; }
+	HPC_DDP_PROGRAMS="$(abspath $(SOURCES))" $(BIN)/python -m pytest -m programs tests/slurm/test_programs.py
 
 # Do the tests on the stand-in accelerator notice device code that is gone? ALL=1: with more tests.
 device-faults: $(VENV)/ready

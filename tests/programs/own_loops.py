@@ -123,6 +123,10 @@ DCGAN = Program(
                 "run.track(netG=netG, netD=netD, optimizerG=optimizerG, optimizerD=optimizerD)",
             ),
             change(r"in range\(opt\.niter\)", "in run.epochs(opt.niter)"),
+            # Every hundredth step it generates images, by which batch norm's averages move on.
+            change(
+                r"enumerate\(dataloader, 0\)", "enumerate(dataloader, run.position.epoch_steps)"
+            ),
             add_after(r"optimizerG\.step\(\)", "run.step(loss=errG)"),
             drop(r"# do checkpointing", r"torch\.save\(netD"),
             lambda text: f"{text}\nrun.finish()\n",

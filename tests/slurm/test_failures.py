@@ -91,15 +91,17 @@ def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: st
     "a script of the site sends SIGTERM into each attempt, before a step",
     promise="ends after three times --max-failures requeues without a newer checkpoint",
 )
-def test_a_signal_to_each_attempt_ends(hpc: Hpc, cluster: Cluster) -> None:
+def test_a_signal_to_each_attempt_ends(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     use(cluster)
+    script = tmp_path / "slow.py"  # it still reads its data set when the signal comes
+    script.write_text("import time\ntime.sleep(600)\nfrom hpc_ddp.training import start\nstart()\n")
     # Once a worker runs: before its supervisor does, the signal would kill the task.
     signal_each = (
         "number=$(ls $HPC_DDP_RUN/logs | grep -c attempt-);"
         " (until ls $HPC_DDP_RUN/logs/attempt-$number/*/rank-1.pid; do sleep 0.1; done;"
         " scancel --signal=TERM $SLURM_JOB_ID) > /dev/null 2>&1 &"
     )
-    words = ("--max-failures", "1", "--setup", signal_each, *ONE_BY_TWO, str(WALK))
+    words = ("--max-failures", "1", "--setup", signal_each, *ONE_BY_TWO, str(script))
     job = hpc.submit(*words)
     assert job.end() == "FAILED", job.output()
     assert job.verdicts() == [("notice", "requeue")] * 3 + [("notice", "give up")]

@@ -227,7 +227,9 @@ def test_a_node_goes_silent_before_the_time_limit(hpc: Hpc, other: Cluster, walk
     job.until(job.verdicts, "verdict")
     other.heal(silent)
     assert job.end() == "COMPLETED", job.output()
-    assert job.verdicts() == [("time limit", "requeue"), ("finished", "none")]
+    # An attempt that starts slowly may need a third one.
+    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert job.verdicts()[-1] == ("finished", "none")
     assert "srun is killed, so that the verdict can come" in job.output()
     assert same_weights(job, walked)
 

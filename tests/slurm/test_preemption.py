@@ -19,7 +19,7 @@ def test_three_times_in_a_row(
     hpc: Hpc, cluster: Cluster, walked: Job, backend: str, proctrack: Proctrack
 ) -> None:
     use(cluster, proctrack)
-    script = (str(WALK), "--step-seconds", "0.1", "--write-seconds", "0.8")
+    script = (str(WALK), "--step-seconds", "0.1", "--write-seconds", "0.8", "--hold-start", "1")
     words = ("--backend", backend, "--max-failures", "0", *ONE_BY_TWO)
     job = hpc.submit(*words, *script, "--save-every-steps", "40")
     job.at_step(5)

@@ -2,34 +2,48 @@
 
     make programs SOURCES=folder
 
-`folder` has a clone of each repository that `tests/programs` names.
+`folder` has a clone of each repository that `tests/programs` names, and what they import.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from cluster import Cluster
-from harness import Hpc, Job, in_one_go, use
+from harness import REPO, Hpc, Job, in_one_go, use
 
 from hpc_ddp.core.checkpoints import candidates
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from tests.programs import own_loops
 from tests.programs.program import RESULT, Program
 
-SOURCES = "HPC_DDP_PROGRAMS"
+SOURCES = Path(os.environ.get("HPC_DDP_PROGRAMS", "/"))
 PROGRAMS = own_loops.PROGRAMS
-TABLE = Path(__file__).parents[2] / "docs" / "results" / "programs.md"
+PAGE = REPO / "docs" / "results" / "programs.md"
+HEAD = """\
+# Public programs
+
+Written by `make programs` ([testing.md](../testing.md)). Each program is adopted by the edits in
+`tests/programs`, run undisturbed, and run again with a preemption, on the Slurm cluster of the
+tests. Lines are those that the adoption adds or changes; deleted ones are not counted. Weights are
+compared bit for bit.
+
+| program | lines | stopped at step | went on at | final weights |
+|---|---|---|---|---|
+"""
 
 pytestmark = pytest.mark.programs
 
 
 def _submit(hpc: Hpc, program: Program, script: Path, result: Path) -> Job:
     words = [*program.shape, "--time", "20:00", "--env", f"{RESULT}={result}"]
-    return hpc.submit(*words, script.name, *program.args.split(), cwd=script.parent)
+    env = {"PYTHONPATH": f"{REPO}:{SOURCES / 'packages'}", "HF_HUB_OFFLINE": "1"}
+    words += [script.name, *program.args.split()]
+    return hpc.submit(*words, cwd=script.parent, env=env)
 
 
 def _result(job: Job, path: Path) -> object:
@@ -49,10 +63,21 @@ def _is_equal(one: object, other: object) -> bool:
     return one == other
 
 
+def _record(program: Program, lines: int, job: Job, is_equal: bool) -> None:
+    """Write a program's row into the page of results, which keeps those of the others."""
+    rows = dict(re.findall(r"^\| ([^|]+) (\|.*)$", PAGE.read_text() if PAGE.exists() else "", re.M))
+    (stopped,), first = job.events("stopped"), job.event("first_step", attempt=1)["step"]
+    verdict = "equal" if is_equal else f"not equal: {program.unequal_because}"
+    link = f"[{program.name}](https://github.com/{program.repository}/blob/{program.commit}/{program.script})"
+    rows[link] = f"| {lines} | {stopped['step']} | {first} | {verdict} |"
+    table = [f"| {name} {rows[name]}\n" for name in sorted(rows) if name.startswith("[")]
+    PAGE.write_text(HEAD + "".join(table))
+
+
 @pytest.mark.parametrize("program", [pytest.param(it, id=it.name) for it in PROGRAMS])
 def test_program(program: Program, hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     use(cluster)
-    script, lines = program.lay_out(Path(os.environ[SOURCES]), tmp_path / "program")
+    script, lines = program.lay_out(SOURCES, tmp_path / "program")
     assert len(lines) <= program.limit, "\n".join(lines)
     whole, resumed = tmp_path / "undisturbed.pt", tmp_path / "preempted.pt"
     undisturbed = _submit(hpc, program, script, whole)
@@ -65,3 +90,4 @@ def test_program(program: Program, hpc: Hpc, cluster: Cluster, tmp_path: Path) -
     assert in_one_go(job), job.output()
     is_equal = _is_equal(_result(undisturbed, whole), _result(job, resumed))
     assert is_equal or program.unequal_because
+    _record(program, len(lines), job, is_equal)

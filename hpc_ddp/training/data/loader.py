@@ -69,6 +69,7 @@ class Loader:
 
         Raise UsageError for refused options, and a data set too small for one step.
         """
+        self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.samples = size_of(dataset)
         self.rolls = False
         self.end_epoch()
@@ -189,6 +190,7 @@ class Shard:
         **options: Any,
     ) -> None:
         """Take the options of `batches_of`; raise UsageError for those that a shard can't have."""
+        self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.counts, self._even = True, even
         if options.pop("shuffle", False) or options.pop("drop_last", False):
             raise UsageError("a shard has every sample once, in order: no shuffle, no drop_last")

@@ -19,11 +19,14 @@ parser.add_argument("--step-seconds", type=float, default=0.05)
 parser.add_argument("--save-every-steps", type=int, default=10)
 parser.add_argument("--write-seconds", type=float, default=0.0, help="a slow disk, per file")
 parser.add_argument("--hold-at", type=int, nargs="*", default=[], help="for a notice, once each")
+parser.add_argument("--hold-start", help="the attempt that stands still before it starts")
 parser.add_argument("--raise-once-at", type=int, help="rank 1 raises there, the first time")
 parser.add_argument("--die-at", type=int, help="rank 1 kills itself there, each time")
 parser.add_argument("--die-from", type=int, help="all raise there and later, never the same error")
 args = parser.parse_args()
 
+if args.hold_start and args.hold_start == os.environ["HPC_DDP_ATTEMPT"]:
+    time.sleep(600)
 if args.write_seconds:
     write_file = disk.write_file
 

@@ -42,6 +42,13 @@ def test_tensors_in_cpu_memory_are_pinned(monkeypatch: pytest.MonkeyPatch) -> No
     assert content[2].data.item() == 101
 
 
+def test_loaders_have_the_attributes_that_scripts_print() -> None:
+    dataset, plan = Numbers(), BatchPlan(12, 1, 3)
+    for batches in (make_loader(dataset, plan), Shard(dataset, plan, seed=0, device=CPU)):
+        assert batches.dataset is dataset
+        assert batches.batch_size == 4
+
+
 def test_a_loader_advances_the_position_with_each_step() -> None:
     position, synced = Position(), list[bool]()
     batches = make_loader(
