@@ -74,7 +74,7 @@ def _record(program: Program, lines: int, job: Job, is_equal: bool) -> None:
     PAGE.write_text(HEAD + "".join(table))
 
 
-@pytest.mark.parametrize("program", [pytest.param(it, id=it.name) for it in PROGRAMS])
+@pytest.mark.parametrize("program", PROGRAMS, ids=[program.name for program in PROGRAMS])
 def test_program(program: Program, hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     use(cluster)
     script, lines = program.lay_out(SOURCES, tmp_path / "program")
