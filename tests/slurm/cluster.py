@@ -183,6 +183,16 @@ class Cluster(Machinery):
         finally:
             self._processes[f"slurmd.{node}"].send(signal.SIGCONT)
 
+    def bind_slurmds(self) -> None:
+        """Bind the slurmds to the CPU on which the nodes' namespaces were made.
+
+        Linux numbers namespaces by CPU since 6.18, and refuses to mount one (EINVAL) within another
+        that has a higher number, as job_container/tmpfs does.
+        """
+        for node in self.nodes:
+            pid = str(self._processes[f"slurmd.{node}"].pid)
+            sh("taskset", "--all-tasks", "--cpu-list", "--pid", "0", pid)
+
     def stop_ctld(self) -> None:
         self._stop("slurmctld")
 

@@ -247,6 +247,8 @@ class Machinery:
         if host in self.nodes:
             argv = ["nsenter", f"--net=/run/netns/{self._netns(host)}", *argv]
         ready = self.folder / f"{host}.ready"
+        # See `Cluster.bind_slurmds`.
+        argv = ["taskset", "--cpu-list", "0", *argv]
         self._start(host, *argv, f"{script}: > {ready}\nexec sleep infinity")
         self._await(ready.exists, host, "the namespaces of a host")
 

@@ -14,7 +14,8 @@ from tests.skips import needs_stand_in
 # As many devices as the job's gres has on a node; a real vendor's driver counts them itself.
 STAND_IN = (
     *("--env", f"PYTHONPATH={REPO / 'tests' / 'device'}"),
-    *("--setup", 'export SIM_DEVICES="$SLURM_GPUS_ON_NODE"'),
+    # Slurm 20.11 has the second variable only.
+    *("--setup", 'export SIM_DEVICES="${SLURM_GPUS_ON_NODE:-$SLURM_GPUS_PER_NODE}"'),
 )
 
 

@@ -130,10 +130,13 @@ def test_an_mpi_by_default(hpc: Hpc, other: Cluster, tmp_path: Path, launcher: s
     promise="everything works",
 )
 def test_a_tmp_for_each_job(hpc: Hpc, other: Cluster) -> None:
+    if other.version()[:2] < (21, 8):
+        pytest.skip("Slurm has job_container/tmpfs from 21.08 on")
     base, runs = other.folder / "job-tmp", other.folder / "runs"
     base.mkdir()
     (other.folder / "job_container.conf").write_text(f"AutoBasePath=true\nBasePath={base}/%n\n")
     _with(other, "JobContainerType=job_container/tmpfs\nPrologFlags=Contain")
+    other.bind_slurmds()
     try:
         marker = f"test ! -e {hpc.runs.parent}"  # which is in /tmp
         _finishes(hpc.submit("--runs-dir", str(runs), "--setup", marker, *TWO_BY_ONE, *QUICK))
