@@ -153,7 +153,7 @@ class Handle:
     def logs(self, rank: int | None = None) -> str:
         """Return what the job has printed so far, or one `rank`, over all attempts.
 
-        The text of a rank is empty before the first attempt. Of each log the first 64 MiB count.
+        The text of a rank is empty before the first attempt. The first 64 MiB of each log count.
 
         Raises
         ------

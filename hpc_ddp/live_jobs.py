@@ -291,7 +291,7 @@ def release_start(run: RunFolder) -> None:
 def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     """Refuse to start a run that is queued or under way: two jobs would take it from each holder.
 
-    What can't be known is refused as well, unless `is_forced`: then the user's word that the job is
+    An unknown state is refused as well, unless `is_forced`: then the user's word that the job is
     over is journaled, for the job that starts; also where another job lets the start be refused. It
     does not stand for a Slurm that gives no answer. Inside an allocation its own job is no
     obstacle.

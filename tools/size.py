@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import statistics
 import sys
 import tokenize
@@ -20,7 +21,10 @@ WORDS = (Path(__file__).parent / "vague_names.txt").read_text().split("\n\n")
 # Pronouns and participles, which say that a value was found and not what it is; and the usual
 # fillers: the one kind must not become the other.
 RIDDLES, FILLERS = (frozenset(words.split()) for words in WORDS)
-FREE_STARTS = ("What", "Who", "Whoever", "Whatever", "Of", "Nobody", "Somebody")
+# Sentences that do not begin with their subject, or that name no process.
+FREE_START = re.compile(
+    r"(?:\A|[.:;]\s+|\n\s*\n)\s*(?:What|Who|Whoever|Whatever|Of|Nobody|Somebody)\b"
+)
 LONG_FUNCTION, LONG_FILE, LONGEST_FILE = 50, 300, 400
 
 # The same counts of other packages without their tests: submitit at e49d5e7, httpx at ae1b9f66.
@@ -59,7 +63,7 @@ class Size:
         names = [name for _, name in bindings(tree)]
         self.riddles += sum(name in RIDDLES for name in names)
         self.fillers += sum(name in FILLERS for name in names)
-        self.free_starts += sum(_is_free(doc.value) for doc in docstrings)
+        self.free_starts += sum(len(FREE_START.findall(str(doc.value))) for doc in docstrings)
 
     def row(self, room: str) -> str:
         lengths = sorted(self.functions) or [0]
@@ -131,10 +135,6 @@ def _code_lines(text: str) -> set[int]:
         if token.type not in (*skipped, tokenize.ENDMARKER):
             lines.update(range(token.start[0], token.end[0] + 1))
     return lines
-
-
-def _is_free(docstring: object) -> bool:
-    return str(docstring).strip().split(" ")[0].rstrip(",") in FREE_STARTS
 
 
 def main(folders: list[str]) -> int:

@@ -199,8 +199,8 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
     sbatch takes SBATCH_PARTITION, say, over the script's ``#SBATCH --partition``. So a variable is
     left out where the job has its option or one that excludes it, as ``mem-per-cpu`` does ``mem``,
     and where no job of hpc-ddp has it (`_NEVER`); that is reported on stderr, unless the values are
-    equal. A site's or user's profile counts for all other options. What `clean_env` leaves out is
-    left out here, too.
+    equal. A site's or user's profile counts for all other options. The variables that `clean_env`
+    leaves out are left out here, too.
     """
     env = clean_env(environ)
     for name in [name for name in env if name.startswith("SBATCH_")]:

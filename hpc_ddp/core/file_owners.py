@@ -187,7 +187,7 @@ def _hint(run: RunFolder, path: Path, uid: int) -> str:
 
 def _executed(run: RunFolder) -> Iterator[Path]:
     """Yield what has to be the user's own: the run's folder, and what is executed of it, or names
-    jobs and processes to signal. Of the checkpoints, which are data, only their folder."""
+    jobs and processes to signal. Checkpoints are data: only their folder counts."""
     for folder in dict.fromkeys((run.whole, run.path, *(task.path for task in run.tasks()))):
         part = RunFolder(folder)
         tops = [part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints]

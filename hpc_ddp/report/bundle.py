@@ -152,8 +152,8 @@ def _create(output: Path) -> IO[bytes]:
 def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, text and a note ('' for a complete file) of each entry, the most important first.
 
-    Slurm is queried on the way. What is left out is added to `omissions`, with the reason: also a
-    file that can't be read. Raise OSError where the run or its journal can't be read.
+    Slurm is queried on the way. Each omission is added to `omissions`, with the reason: also a file
+    that can't be read. Raise OSError where the run or its journal can't be read.
     """
     yield "versions.txt", _versions(RunFolder(run.whole)), ""
     for job in run.jobs(run.events())[-1:]:

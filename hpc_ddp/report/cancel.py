@@ -1,4 +1,4 @@
-"""Ends runs for good. What is still live afterwards is never called cancelled."""
+"""Ends runs for good. A job that is still live afterwards is never called cancelled."""
 
 from __future__ import annotations
 

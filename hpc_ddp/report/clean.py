@@ -111,8 +111,8 @@ def find_deletions(
     """Query Slurm, and return the parts of runs that may be deleted: of the `named` ones in their
     order, else newest run first; [] without any. Messages and a bar go to stderr.
 
-    Other users' runs are left alone, also by root: Slurm lists no jobs of theirs here. Of those
-    below `root`, runs at work, unclear or damaged are left out.
+    Other users' runs are left alone, also by root: Slurm lists no jobs of theirs here. Runs below
+    `root` that are at work, unclear or damaged are left out.
 
     Parameters
     ----------

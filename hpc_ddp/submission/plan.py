@@ -78,9 +78,9 @@ class Plan:
         Raises
         ------
         UsageError
-            the folder can't be written, another submit has just made it, other users could
-            replace it, the code is too large, git can't list it, or a job works on the run, or may;
-            of a new run nothing of ours is left behind
+            the folder can't be written, another submit has just made it, other users could replace
+            it, the code is too large, git can't list it, or a job works on the run, or may; nothing
+            of a new run is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:
@@ -141,8 +141,8 @@ class PreparedRun(Plan):
         """Remove the folder of a new run that could not be started; what can't be removed stays,
         and so does what lies behind a link of another user.
 
-        Of an older run the files in `earlier` get their content back, and this start's snapshot of
-        the code goes; its new library stays. One that was refused before it was written stays as it
+        The files in `earlier`, of an older run, get their content back, and this start's snapshot
+        of the code goes; its new library stays. One that was refused before it was written stays as it
         is. Nothing is raised.
         """
         for path, content in self.earlier.items():

@@ -26,8 +26,8 @@ def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
     """Test all nodes of this allocation, and wait for the end; return the event `preflight`, also
     where nodes are bad.
 
-    What the checks print goes to stderr. The run's folder, by which the nodes find that they share
-    a disk, is removed again, also after an error. `cwd` is the working directory of the settings,
+    The checks' output goes to stderr. The run's folder, by which the nodes find that they share a
+    disk, is removed again, also after an error. `cwd` is the working directory of the settings,
     `root` the folder of the runs.
 
     Raises

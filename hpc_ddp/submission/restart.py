@@ -127,8 +127,8 @@ def plan_continuation(
 
     `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
     that paths in `options` are relative to. With `new_code`, and for a script in `options`, the
-    code is copied anew. Of an array the tasks go on that are not finished. Nothing is written;
-    whether a job works on the run is looked at when the plan is.
+    code is copied anew. The unfinished tasks of an array go on. Nothing is written; whether a job
+    works on the run is looked at when the plan is.
 
     Raises
     ------

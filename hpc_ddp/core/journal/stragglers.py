@@ -40,8 +40,8 @@ def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
     """Return the slowest of the ranks that were much slower than the others lately; None without
     one.
 
-    `events` is a journal, by attempt and time. What counts are the last `IN_A_ROW` `ranks` events
-    of its newest start: the rank is slow in all of them, and the slowest in one. None where there
+    `events` is a journal, by attempt and time. Only the last `IN_A_ROW` `ranks` events of its
+    newest start count: the rank is slow in all of them, and the slowest in one. None where there
     are fewer.
     """
     starts = [i for i, event in enumerate(events) if isinstance(event, (Started, WorkerStarted))]

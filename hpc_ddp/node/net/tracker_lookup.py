@@ -31,7 +31,7 @@ from hpc_ddp.node.net.place import Place
 
 ANSWER = "trackers"  # empty from the start of the attempt (see `AttemptFolder.notice`)
 CONNECT_S = 2.0
-# For the client's import, which takes a minute on a cold file system; requests have their own limit.
+# For the client's import, which takes a minute on a cold file system: requests have own limits.
 CREATE_S = 150.0
 PROXIES = ("https_proxy", "all_proxy")
 # The package; the variable and the default of its server; the variable that makes it offline.

@@ -57,7 +57,7 @@ class Trial:
 
 
 def _forked() -> int:
-    """Fork a process that tries the accelerator, and return its id. What it prints goes to this
+    """Fork a process that tries the accelerator, and return its id. Its output goes to this
     process's log."""
     pid = os.fork()
     if pid:

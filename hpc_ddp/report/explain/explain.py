@@ -337,7 +337,7 @@ def _is_progress(event: JournalEvent) -> bool:
 
 def _loss(facts: RunFacts, explanation: Explanation) -> str:
     """Return the sentence on lost steps; '' where the run goes on or is finished, and where its
-    newest attempt did not reach its training. Of a script that reports no steps it says that the
+    newest attempt did not reach its training. For a script that reports no steps it says that the
     progress is unknown, unless the script failed by itself."""
     if explanation.kind in ("finished", "rendered", "array", "running", "suspended"):
         return ""

@@ -108,7 +108,7 @@ def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
 def _tiles(
     history: RunHistory, spec: JobSpec | None, curves: Mapping[str, Curve]
 ) -> list[tuple[str, str, str]]:
-    """Return the figures at the top of the page: name, figure, addition. What is not known is left
+    """Return the figures at the top of the page: name, figure, addition. Unknown figures are left
     out."""
     status, tiles = history.status, []
     if status.step is not None:
@@ -136,7 +136,7 @@ def _tiles(
 
 def _failure(history: RunHistory) -> dict[str, Any]:
     """Return the failure that ended the newest attempt: rank, node, error, traceback, log, and the
-    attempt's number, by name; {} without a failure. What is not known is '' or None.
+    attempt's number, by name; {} without a failure. An unknown one is '' or None.
 
     Where the failed rank has journaled nothing, another rank's traceback stands for it.
     """

@@ -97,7 +97,7 @@ def find_state(
 ) -> tuple[RunState, str]:
     """Return the state of a run, and the reason in words (Slurm's reason while it waits), or ''.
 
-    Raise OSError where the journal of a task of it can't be read. Of another user's run see the
+    Raise OSError where the journal of a task of it can't be read. For another user's run see the
     module.
 
     Parameters

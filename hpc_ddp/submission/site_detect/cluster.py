@@ -224,7 +224,7 @@ class Preemption:
 
 def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
     """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s); []
-    where no job is. Of preemption by QOS without accounting: one, of any job."""
+    where no job is. Preemption by QOS is one kind, of any job, where there is no accounting."""
     plugin = facts.value("PreemptType").rpartition("/")[2]
     if plugin == "partition_prio":
         return [row for p in partitions if (row := _of_partition(p, partitions))]

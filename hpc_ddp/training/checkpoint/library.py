@@ -35,7 +35,7 @@ class LibraryCheckpoints(Checkpoints):
     """The checkpoints of a library, as this attempt of a run sees them.
 
     The library fills a draft (`open_draft`); `commit` has a thread sync and sum up its files, of
-    which each rank takes a share, and rank 0 publish it. Of each node one rank `syncs`: the files
+    which each rank takes a share, and rank 0 publish it. One rank of each node `syncs`: the files
     are in the memory of the node that has written them. `library` is the format's name, `own_names`
     are of files that hpc-ddp adds: they alone are no checkpoint.
 

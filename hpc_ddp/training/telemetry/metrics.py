@@ -117,8 +117,8 @@ def once_for_each_step(
     hook: Callable[[int, dict[str, float]], object], history: Sequence[JournalEvent]
 ) -> Callable[[dict[str, Any]], None]:
     """Return a listener that calls `hook` with the step and the other fields of each line, but for
-    steps up to the last one of `history`, the journal so far. What came before a ``--fresh`` does
-    not count."""
+    steps up to the last one of `history`, the journal so far. Steps before a ``--fresh`` do not
+    count."""
     first = first_attempt(history)
     lines = (event for event in history if isinstance(event, MetricsLine))
     last_step = max((line.step for line in lines if line.attempt >= first), default=-1)
