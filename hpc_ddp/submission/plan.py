@@ -142,8 +142,8 @@ class PreparedRun(Plan):
         and so does what lies behind a link of another user.
 
         The files in `earlier`, of an older run, get their content back, and this start's snapshot
-        of the code goes; its new library stays. One that was refused before it was written stays as it
-        is. Nothing is raised.
+        of the code goes; its new library stays. One that was refused before it was written stays
+        as it is. Nothing is raised.
         """
         for path, content in self.earlier.items():
             with suppress(OSError):
