@@ -10,6 +10,9 @@ from pathlib import Path
 from tests.programs.edits import Edit, EditError, apply, new_lines
 
 OWN_LOOP_LINES, TRAINER_LINES = 10, 2  # that may be added or changed
+# What programs import and hpc-ddp does not: in SOURCES/packages, beside the clones, by
+#   pip install --no-deps --target SOURCES/packages …
+PACKAGES = ("timm", "datasets", "evaluate", "pyarrow", "dill", "multiprocess", "pandas")
 # At a program's end, by which its weights are compared: rank 0's, or those of each rank.
 RESULT = "PROGRAM_RESULT"
 

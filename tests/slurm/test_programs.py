@@ -16,11 +16,11 @@ import torch
 from cluster import Cluster
 from harness import Hpc, Job, in_one_go, use
 
-from tests.programs import own_loops
+from tests.programs import own_loops, trainers
 from tests.programs.program import RESULT, Program
 
 SOURCES = "HPC_DDP_PROGRAMS"
-PROGRAMS = own_loops.PROGRAMS
+PROGRAMS = (*own_loops.PROGRAMS, *trainers.PROGRAMS)
 TABLE = Path(__file__).parents[2] / "docs" / "results" / "programs.md"
 
 pytestmark = pytest.mark.programs
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.programs
 
 def _submit(hpc: Hpc, program: Program, script: Path, result: Path) -> Job:
     words = [*program.shape, "--time", "10:00", "--env", f"{RESULT}={result}"]
+    words += ["--env", f"PYTHONPATH={Path(os.environ[SOURCES]) / 'packages'}"]
     return hpc.submit(*words, script.name, *program.args, cwd=script.parent)
 
 
@@ -56,3 +57,5 @@ def test_program(program: Program, hpc: Hpc, cluster: Cluster, tmp_path: Path) -
     assert in_one_go(job), job.output()
     is_equal = _is_equal(torch.load(whole), torch.load(resumed))
     assert is_equal or program.unequal_because
+    stops, begins = ([event["step"] for event in job.events(kind)] for kind in ("stopped", "first_step"))
+    print(f"{program.name}: {len(lines)} lines, stopped {stops}, began {begins}, {is_equal=}")
