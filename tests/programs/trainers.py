@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 
-from tests.programs.edits import add_after, append, change, drop
-from tests.programs.own_loops import saved
+from tests.programs.edits import add_after, change, drop
+from tests.programs.own_loops import EXAMPLES_COMMIT, START, saved
 from tests.programs.program import TRAINER_LINES, Program
 
 VOCABULARY = 50
+SMALL_LLAMA = "dim=32, n_layers=2, n_heads=4, vocab_size=256"
 
 
 def _words(count: int) -> str:
@@ -24,6 +25,16 @@ def _tokenizer() -> str:
     model = {"type": "WordLevel", "vocab": {f"w{it}": it for it in range(VOCABULARY)}}
     parts = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}}
     return json.dumps({**parts, "model": {**model, "unk_token": "w0"}})
+
+
+def _images(folder: str, label: str, count: int) -> dict[str, str]:
+    """Return pictures of 8 by 8 random pixels, as text (plain PPM), by the names of files."""
+    draw = random.Random(label)
+
+    def picture() -> str:
+        return "P3 8 8 255\n" + " ".join(str(draw.randrange(256)) for _ in range(8 * 8 * 3))
+
+    return {f"{folder}/{label}_{index}.jpg": picture() for index in range(count)}
 
 
 LIGHTNING = Program(
@@ -101,4 +112,235 @@ TRANSFORMERS = Program(
     limit=TRAINER_LINES + 1,
 )
 
-PROGRAMS = (LIGHTNING, TRANSFORMERS)
+ACCELERATE = Program(
+    name="Accelerate's complete_cv",
+    repository="huggingface/accelerate",
+    commit="16cb6eb8",
+    script="examples/complete_cv_example.py",
+    args=("--cpu", "--data_dir", "pets"),
+    # 20 batches of 4 on each of 4 ranks, and a fifth of all for the evaluation
+    files={**_images("pets", "cat", 200), **_images("pets", "dog", 200)},
+    here={
+        "complete_cv_example.py": (
+            change(r"^import re$", "import re, time"),
+            change(r'create_model\("resnet50d", pretrained=True', 'create_model("test_resnet"'),
+            change(r"num_workers=4", "num_workers=0", count=2),
+            change(
+                r'"num_epochs": 3(.*)"batch_size": 64, "image_size": 224',
+                r'"num_epochs": 5\1"batch_size": 4, "image_size": 32',
+            ),
+            add_after(r"optimizer\.step\(\)", "time.sleep(0.1)"),
+            change(
+                r"^(\s+)accelerator\.end_training",
+                rf"\1{saved('accelerator.unwrap_model(model).state_dict()')}\n\g<0>",
+            ),
+        )
+    },
+    adopted={
+        "complete_cv_example.py": (
+            add_after(
+                r"from accelerate\.utils", "from hpc_ddp.integrations.accelerate import Stop"
+            ),
+            add_after(r"# Sample hyper", "stop = Stop(accelerator)"),
+            change(
+                r"^(\s+)starting_epoch = 0$",
+                r"\1stop.load()\n\1starting_epoch = stop.position.epoch",
+            ),
+            change(
+                r"in active_dataloader:", "in stop.batches(active_dataloader, epoch):"
+            ),
+            add_after(r"overall_step \+= 1", "stop.save(loss=loss)"),
+            change(r"^(\s+)accelerator\.end_training", r"\1stop.finish()\n\g<0>"),
+        )
+    },
+    unequal_because="a batch is fetched ahead of its step, with the random crops of its images",
+)
+
+# All ranks gather the weights.
+_WHOLE = "weights = {name: weight.full_tensor() for name, weight in %s.state_dict().items()}"
+
+FSDP2 = Program(
+    name="the FSDP2 example",
+    repository="pytorch/examples",
+    commit=EXAMPLES_COMMIT,
+    script="distributed/FSDP2/example.py",
+    here={
+        "example.py": (
+            change(r"^import os$", "import os, time"),
+            drop(r"_min_gpu_count = \d", r"exit\(\)"),
+            change(r", device_id=device\)", ")"),
+            change(r"n_layers=10", "n_layers=2"),
+            change(r"in range\(10\)", "in range(80)"),
+            add_after(r"optim\.step\(\)", "time.sleep(0.1)"),
+            change(
+                r"^(\s+)(torch\.distributed\.destroy)",
+                rf"\1{_WHOLE % 'model'}\n\1{saved('weights')}\n\1\2",
+            ),
+        ),
+        # It leaves the numbers of its layers to chance.
+        "model.py": (
+            add_after(
+                r"self\.output\.reset_parameters",
+                "for layer in self.layers:\n    layer.reset_parameters()",
+            ),
+        ),
+    },
+    adopted={
+        "example.py": (
+            change(r"^from checkpoint import.*$", START),
+            drop(r"backend = torch\.distributed"),
+            change(r"torch\.distributed\.init_process_group\(.*$", "run = start()"),
+            drop(r"checkpointer = ", r"if checkpointer\.last"),
+            change(r"^    (    model\.(to_empty|reset_parameters)\()", r"\1", count=2),
+            drop(r"else:\n\s+checkpointer\.load_model"),
+            drop(r"if checkpointer\.last", r"checkpointer\.load_optim"),
+            add_after(r"optim = ", "run.track(model=model, optim=optim)"),
+            change(r"in range\((\d+)\):", r"in run.steps(\1):"),
+            add_after(r"optim\.zero_grad", "run.step(loss=loss)"),
+            drop(r"checkpointer\.save"),
+            change(r"torch\.distributed\.destroy_process_group", "run.finish"),
+        )
+    },
+)
+
+TENSOR_PARALLEL = Program(
+    name="the FSDP and tensor parallel example",
+    repository="pytorch/examples",
+    commit=EXAMPLES_COMMIT,
+    script="distributed/tensor_parallelism/fsdp_tp_example.py",
+    here={
+        "fsdp_tp_example.py": (
+            change(r"^import os$", "import os, time"),
+            drop(r"_min_gpu_count = \d", r"sys\.exit\(\)"),
+            change(r"torch\.accelerator\..*\.type$", '"cpu"'),
+            change(r"dim=256, n_layers=2, n_heads=16, vocab_size=32000", SMALL_LLAMA),
+            change(r"randint\(32000, \(8, 256\)", "randint(256, (2, 16)"),
+            change(r"^num_iterations = 10", "num_iterations = 80"),
+            add_after(r"optimizer\.step\(\)", "time.sleep(0.1)"),
+            change(
+                r"^if dist\.is_initialized",
+                rf"{_WHOLE % 'sharded_model'}\n{saved('weights')}\n\g<0>",
+            ),
+        )
+    },
+    adopted={
+        "fsdp_tp_example.py": (
+            add_after(r"from log_utils", START),
+            add_after(r"logger = get_logger", "run = start()"),
+            add_after(r"optimizer = ", "run.track(model=sharded_model, optimizer=optimizer)"),
+            change(r"in range\(num_iterations\)", "in run.steps(num_iterations)"),
+            add_after(r"optimizer\.step\(\)", "optimizer.zero_grad()\nrun.step()"),
+            drop(r"if dist\.is_initialized"),
+            change(r"^ +dist\.destroy_process_group", "run.finish"),
+        )
+    },
+)
+
+TIMM = Program(
+    name="timm's train.py",
+    repository="huggingface/pytorch-image-models",
+    commit="aa4b5850",
+    script="train.py",
+    args=(
+        *("--data-dir", "pets", "--model", "test_resnet", "--num-classes", "2"),
+        *("--input-size", "3", "32", "32", "--batch-size", "4", "--epochs", "4"),
+        *("--device", "cpu", "--no-prefetcher", "--workers", "1", "--warmup-epochs", "1"),
+    ),
+    files={  # 25 steps an epoch
+        **_images("pets/train/cat", "cat", 200),
+        **_images("pets/train/dog", "dog", 200),
+        **_images("pets/validation/cat", "tabby", 16),
+        **_images("pets/validation/dog", "terrier", 16),
+    },
+    here={
+        "train.py": (
+            change(r"device_ids=\[device\], ", ""),
+            add_after(r"num_updates \+= 1", "time.sleep(0.1)"),
+            change(
+                r"^(\s+)(if args\.distributed:\n\s+torch\.distributed\.destroy)",
+                rf"\1{saved('task.get_eval_model().state_dict()')}\n\1\2",
+            ),
+        )
+    },
+    adopted={
+        "train.py": (
+            add_after(r"from timm import utils", START),
+            change(
+                r"^(\s+)device = utils\.init_distributed_device\(args\)",
+                r"\1vars(args).update(distributed=True, rank=run.rank, world_size=run.world_size)\n"
+                r"\1device = run.device",
+            ),
+            change(
+                r"^    loader_eval = None$",
+                "    loader_train = run.loader("
+                "dataset_train, args.batch_size, num_workers=args.workers, drop_last=True)\n\\g<0>",
+            ),
+            change(
+                r"task\.prepare_distributed\(",
+                "task.trainable_module = run.wrap(task.trainable_module, ",
+            ),
+            change(
+                r"^    start_epoch = 0$",
+                "    run.track(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)\n\\g<0>",
+            ),
+            change(r"in range\(start_epoch, num_epochs\)", "in run.epochs(num_epochs)"),
+            drop(r"_set_loader_epoch\(loader_train"),
+            add_after(r"lr_scheduler\.step_update\(num_updates=", "run.step(loss=loss)"),
+            change(r"torch\.distributed\.destroy_process_group", "run.finish"),
+            change(r"^    main\(\)$", "    run = start()\n    main()"),
+        )
+    },
+)
+
+_DIGITS = "torch.utils.data.TensorDataset(torch.randn(%d, 1, 28, 28), torch.arange(%d) %% 10)"
+
+FABRIC = Program(
+    name="Fabric's image classifier",
+    repository="Lightning-AI/pytorch-lightning",
+    commit="7f0c3436cd",
+    script="examples/fabric/image_classifier/train_fabric.py",
+    args=("--batch-size", "4", "--epochs", "4"),
+    here={
+        "train_fabric.py": (
+            change(r"^import argparse$", "import argparse, os, time"),
+            change(r"Fabric\(\)$", 'Fabric(accelerator="cpu", devices=2, num_nodes=2)'),
+            change(r"MNIST\(.*train=True.*$", _DIGITS % (400, 400)),  # 25 steps an epoch
+            change(r"MNIST\(.*train=False.*$", _DIGITS % (32, 32)),
+            add_after(r"optimizer\.step\(\)", "time.sleep(0.1)"),
+            change(
+                r"^(\s+)if hparams\.save_model", rf"\1{saved('model.state_dict()')}\n\g<0>"
+            ),
+        )
+    },
+    adopted={
+        "train_fabric.py": (
+            add_after(r"from lightning\.fabric", "from hpc_ddp.integrations import StopPoint"),
+            change(
+                r"^    fabric = Fabric\(.*$", "    stop = StopPoint()\n\\g<0>\n    fabric.launch()"
+            ),
+            add_after(
+                r"scheduler = StepLR",
+                'state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}\n'
+                "if folder := stop.latest():\n"
+                '    torch.set_rng_state(fabric.load(folder / "state.ckpt", state)["random"])',
+            ),
+            change(r"in range\(1, hparams", "in range(stop.position.epoch or 1, hparams"),
+            add_after(
+                r"for batch_idx, \(data",
+                "    if (epoch - 1) * len(train_loader) + batch_idx < stop.position.step:\n"
+                "        continue",
+            ),
+            add_after(
+                r"optimizer\.step\(\)",
+                "if stop.step(epoch=epoch, loss=loss):\n"
+                "    with stop.checkpoint() as folder:\n"
+                '        state["random"] = torch.get_rng_state()\n'
+                '        fabric.save(folder / "state.ckpt", state)',
+            ),
+            change(r"^(\s+)if hparams\.save_model", r"\1stop.finish()\n\g<0>"),
+        )
+    },
+    limit=15,
+)
+
+PROGRAMS = (LIGHTNING, TRANSFORMERS, ACCELERATE, FSDP2, TENSOR_PARALLEL, TIMM, FABRIC)
