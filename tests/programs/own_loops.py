@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.programs.edits import add_after, append, change, drop
+from tests.programs.edits import add_after, change, drop
 from tests.programs.program import RESULT, Program
 
 EXAMPLES = "pytorch/examples"
@@ -47,7 +47,9 @@ MULTIGPU = Program(
             drop(r"\w+ = \w+\.to\(self\.gpu", count=2),
             change(r"in range\(self.epochs_run, max_epochs\)", "in run.epochs(max_epochs)"),
             drop(r"if self\.gpu_id == 0", r"self\._save_snapshot"),
-            change(r"return DataLoader\((?:.*\n)*?    \)$", "return run.loader(dataset, batch_size)"),
+            change(
+                r"return DataLoader\((?:.*\n)*?    \)$", "return run.loader(dataset, batch_size)"
+            ),
             drop(r"ddp_setup\(\)"),
             change(r"^    destroy_process_group\(\)", "    run.finish()"),
             change(r"^(    import argparse)$", r"\1\n    run = start()"),

@@ -59,14 +59,12 @@ LIGHTNING = Program(
     adopted={
         "transformer.py": (
             add_after(
-                r"from lightning\.pytorch\.demos",
-                "from hpc_ddp.integrations.lightning import StopCallback",
+                r"from lightning\.pytorch\.demos", "from hpc_ddp.integrations.lightning import fit"
             ),
-            change(r"(L\.Trainer\(.*)\)$", r"\1, callbacks=[stop := StopCallback()])"),
-            change(r"(trainer\.fit\(.*)\)$", r"\1, ckpt_path=stop.latest(trainer))"),
+            change(r"trainer\.fit\(", "fit(trainer, "),
         )
     },
-    limit=TRAINER_LINES + 1,
+    limit=TRAINER_LINES,
     unequal_because=(
         "Lightning begins the epoch's order anew after a stop amid it, and restores no generator"
     ),
@@ -103,13 +101,12 @@ TRANSFORMERS = Program(
         "run_clm.py": (
             add_after(
                 r"from transformers\.utils\.versions",
-                "from hpc_ddp.integrations.transformers import StopCallback",
+                "from hpc_ddp.integrations.transformers import train",
             ),
-            add_after(r"data_collator=", "callbacks=[stop := StopCallback()],"),
-            change(r"checkpoint = None$", "checkpoint = stop.latest()"),
+            change(r"trainer\.train\(.*\)$", "train(trainer)"),
         )
     },
-    limit=TRAINER_LINES + 1,
+    limit=TRAINER_LINES,
 )
 
 ACCELERATE = Program(
@@ -144,11 +141,9 @@ ACCELERATE = Program(
             add_after(r"# Sample hyper", "stop = Stop(accelerator)"),
             change(
                 r"^(\s+)starting_epoch = 0$",
-                r"\1stop.load()\n\1starting_epoch = stop.position.epoch",
+                r"\1stop.load(model)\n\1starting_epoch = stop.position.epoch",
             ),
-            change(
-                r"in active_dataloader:", "in stop.batches(active_dataloader, epoch):"
-            ),
+            change(r"in active_dataloader:", "in stop.batches(active_dataloader, epoch):"),
             add_after(r"overall_step \+= 1", "stop.save(loss=loss)"),
             change(r"^(\s+)accelerator\.end_training", r"\1stop.finish()\n\g<0>"),
         )
@@ -157,7 +152,7 @@ ACCELERATE = Program(
 )
 
 # All ranks gather the weights.
-_WHOLE = "weights = {name: weight.full_tensor() for name, weight in %s.state_dict().items()}"
+_WHOLE = "weights = {name: part.detach().full_tensor() for name, part in %s.named_parameters()}"
 
 FSDP2 = Program(
     name="the FSDP2 example",
@@ -221,7 +216,14 @@ TENSOR_PARALLEL = Program(
                 r"^if dist\.is_initialized",
                 rf"{_WHOLE % 'sharded_model'}\n{saved('weights')}\n\g<0>",
             ),
-        )
+        ),
+        # torch can't share out the CPU's fused attention.
+        "llama2_model.py": (
+            change(
+                r"F\.scaled_dot.*$",
+                "torch.softmax(xq @ xk.transpose(2, 3) / self.head_dim**0.5, dim=-1) @ xv",
+            ),
+        ),
     },
     adopted={
         "fsdp_tp_example.py": (
@@ -281,7 +283,8 @@ TIMM = Program(
             ),
             change(
                 r"^    start_epoch = 0$",
-                "    run.track(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)\n\\g<0>",
+                "    run.track(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)\n"
+                r"\g<0>",
             ),
             change(r"in range\(start_epoch, num_epochs\)", "in run.epochs(num_epochs)"),
             drop(r"_set_loader_epoch\(loader_train"),
@@ -307,40 +310,25 @@ FABRIC = Program(
             change(r"MNIST\(.*train=True.*$", _DIGITS % (400, 400)),  # 25 steps an epoch
             change(r"MNIST\(.*train=False.*$", _DIGITS % (32, 32)),
             add_after(r"optimizer\.step\(\)", "time.sleep(0.1)"),
-            change(
-                r"^(\s+)if hparams\.save_model", rf"\1{saved('model.state_dict()')}\n\g<0>"
-            ),
+            change(r"^(\s+)if hparams\.save_model", rf"\1{saved('model.state_dict()')}\n\g<0>"),
         )
     },
     adopted={
         "train_fabric.py": (
-            add_after(r"from lightning\.fabric", "from hpc_ddp.integrations import StopPoint"),
-            change(
-                r"^    fabric = Fabric\(.*$", "    stop = StopPoint()\n\\g<0>\n    fabric.launch()"
-            ),
+            add_after(r"from lightning\.fabric", "from hpc_ddp.integrations.fabric import Stop"),
+            add_after(r"fabric = Fabric\(", "stop = Stop(fabric)\nfabric.launch()"),
             add_after(
                 r"scheduler = StepLR",
-                'state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}\n'
-                "if folder := stop.latest():\n"
-                '    torch.set_rng_state(fabric.load(folder / "state.ckpt", state)["random"])',
+                "stop.load(model=model, optimizer=optimizer, scheduler=scheduler)",
             ),
             change(r"in range\(1, hparams", "in range(stop.position.epoch or 1, hparams"),
-            add_after(
-                r"for batch_idx, \(data",
-                "    if (epoch - 1) * len(train_loader) + batch_idx < stop.position.step:\n"
-                "        continue",
+            change(
+                r"in enumerate\(train_loader\)", "in enumerate(stop.batches(train_loader, epoch))"
             ),
-            add_after(
-                r"optimizer\.step\(\)",
-                "if stop.step(epoch=epoch, loss=loss):\n"
-                "    with stop.checkpoint() as folder:\n"
-                '        state["random"] = torch.get_rng_state()\n'
-                '        fabric.save(folder / "state.ckpt", state)',
-            ),
+            add_after(r"optimizer\.step\(\)", "stop.save(loss=loss)"),
             change(r"^(\s+)if hparams\.save_model", r"\1stop.finish()\n\g<0>"),
         )
     },
-    limit=15,
 )
 
 PROGRAMS = (LIGHTNING, TRANSFORMERS, ACCELERATE, FSDP2, TENSOR_PARALLEL, TIMM, FABRIC)

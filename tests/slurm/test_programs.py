@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,5 +56,7 @@ def test_program(program: Program, hpc: Hpc, cluster: Cluster, tmp_path: Path) -
     assert in_one_go(job), job.output()
     is_equal = _is_equal(torch.load(whole), torch.load(resumed))
     assert is_equal or program.unequal_because
-    stops, begins = ([event["step"] for event in job.events(kind)] for kind in ("stopped", "first_step"))
+    stops, begins = (
+        [event["step"] for event in job.events(kind)] for kind in ("stopped", "first_step")
+    )
     print(f"{program.name}: {len(lines)} lines, stopped {stops}, began {begins}, {is_equal=}")
