@@ -4,8 +4,8 @@
 
     stop = Stop(accelerator)                          # after Accelerator(…)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    stop.load()                                       # the state of the newest checkpoint
-    for epoch in range(10):
+    stop.load(model)                                  # the state of the newest checkpoint
+    for epoch in range(stop.position.epoch, 10):
         for x, y in stop.batches(loader, epoch):      # those that are left
             ...
             optimizer.step()
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.stop_point import StopPoint
+from hpc_ddp.integrations.epochs import EpochStop
+from hpc_ddp.integrations.stop_point import fix_order_of_sums
 from hpc_ddp.training.models import rng
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 STATE, ORDER = "state", "order.pt"
 
 
-class Stop(StopPoint):
+class Stop(EpochStop):
     """Saves the state of an Accelerator into the run's folder, and stops at the same step on all
     ranks. The options are those of `StopPoint`; UsageError is raised for a wrong one, and for
     ``automatic_checkpoint_naming``."""
@@ -49,11 +50,15 @@ class Stop(StopPoint):
         self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
         self._order: torch.Tensor | None = None  # the sampler's generator as the epoch began
         self._samples = 0  # of all ranks in a batch
-        self.facts = {"epoch": 0, "batches": 0}
 
-    def load(self) -> int:
+    def load(self, *models: Any) -> int:
         """Load the newest checkpoint that verifies; return the number of steps done, 0 without any.
-        All ranks call it after ``accelerator.prepare``. Raises as `StopPoint.latest`."""
+
+        All ranks call it after ``accelerator.prepare``, with the models that it returned: without
+        them a stop may change the last bits of the weights, from three ranks on. Raises as
+        `StopPoint.latest`.
+        """
+        fix_order_of_sums(models)
         if folder := self.latest():
             self._accelerator.load_state(str(folder / STATE))
             self._random = rng.snapshot(self._devices)
@@ -64,10 +69,9 @@ class Stop(StopPoint):
     def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
         """Yield the batches of an epoch that are left: none of one that is done, and all of those
         behind it; `loader` is a prepared one."""
-        if epoch < self.facts["epoch"]:
+        done = self._begin_epoch(epoch)
+        if done is None:
             return
-        done = self.facts["batches"] if epoch == self.facts["epoch"] else 0
-        self.facts = {"epoch": epoch, "batches": done}
         self._samples = getattr(loader, "total_batch_size", 0)
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
@@ -81,7 +85,7 @@ class Stop(StopPoint):
             self.facts["batches"] += 1
             yield batch
         self._restore_random()
-        self.facts = {"epoch": epoch + 1, "batches": 0}
+        self._end_epoch()
 
     def save(self, **values: Any) -> None:
         """End a batch: the run saves, and stops when it has to; nothing within an accumulation.

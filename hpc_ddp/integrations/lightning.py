@@ -1,6 +1,11 @@
-"""The Trainer of PyTorch Lightning; a loop with Fabric takes `StopPoint` itself.
+"""The Trainer of PyTorch Lightning; `fabric` is for a loop with Fabric.
 
 ::
+
+    trainer = Trainer(num_nodes=2, devices=4)
+    fit(trainer, model, loader)
+
+is the same as, where the callback is made before a long preparation of the data::
 
     trainer = Trainer(callbacks=[stop := StopCallback()], num_nodes=2, devices=4)
     trainer.fit(model, loader, ckpt_path=stop.latest(trainer))
@@ -15,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.stop_point import StopPoint, check_step
+from hpc_ddp.integrations.stop_point import StopPoint, check_step, fix_order_of_sums
 from hpc_ddp.training.process.hang_watchdog import beat
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning" in sys.modules:
@@ -24,6 +29,15 @@ else:  # the same library by its older name: a Trainer takes callbacks of its ow
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 FILE = "lightning.ckpt"
+
+
+def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs: Any) -> None:
+    """Call ``trainer.fit`` with the other arguments, from the newest checkpoint on; stop and save
+    as `stop` does, a new `StopCallback` if there is none. All ranks call it. Raises as
+    `StopCallback.latest`."""
+    stop = stop or StopCallback()
+    vars(trainer)["callbacks"].insert(0, stop)  # before those that save, which come last
+    trainer.fit(*args, **{**kwargs, "ckpt_path": stop.latest(trainer)})
 
 
 class StopCallback(Callback):
@@ -62,6 +76,7 @@ class StopCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning's handler of SIGTERM broadcasts, and ranks are signalled in different steps.
         self._stop.take_signals()
+        fix_order_of_sums([trainer.strategy.model or pl_module])
         self._stop.begin()
         check_step(
             self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"

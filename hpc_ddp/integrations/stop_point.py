@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
+from hpc_ddp.training.models.ddp import fix_bucket_order
 from hpc_ddp.training.models.dtensor import gathered
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.failure import leave_quickly
@@ -255,3 +257,12 @@ def check_step(stop: StopPoint, step: int, call: str) -> None:
             f" newest checkpoint of {stop.folder.path}",
             hint=call,
         )
+
+
+def fix_order_of_sums(models: Iterable[Any]) -> None:
+    """Have gradients under DDP be added in the same order before a restart and after it; all ranks
+    call it, with the wrapped `models`, before the first step."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                fix_bucket_order(module)

@@ -2,8 +2,13 @@
 
 ::
 
+    trainer = Trainer(model, args, train_dataset=data)
+    train(trainer)
+
+is the same as, where the callback is made before a long preparation of the data::
+
     trainer = Trainer(model, args, train_dataset=data, callbacks=[stop := StopCallback()])
-    trainer.train(resume_from_checkpoint=stop.latest())
+    trainer.train(resume_from_checkpoint=stop.latest(trainer))
 """
 
 from __future__ import annotations
@@ -12,13 +17,22 @@ import math
 from contextlib import ExitStack
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hpc_ddp.integrations.stop_point import StopPoint, check_step
+from hpc_ddp.integrations.stop_point import StopPoint, check_step, fix_order_of_sums
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.telemetry.metrics import TAKEN
 
 _REPLACED = ("output_dir", "save_only_model")  # arguments that differ for a save of the run
+
+
+def train(trainer: Trainer, **options: Any) -> Any:
+    """Train from the newest checkpoint on, and return what ``trainer.train`` returns; stop and save
+    as `StopCallback` does, whose options these are. All ranks call it. Raises as
+    `StopPoint.latest`."""
+    stop = StopCallback(**options)
+    trainer.add_callback(stop)
+    return trainer.train(resume_from_checkpoint=stop.latest(trainer))
 
 
 class StopCallback(TrainerCallback):
@@ -35,17 +49,22 @@ class StopCallback(TrainerCallback):
         self._script_args: dict[str, Any] = {}  # the script's values, while others hold for a save
         self._was_busy = False  # a save was put off in the step before
         self._values: dict[str, float] = {}
+        self._trainer: Trainer | None = None
 
-    def latest(self) -> str | None:
+    def latest(self, trainer: Trainer | None = None) -> str | None:
         """Return the folder of the newest checkpoint that verifies, for
         ``train(resume_from_checkpoint=…)``; None without any. All ranks call it, once the Trainer
-        is made. Raises as `StopPoint.latest`."""
+        is made. Without the `trainer` a stop may change the last bits of the weights, from three
+        ranks on. Raises as `StopPoint.latest`."""
+        self._trainer = trainer
         folder = self._stop.latest()
         return None if folder is None else str(next(folder.glob("checkpoint-*")))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        if self._trainer is not None:
+            fix_order_of_sums([self._trainer.model_wrapped])
         self._stop.begin()
         check_step(self._stop, state.global_step, "train(resume_from_checkpoint=stop.latest())")
 

@@ -83,6 +83,23 @@ def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) 
     assert stopped.weights == whole.weights
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("library", "width"), [("accelerate", "800"), ("fabric", "800"), ("transformers", "160")]
+)
+def test_four_ranks_add_up_in_the_same_order_after_a_stop(
+    make_crew: Callable[[str], Crew], library: str, width: str
+) -> None:
+    """Gradients of several buckets, which DDP packs anew after a process's first backward."""
+    whole, stopped = make_crew("whole"), make_crew("stopped")
+    wide = ("--width", width)
+    go(whole, library, *wide, ranks=4)
+    go(stopped, library, *wide, *SLOW, "--at", "5", ranks=4)
+    assert stopped.events("stopped")
+    go(stopped, library, *wide, ranks=4)
+    assert stopped.weights == whole.weights
+
+
 def test_lightning_saves_and_stops_with_one_batch_an_epoch(
     make_crew: Callable[[str], Crew],
 ) -> None:

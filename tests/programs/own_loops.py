@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from tests.programs.edits import add_after, change, drop
@@ -135,13 +133,9 @@ DCGAN = Program(
 )
 
 
-def make_tokens(folder: Path) -> None:
-    """Make a text of 128 different letters for nanoGPT, as numbers of two bytes."""
-    numbers = np.random.default_rng(1)
-    (folder / "data" / "small").mkdir(parents=True)
-    for name in ("train", "val"):
-        letters = numbers.integers(128, size=5000).astype(np.uint16)
-        letters.tofile(folder / "data" / "small" / f"{name}.bin")
+def tokens(count: int) -> bytes:
+    """Return letters drawn at random from 128, as numbers of two bytes."""
+    return np.random.default_rng(1).integers(128, size=count).astype(np.uint16).tobytes()
 
 
 NANOGPT = Program(
@@ -155,7 +149,7 @@ NANOGPT = Program(
         " --max_iters=300 --lr_decay_iters=300 --warmup_iters=10 --eval_interval=50 --eval_iters=4"
     ),
     here={"train.py": (change(" else 50304$", " else 128"),)},
-    prepare=make_tokens,
+    files={"data/small/train.bin": tokens(5000), "data/small/val.bin": tokens(5000)},
     adopted={
         "train.py": (
             add_after("from contextlib", START),
@@ -181,10 +175,10 @@ NANOGPT = Program(
 )
 
 
-def make_text(folder: Path) -> None:
-    """Make the text of minGPT: lines like 28+7=35."""
+def sums() -> str:
+    """Return lines like 28+7=35."""
     pairs = np.random.default_rng(1).integers(100, size=(300, 2)).tolist()
-    (folder / "text.txt").write_text("".join(f"{a}+{b}={a + b}\n" for a, b in pairs))
+    return "".join(f"{a}+{b}={a + b}\n" for a, b in pairs)
 
 
 MINGPT = Program(
@@ -213,7 +207,7 @@ MINGPT = Program(
             change("use_amp: .*", "use_amp: False"),
         ),
     },
-    prepare=make_text,
+    files={"text.txt": sums()},
     adopted={
         "main.py": (
             drop("def ddp_setup", r"torch\.accelerator\.set_dev"),
@@ -253,12 +247,11 @@ MINGPT = Program(
 )
 
 
-def make_shard(folder: Path) -> None:
-    """Make the token file of llm.c: 256 numbers of which the first three count, then the tokens."""
+def shard(count: int) -> bytes:
+    """Return a file of llm.c: 256 numbers of which the first three count, then the tokens."""
     header = np.zeros(256, np.int32)
-    header[:3] = (20240520, 1, 20000)
-    tokens = np.random.default_rng(1).integers(128, size=20000).astype(np.uint16)
-    (folder / "tokens.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    header[:3] = (20240520, 1, count)
+    return header.tobytes() + tokens(count)
 
 
 LLM_C = Program(
@@ -281,7 +274,7 @@ LLM_C = Program(
             change(r"ReduceOp\.AVG", "ReduceOp.SUM"),  # gloo has no other
         )
     },
-    prepare=make_shard,
+    files={"tokens.bin": shard(20000)},
     adopted={
         "train_gpt2.py": (
             add_after("from contextlib", START),

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.programs.edits import Edit, EditError, apply, new_lines
 
 OWN_LOOP_LINES, TRAINER_LINES = 10, 2  # that may be added or changed
+# Packages that programs import and the tests' environment lacks, in SOURCES/packages, by
+#   pip install --no-deps --target SOURCES/packages …
+PACKAGES = (
+    *("timm", "datasets", "evaluate", "pyarrow", "dill", "multiprocess", "pandas"),
+    *("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.*"),
+)
 # The variable with the path to which a program writes its weights in the end, if `run.track` does
 # not know them; else those of the run's last checkpoint are compared.
 RESULT = "PROGRAM_RESULT"
+
+
+def saved(weights: str) -> str:
+    """Return the line by which rank 0 writes its weights in the end."""
+    write = f"torch.save({weights}, os.environ['{RESULT}'])"
+    return f"if os.environ['RANK'] == '0': {write}"
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,7 @@ class Program:
     # Its adoption. These lines are counted.
     adopted: Mapping[str, Sequence[Edit]] = field(default_factory=dict)
     limit: int = OWN_LOOP_LINES
-    prepare: Callable[[Path], None] | None = None  # makes its data in its folder
+    files: Mapping[str, str | bytes] = field(default_factory=dict)  # data that are made for it
     preempted_at: int = 20  # the step
     unequal_because: str = ""  # the library's reason, where the weights can't be equal
     shape: Sequence[str] = ("--nodes", "2", "--gpus-per-node", "2")
@@ -51,6 +63,8 @@ class Program:
                 raise EditError(f"{self.name}, {name}: {error}") from error
             path.write_text(text)
             added += new_lines(runnable, text)
-        if self.prepare:
-            self.prepare(target)
+        for name, content in self.files.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            octets = content if isinstance(content, bytes) else content.encode()
+            (target / name).write_bytes(octets)
         return target / Path(self.script).relative_to(folder), added

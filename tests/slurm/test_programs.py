@@ -18,11 +18,11 @@ from harness import REPO, Hpc, Job, in_one_go, use
 
 from hpc_ddp.core.checkpoints import candidates
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
-from tests.programs import own_loops
+from tests.programs import own_loops, trainers
 from tests.programs.program import RESULT, Program
 
 SOURCES = Path(os.environ.get("HPC_DDP_PROGRAMS", "/"))
-PROGRAMS = own_loops.PROGRAMS
+PROGRAMS = (*own_loops.PROGRAMS, *trainers.PROGRAMS)
 PAGE = REPO / "docs" / "results" / "programs.md"
 HEAD = """\
 # Public programs

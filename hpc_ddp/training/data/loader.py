@@ -27,7 +27,6 @@ from hpc_ddp.training.data.worker_death import watched
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.process.hang_watchdog import beat
-from hpc_ddp.training.stops.signals import ignore_in_loader
 
 
 @dataclass
@@ -287,7 +286,7 @@ def batches_of(
             batch_size=None,  # the source makes the batches
             collate_fn=_as_batch,
             num_workers=num_workers,
-            worker_init_fn=partial(_begin_worker, worker_init_fn) if num_workers else None,
+            worker_init_fn=worker_init_fn,
             in_order=True,
             generator=torch.Generator(),  # else an iterator draws from the global one
             **{"pin_memory": is_accelerator(device), **options},
@@ -386,10 +385,3 @@ class _Batch:
 
 def _as_batch(pair: Any) -> _Batch:
     return _Batch(*pair)
-
-
-def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
-    """Begin loader worker `worker`: ignore notices, then call the script's ``worker_init_fn``."""
-    ignore_in_loader(worker)
-    if then is not None:
-        then(worker)

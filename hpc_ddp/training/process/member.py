@@ -24,6 +24,7 @@ from hpc_ddp.training.process.failure import FailureHook, make_patient
 from hpc_ddp.training.process.hang_watchdog import Watchdog
 from hpc_ddp.training.process.process_group import Control
 from hpc_ddp.training.stops.consensus import StopConsensus
+from hpc_ddp.training.stops.loader_workers import outlive_notices
 from hpc_ddp.training.stops.signals import Notices
 from hpc_ddp.training.telemetry.metrics import Metrics, check_values
 from hpc_ddp.training.telemetry.step_timing import StepTimer
@@ -49,6 +50,7 @@ class Member:
             make_patient()
         self._notices = Notices(self._env.notice)
         self._notices.install()
+        outlive_notices()
         self._options = options.checked(self._env)
         self.position = Position()
         self._checked_values: set[str] = set()

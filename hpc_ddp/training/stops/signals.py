@@ -9,6 +9,7 @@ Under a plain torchrun there is no supervisor, and SIGTERM itself is the notice.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -170,7 +171,7 @@ def _give_back() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def ignore_in_loader(worker: int) -> None:
+def ignore_in_loader(worker: int = 0) -> None:
     """Have a loader worker (a number) outlive a notice: the rank needs its batches until it stops.
 
     It ends when its parent is gone, or ends it: multiprocessing does that by a SIGTERM, for which
@@ -179,7 +180,9 @@ def ignore_in_loader(worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+    parent = multiprocessing.parent_process()  # of a fork server's child that isn't its getppid
+    pid = os.getppid() if parent is None else parent.pid
+    threading.Thread(target=_obey, args=(pid,), daemon=True).start()
 
 
 def _obey(parent: int) -> None:

@@ -24,9 +24,9 @@ data = torch.utils.data.TensorDataset(torch.randn(640, 4))  # 20 batches of 8 on
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-stop.load()
+stop.load(model)
 steps = EPOCHS * len(loader)
-for epoch in range(EPOCHS):
+for epoch in range(stop.position.epoch, EPOCHS):
     for (x,) in stop.batches(loader, epoch):
         time.sleep(PAUSE_S)
         if stop.position.step % 20 == 0:

@@ -43,7 +43,7 @@ settings = TrainingArguments(
 )
 stop = StopCallback()
 trainer = Trainer(model, settings, train_dataset=data, callbacks=[stop])
-trainer.train(resume_from_checkpoint=stop.latest())
+trainer.train(resume_from_checkpoint=stop.latest(trainer))
 if trainer.is_world_process_zero():
     step, ranks = trainer.state.global_step, settings.world_size
     print(f"done at step {step} with {ranks} ranks", flush=True)

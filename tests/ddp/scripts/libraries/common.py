@@ -24,6 +24,7 @@ parser.add_argument(
 )
 parser.add_argument("--save-every-steps", type=int)
 parser.add_argument("--step-seconds", type=float, default=0.005)
+parser.add_argument("--width", type=int, default=8, help="of the hidden layer")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--batch-size", type=int, default=4, help="of Lightning, of 32 samples a rank")
 parser.add_argument("--own-saves", type=int, help="the Trainer's save_steps")

@@ -1,32 +1,46 @@
-"""A loop with Lightning Fabric."""
+"""A loop with Lightning Fabric: dropout, shuffled data with noise, and a scheduler of epochs."""
 
 import os
 
 import lightning as L
 import torch
 from common import OPTIONS, args, disturb, leave_weights
+from torch.utils.data import DataLoader, Dataset
 
-from hpc_ddp.integrations import StopPoint
+from hpc_ddp.integrations.fabric import Stop
 
-stop = StopPoint(**OPTIONS)
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index / 64 + 0.1 * torch.randn(4)
+
+
 fabric = L.Fabric(accelerator="cpu", strategy="ddp", devices=int(os.environ["WORLD_SIZE"]))
+stop = Stop(fabric, **OPTIONS)
 fabric.launch()
 torch.manual_seed(1)
-net = torch.nn.Linear(4, 1)
+net = torch.nn.Sequential(
+    torch.nn.Linear(4, args.width),
+    torch.nn.Dropout(0.2),
+    torch.nn.Linear(args.width, args.width),
+    torch.nn.Linear(args.width, 1),
+)
 model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
-state = {"model": model, "optimizer": optimizer}
-if folder := stop.latest():
-    fabric.load(folder / "state.ckpt", state)
-for step in range(stop.position.step, args.steps):
-    disturb(step + 1)
-    seed = 2 * step + fabric.global_rank
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
-    loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-    optimizer.zero_grad()
-    fabric.backward(loss)
-    optimizer.step()
-    if stop.step(total_steps=args.steps, loss=loss):
-        with stop.checkpoint() as folder:
-            fabric.save(folder / "state.ckpt", state)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+loader = fabric.setup_dataloaders(DataLoader(Noisy(), batch_size=4, shuffle=True))
+stop.load(model=model, optimizer=optimizer, scheduler=scheduler)
+torch.manual_seed(fabric.global_rank + stop.position.step)  # a resume restores each rank's numbers
+for epoch in range(stop.position.epoch, args.epochs):
+    for x in stop.batches(loader, epoch):
+        disturb(stop.position.step + 1)
+        loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        stop.save(loss=loss, total_steps=args.epochs * len(loader))
+    scheduler.step()
 stop.finish()
 leave_weights(net)

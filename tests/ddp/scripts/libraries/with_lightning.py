@@ -8,7 +8,7 @@ import torch
 from common import OPTIONS, args, disturb, leave_weights
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_ddp.integrations.lightning import StopCallback
+from hpc_ddp.integrations.lightning import StopCallback, fit
 
 warnings.filterwarnings("ignore")
 
@@ -38,11 +38,10 @@ trainer = L.Trainer(
     devices=int(os.environ.get("WORLD_SIZE", 1)),
     strategy="ddp" if "RANK" in os.environ else "auto",
     max_epochs=args.epochs,
-    callbacks=[stop := StopCallback(**OPTIONS)],
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(model, loader, ckpt_path=stop.latest(trainer))
+fit(trainer, model, loader, stop=StopCallback(**OPTIONS))
 leave_weights(model)

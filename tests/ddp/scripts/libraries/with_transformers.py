@@ -6,10 +6,16 @@ import torch
 from common import OPTIONS, args, disturb, leave_weights
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from hpc_ddp.integrations.transformers import StopCallback
+from hpc_ddp.integrations.transformers import train
 
 CONFIG = GPT2Config(
-    vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    vocab_size=32,
+    n_positions=16,
+    n_embd=2 * args.width,
+    n_layer=1,
+    n_head=2,
+    bos_token_id=0,
+    eos_token_id=0,
 )
 
 torch.manual_seed(1)
@@ -31,7 +37,6 @@ settings = TrainingArguments(
 )
 model = GPT2LMHeadModel(CONFIG)
 model.register_forward_pre_hook(lambda *_: disturb(trainer.state.global_step + 1))
-stop = StopCallback(**OPTIONS)
-trainer: Trainer = Trainer(model, settings, train_dataset=data, callbacks=[stop])
-trainer.train(resume_from_checkpoint=stop.latest())
+trainer: Trainer = Trainer(model, settings, train_dataset=data)
+train(trainer, **OPTIONS)
 leave_weights(model)
