@@ -66,8 +66,8 @@ class Stop(EpochStop):
         """Yield the batches of an epoch that are left: none of one that is done, and all of those
         behind it.
 
-        `loader` is one of ``fabric.setup_dataloaders``. What is done is read again, and dropped, so
-        that random numbers of the data go on as well.
+        `loader` is one of ``fabric.setup_dataloaders``. Batches that are done are read again, and
+        dropped, so that random numbers of the data go on as well.
         """
         done = self._begin_epoch(epoch)
         if done is None:
