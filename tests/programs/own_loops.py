@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.programs.edits import add_after, change, drop
+from tests.programs.edits import add_after, append, change, drop
 from tests.programs.program import Program
 
 EXAMPLES = "pytorch/examples"
@@ -127,7 +127,7 @@ DCGAN = Program(
             ),
             add_after(r"optimizerG\.step\(\)", "run.step(loss=errG)"),
             drop(r"# do checkpointing", r"torch\.save\(netD"),
-            lambda text: f"{text}\nrun.finish()\n",
+            append("run.finish()"),
         )
     },
 )
@@ -241,7 +241,7 @@ MINGPT = Program(
                 "in run.epochs(self.config.max_epochs)",
             ),
             drop(r"if self\.local_rank == 0 and epoch", r"self\._save_snapshot"),
-            lambda text: f"{text.rstrip()}\n        run.finish()\n",
+            append("        run.finish()"),
         ),
     },
 )
@@ -332,4 +332,45 @@ MNIST = Program(
     },
 )
 
-PROGRAMS = (MULTIGPU, IMAGENET, NANOGPT, MINGPT, DCGAN, LLM_C, MNIST)
+CIFAR = Program(
+    name="pytorch-cifar, of one process",
+    repository="kuangliu/pytorch-cifar",
+    commit="49b7aa9",
+    script="main.py",
+    here={
+        "main.py": (
+            change(
+                r"datasets\.CIFAR10\(\n.*transform=(\w+)",
+                r"datasets.FakeData(400, (3, 32, 32), 10, \1",
+                count=2,
+            ),
+            change(r"batch_size=128", "batch_size=4"),
+            change(r"^net = SimpleDLA", "net = LeNet"),
+            change(r"start_epoch\+200", "start_epoch+4"),
+        ),
+        "utils.py": (change(r"^_, term_width = .*$", "term_width = 80"),),  # it asks a terminal
+    },
+    adopted={
+        "main.py": (
+            add_after("from utils", f"{START}\nrun = start()"),
+            change(
+                r"trainloader = torch.*\(\n\s*(trainset.*), shuffle=True(.*)\)",
+                r"trainloader = run.loader(\1\2)",
+            ),
+            change(r"net = net\.to\(device\)", "net = run.wrap(net)"),
+            drop("if device == 'cuda'", r"cudnn\.bench"),
+            drop(r"if args\.resume", "start_epoch = check"),
+            add_after(
+                "scheduler = ", "run.track(net=net, optimizer=optimizer, scheduler=scheduler)"
+            ),
+            change(r"loss\.backward\(\)", "run.backward(loss)"),
+            add_after(r"optimizer\.step\(\)", STEP),
+            drop("if acc > best_acc", "best_acc = acc"),
+            add_after(r"acc = 100", "run.best(acc)"),
+            change(r"in range\(start_epoch, start_epoch\+(\d+)\)", r"in run.epochs(\1)"),
+            append("run.finish()"),
+        )
+    },
+)
+
+PROGRAMS = (MULTIGPU, IMAGENET, NANOGPT, MINGPT, DCGAN, LLM_C, MNIST, CIFAR)
