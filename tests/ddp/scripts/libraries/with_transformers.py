@@ -32,6 +32,7 @@ settings = TrainingArguments(
     save_only_model=True,  # of the Trainer's own checkpoints
     report_to="none",
     disable_tqdm=True,
+    ddp_find_unused_parameters=False,  # else DDP never packs anew
     use_cpu=True,
     seed=1,
 )
