@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -142,13 +143,25 @@ class Cluster(Machinery):
 
     @contextlib.contextmanager
     def scratch_full(self) -> Iterator[None]:
-        """Leave no byte free on the nodes' scratch."""
-        ballast = self.scratch / "ballast"
-        with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        yield
-        ballast.unlink()
+        """Leave no byte free on the nodes' scratch, also where a run deletes old checkpoints: the
+        next save would have their room."""
+        ballast, end = self.scratch / "ballast", threading.Event()
+
+        def fill() -> None:
+            with open(ballast, "wb", buffering=0) as file:
+                while not end.wait(0.02):
+                    with contextlib.suppress(OSError):
+                        while file.write(bytes(4096)):
+                            pass
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join()
+            ballast.unlink()
 
     @contextlib.contextmanager
     def scratch_read_only(self) -> Iterator[None]:
