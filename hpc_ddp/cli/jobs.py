@@ -310,8 +310,9 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
 
     It is stopped politely, killed, killed while it saves, and has a byte of a checkpoint flipped.
     Each step and the final weights are compared with an undisturbed run's, bit for bit; what
-    differs first is named. Exit code 1 where it does not resume right. The script's other files are
-    written here, as in any run.
+    differs first is named. Exit code 1 where it does not resume right, does not go on, or differs
+    between two undisturbed runs; a difference that comes from another order of sums alone does not
+    count. The script's other files are written here, as in any run.
     """
     cwd = Path.cwd()
     # A killed attempt has to end: a project file may restart workers within one.

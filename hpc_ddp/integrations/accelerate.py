@@ -89,7 +89,8 @@ class Stop(EpochStop):
 
     def save(self, **values: Any) -> None:
         """End a batch: the run saves, and stops when it has to; nothing within an accumulation.
-        `values` as in `step`. Raises as `checkpoint`."""
+        `values` as in `step`. Raises as `step` and `checkpoint`; errors of ``save_state`` and
+        ``torch.save`` come through."""
         if not self._accelerator.sync_gradients:
             return
         samples = self._samples * self._accelerator.gradient_accumulation_steps

@@ -89,7 +89,8 @@ class Stop(EpochStop):
 
     def save(self, **values: Any) -> None:
         """End an optimizer step: the run saves, and stops when it has to. `values` as in `step`.
-        Raises as `checkpoint`; UsageError before `load`."""
+        Raises as `step` and `checkpoint`, UsageError before `load`; errors of ``fabric.save`` and
+        ``torch.save`` come through."""
         if self._objects is None:
             raise UsageError(
                 "stop.save was called before stop.load, which names what a checkpoint holds",

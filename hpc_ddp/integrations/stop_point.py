@@ -104,7 +104,8 @@ class StopPoint(Member):
         self._notices.take_signals()
 
     def begin(self) -> None:
-        """Journal that the training begins, and start the clocks; `step` does it if need be."""
+        """Journal that the training begins, and start the clocks; `step` does it if need be. Raises
+        as `latest`, at the first call; UsageError after `finish`."""
         self.latest()
         if self._is_over:
             raise UsageError("a second training has begun in this run; accepted: one a run")
@@ -125,13 +126,25 @@ class StopPoint(Member):
         wait_for_all: bool = False,
         **values: Any,
     ) -> bool:
-        """End an optimizer step, `number` of the run or the next one; return whether all ranks are
-        to save now, by `checkpoint`: until they have, the next steps return True as well.
+        """End an optimizer step, `number` of the run or (None) the next one; return whether all
+        ranks are to save now, by `checkpoint`: until they have, the next steps return True as well.
 
-        `samples` (of all ranks) and `values` (numbers, or tensors of one; rank 0's; a DTensor is a
-        collective) go into the journal. `wait_for_all` costs 0.2 ms: before a step that ends late,
-        as one with an evaluation. Raise RuntimeError if a peer is gone, UsageError for a value that
-        is no number.
+        The journal gets `epoch`, `total_steps` of the run (None: not known), `samples` of all ranks
+        (0: not known) and `values`: numbers, or tensors of one, rank 0's; a DTensor is a
+        collective. With `wait_for_all` the ranks agree at this step and not some steps later, which
+        costs 0.2 ms: for the step before one that ends late, as with an evaluation.
+
+        Raises
+        ------
+        RuntimeError
+            a peer is gone
+        UsageError
+            the first value of its name is no number, or the journal has the name; `finish` was
+            called; or as `latest`, at the first call
+        HpcDdpError
+            as `latest`, at the first call
+        RuntimeError, ValueError, TypeError
+            on rank 0, perhaps some steps later: a later value of a name is no scalar
         """
         self.begin()
         self._timer.end_step()
@@ -260,8 +273,13 @@ def check_step(stop: StopPoint, step: int, call: str) -> None:
 
 
 def fix_order_of_sums(models: Iterable[Any]) -> None:
-    """Have gradients under DDP be added in the same order before a restart and after it; all ranks
-    call it, with the wrapped `models`, before the first step."""
+    """Have DDP add gradients in the same order before a restart and after it; all ranks call it,
+    with the wrapped `models`, before the first step.
+
+    It runs one backward of each DDP in them, on a stand-in, and clears the gradients: a collective,
+    which raises RuntimeError if a peer is gone. Models without DDP stay as they are. So does DDP
+    with ``static_graph``: after a restart its sums may differ in their last bits.
+    """
     for model in models:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):

@@ -99,11 +99,11 @@ class StopCallback(TrainerCallback):
             epoch=math.floor(state.epoch or 0),
             total_steps=state.max_steps,
             samples=batch_size * args.world_size,
-            wait_for_all=_is_long(args, state, state.global_step + 1),
+            wait_for_all=_is_long_step(args, state, state.global_step + 1),
             **self._values,
         )
         # A save of the script's own, or an evaluation, which may decide on one, comes first; once.
-        is_busy = control.should_save or _is_long(args, state, state.global_step)
+        is_busy = control.should_save or _is_long_step(args, state, state.global_step)
         is_busy, self._was_busy = is_busy and not self._was_busy, is_due and is_busy
         if is_due and not is_busy and not control.should_training_stop:
             self._script_args = {name: getattr(args, name) for name in _REPLACED}
@@ -133,9 +133,13 @@ class StopCallback(TrainerCallback):
         return was_replaced
 
 
-def _is_long(args: TrainingArguments, state: TrainerState, step: int) -> bool:
-    """Return whether the script evaluates after the step, which a stop would have to wait for, or
-    saves at the end of its epoch."""
+def _is_long_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
+    """Return whether the script probably evaluates after `step`, or saves after it as the last one
+    of its epoch: a stop that falls there would have to wait.
+
+    An estimate: False for ``eval_steps`` below 1, a share of all steps. Where evaluations or saves
+    go by epochs, only multiples of the mean number of steps of an epoch count.
+    """
     every = int(args.eval_steps or 0) if args.eval_strategy == "steps" else 0
     if "epoch" in (args.eval_strategy, args.save_strategy):
         every = round(state.max_steps / state.num_train_epochs)

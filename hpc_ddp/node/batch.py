@@ -135,7 +135,8 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
 
 
 def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:
-    """Return the CPUs that the job has on its smallest node; fewer than workers are reported."""
+    """Return the CPUs that the job has on its smallest node, 1 where Slurm does not say. Print a
+    warning if they are fewer than the workers of a node."""
     cpus = least_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if cpus < spec.workers_per_node:
         say(

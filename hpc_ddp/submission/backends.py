@@ -102,8 +102,8 @@ class AllocationBackend(SlurmBackend):
     """The same script, run by a shell inside an allocation that is there already."""
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Run the script in a shell, and return its process. Raise UsageError outside of an
-        allocation."""
+        """Start the batch script in a shell, and return its process; `output` as `Backend.start`
+        has it. Raise UsageError outside of an allocation, OSError if the shell can't be started."""
         if "SLURM_JOB_ID" not in os.environ:
             raise UsageError(
                 "the allocation back-end runs inside an allocation, and this shell is in none",

@@ -73,19 +73,21 @@ class Plan:
         return Rendering(self.spec, self.run, self.code, self.script)
 
     def write(self) -> PreparedRun:
-        """Make the run's folder, with all that the job needs.
+        """Write the run's folder, with all that the job needs, and return the run, ready to start.
+        One that exists already is claimed, until `backends.start` or this process ends: no other
+        process can start it.
 
         Raises
         ------
         UsageError
-            the folder can't be written, another submit has just made it, other users could replace
-            it, the code is too large, git can't list it, or a job works on the run, or may; nothing
-            of a new run is left behind
+            the folder can't be written, another submit has just made it, another process starts the
+            run just now, other users could replace it, the code is too large, git can't list it, or
+            a job works on the run, or may; nothing of a new run is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:
-            if not self.is_new:  # until `backends.start` has done with it
-                claim_start(self.run)
+            if not self.is_new:
+                claim_start(self.run)  # `backends.start` releases it
                 check_idle(self.run, self.is_forced)
                 run = self.run
                 marks = [part.cancelled for part in (run, *run.tasks())]

@@ -109,8 +109,9 @@ class Worker(Member):
         self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
 
     def _refuse_non_finite(self) -> None:
-        """Raise HpcDdpError if the last look at the weights found NaN or infinity; its answer is
-        taken by that. Raise OSError if then the checkpoints can't be listed."""
+        """Raise HpcDdpError if the last `Precision.look` found NaN or infinity in the weights, or
+        fp16's scaler does nothing but skip steps; raise OSError if then the checkpoints can't be
+        listed. A look counts once. It waits for the device."""
         if self._precision.has_non_finite():
             raise non_finite_error(self.folder, self.position.step)
 

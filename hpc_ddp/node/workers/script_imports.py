@@ -213,8 +213,13 @@ def _read(path: Path) -> _Reading:
 def _at_top_level(
     body: Sequence[ast.stmt], is_certain: bool = True
 ) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield the statements that run at an import, and whether they do in any case: those below
-    ``if``, in a loop or in a handler may not."""
+    """Yield the statements of `body`, also those inside others, that run at an import, and whether
+    they do in any case. Those below ``if``, in a loop, in an ``else`` or in a handler may not; none
+    does in any case without `is_certain`, which says it of the body.
+
+    Left out are functions, classes and the cases of a ``match``, and what an import does not run:
+    below ``if __name__ …``, its ``else`` too, and below ``if TYPE_CHECKING``.
+    """
     for node in body:
         yield node, is_certain
         if isinstance(node, DEFINITIONS):

@@ -111,11 +111,13 @@ def _explain_state(facts: RunFacts) -> Explanation:
 
 
 def _is_over(facts: RunFacts) -> bool:
-    """Return whether nothing more happens by itself, even if Slurm still shows the job."""
+    """Return whether nothing more happens by itself, even if Slurm still shows the job. False after
+    a superseded attempt, and without a verdict unless the user has cancelled: then Slurm's state
+    decides."""
     verdict = facts.verdict
     if verdict is None:
         return facts.cancelled and not facts.live
-    if verdict.cause == Cause.SUPERSEDED:
+    if verdict.cause == Cause.SUPERSEDED:  # a later start may live: the journal does not know
         return False
     # These two back-ends requeue nothing: another attempt begins at once, or by the user.
     no_requeue = facts.spec.get("backend") in ("local", "salloc") and not facts.live

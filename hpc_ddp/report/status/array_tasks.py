@@ -149,10 +149,12 @@ class Ranking:
 
 
 def rank(tasks: Sequence[Task]) -> Ranking | None:
-    """Return the ranking of a sweep's tasks: by the value of ``run.best``, else the first result of
-    ``run.finish``, else the loss; None without one, and for an array that is no sweep.
+    """Return the ranking of a sweep's tasks, by the first of these that any task has: the value of
+    ``run.best``, the first result of ``run.finish``, the loss. None where no task has any of them,
+    and for an array that is no sweep.
 
-    A result counts as better the lower it is if its name is one of a loss or an error.
+    The script says which value of ``run.best`` is better. The lower one of other values is better
+    if their name is one of `_LOWER` (a loss, an error, seconds), else the greater one.
     """
     names = [name for task in tasks for name in task.results]
     for metric in ("best", *names[:1], "loss"):
@@ -191,7 +193,8 @@ def table(tasks: Sequence[Task]) -> str:
 
 
 def _cells(task: Task, results: Sequence[str]) -> list[Any]:
-    """Return the row of a task, with its `results` of these names; None for an empty cell."""
+    """Return the row of a task in the order of `table`'s header, with its `results` of these names;
+    None for an unknown value, '' without a reason."""
     status = task.status
     attempt, progress, loss = None, None, None
     if status:

@@ -225,9 +225,10 @@ def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[
 
 
 def _distance(pairs: Sequence[Pair], size: str) -> float | None:
-    """Return the largest relative difference of the values that both records have, and of one of
-    their `sizes` (``gradients`` or ``weights``); None without numbers. Raise KeyError for a record
-    that lacks the size."""
+    """Return the largest difference, relative as in `_relative`, of the values that both records of
+    a pair have, and of one of their `sizes` (``gradients`` or ``weights``): inf where one number
+    alone is NaN or infinite, None without numbers. Raise KeyError for a record that lacks the
+    size."""
     distances = []
     for a, b in pairs:
         numbers = [(a.values[name], v) for name, v in b.values.items() if name in a.values]

@@ -126,7 +126,7 @@ class Restorer:
 
     Its public methods are collectives: every rank must call them, and gets the same checkpoint.
     Ranks judge it together, and raise the same error; then each opens it, and an error of that may
-    be one rank's alone.
+    be one rank's alone. RuntimeError is raised if a peer is gone.
     """
 
     def __init__(self, run: RunFolder, attempt: int, control: Control, journal: Journal) -> None:
@@ -233,7 +233,7 @@ class Restorer:
 
     def _find_damage(self, folder: Path) -> str | None:
         """Let the ranks verify a checkpoint together; all return the same damage, or None, or raise
-        the same DiskError."""
+        the same DiskError. Every rank must call it; raise RuntimeError if a peer is gone."""
         rank, world_size = self.control.rank, self.control.world_size
         answer: str | HpcDdpError | None
         try:

@@ -1,8 +1,7 @@
 """Saving a run together: every rank calls these, rank 0 decides for all.
 
-A save has two halves. The training's thread copies the state (`Content`); a thread of its own
-writes it, agrees with its peers over a process group of its own, and publishes. One save is under
-way at a time: the next waits for it.
+The training's thread copies the state (`Content`); another thread writes it, agrees with its peers
+over a process group of its own, and publishes. The next save waits for it.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Outcome:
     size
         of the checkpoint that was published, in bytes
     failure
-        why it could not be saved, "" where it was, and where it must not be
+        why it could not be saved, else ""
     error
         ends the run: no other try would end otherwise
     """
@@ -251,8 +250,9 @@ class Checkpoints(Restorer):
     ) -> Outcome | None:
         """Return on all ranks the decision of rank 0, which has the `answer` of each of them.
 
-        It is `decide`'s, or `_drop`'s if that raises an error, or a rank's answer is a `Failure`;
-        None: go on. Every rank must call it; raise RuntimeError if a peer is gone.
+        It is what `decide` returns; None: go on. Where a rank's answer is a `Failure`, or `decide`
+        raises an error, it is the failure that `_drop` returns. Every rank must call it; raise
+        RuntimeError if a peer is gone.
         """
         answers = self._background.to_first(answer)
         outcome: Outcome | None = None
@@ -329,12 +329,13 @@ class Checkpoints(Restorer):
         return Outcome(sum(file_facts.size for file_facts in files.values()))
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
-        """On rank 0: remove a draft that a rank failed to write, and make room if that was why;
-        return the failure, which counts (`_fail`)."""
+        """On rank 0: remove a draft that a rank failed to write, and make room if that was why, and
+        the attempts can be listed; return the failure, which counts (`_fail`)."""
         disk.remove(draft)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
-            self._make_room(content)
+            with suppress(OSError):
+                self._make_room(content)
         return self._fail(f"rank {rank}: {failure.text}")
 
     def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:

@@ -241,8 +241,14 @@ class Reader:
     files
         data files, and the pieces in each, as tuples of `StoredShard`; opened at the first read
     rank
-        whose copy is read of what each rank has a copy of its own; None: only buffers are there,
-        those of rank 0
+        this reader's: of a tensor that each rank has saved for itself (``NAME@rank-R``) its copy is
+        read. None: of those tensors only buffers can be read, as the first rank of the stage had
+        them
+
+    Attributes
+    ----------
+    of_other_ranks
+        names of the tensors that ranks have saved for themselves, and that this reader lacks
     """
 
     def __init__(
@@ -262,7 +268,6 @@ class Reader:
                 index = of_this_rank if owner else self._pieces
                 index.setdefault(name, []).append((path, StoredShard(*piece)))
         self._pieces |= of_this_rank
-        # The tensors of which each rank had its own, and none belongs to this rank, or to all.
         self.of_other_ranks = other_ranks - self._pieces.keys()
 
     def __iter__(self) -> Iterator[str]:

@@ -150,14 +150,17 @@ def _content_of(name: str, plain: Any, labels: Mapping[int, str], state: State) 
 
 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
-    """Return the parts of the tensors that this rank writes; a stage's ranks have the same names.
+    """Return the parts of the tensors that this rank writes, by name. But for private tensors,
+    `state` has the same names on all ranks of a stage.
 
     Sharded (FSDP2, tensor parallel): its own shard; of equal ones the first rank's.
     Private, what each rank has its own of: all of it, as ``NAME@rank-R``.
-    Replicated: its share; the ranks' shares of all bytes together are equal, cut between rows.
+    Replicated: its share, cut between rows; all ranks' shares have about the same bytes.
     Buffers: its own, as ``NAME@rank-R``; but ``NAME`` from the first rank of the stage, from which
     a run on another number of ranks goes on.
     Anything else: all of it from the first rank of the stage, nothing from others.
+    A part without numbers is left out, but on the first rank of the stage, so that a tensor without
+    any is stored once, and but for ``NAME@rank-R``.
 
     Raise HpcDdpError for a DTensor with a pending reduction.
     """

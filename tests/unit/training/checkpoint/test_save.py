@@ -185,6 +185,23 @@ def test_a_full_disk_costs_old_checkpoints_and_no_milestone(
     assert checkpoint_names(run) == remaining
 
 
+def test_the_peers_get_an_answer_where_no_room_can_be_made(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    background = LoneRank()
+    saver = make(Retention(9), background)
+    save_steps(saver, 1, 2, 3)
+
+    def gone(run: RunFolder, attempt: int) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(RunFolder, "is_newest", gone)
+    background.peers = [Failure(errno.ENOSPC, "No space left")]
+    assert save_steps(saver, 4) == [False]
+    assert "rank 1: No space left" in events_named(run, "save_failed")[0]["error"]
+    assert checkpoint_names(run) == ["step-1", "step-2", "step-3"]
+
+
 @pytest.fixture
 def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Have a disk of 9,600 bytes, on which a checkpoint takes 2,000; return what is asked for."""
