@@ -51,11 +51,10 @@ class StopCallback(TrainerCallback):
         self._values: dict[str, float] = {}
         self._trainer: Trainer | None = None
 
-    def latest(self, trainer: Trainer | None = None) -> str | None:
+    def latest(self, trainer: Trainer) -> str | None:
         """Return the folder of the newest checkpoint that verifies, for
-        ``train(resume_from_checkpoint=…)``; None without any. All ranks call it, once the Trainer
-        is made. Without the `trainer` a stop may change the last bits of the weights, from three
-        ranks on. Raises as `StopPoint.latest`."""
+        ``train(resume_from_checkpoint=…)`` of this `trainer`; None without any. All ranks call it.
+        Raises as `StopPoint.latest`."""
         self._trainer = trainer
         folder = self._stop.latest()
         return None if folder is None else str(next(folder.glob("checkpoint-*")))
@@ -66,7 +65,7 @@ class StopCallback(TrainerCallback):
         if self._trainer is not None:
             fix_order_of_sums([self._trainer.model_wrapped])
         self._stop.begin()
-        check_step(self._stop, state.global_step, "train(resume_from_checkpoint=stop.latest())")
+        check_step(self._stop, state.global_step, "train(trainer)")
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._take_back(args)  # the Trainer has changed its mind, as for the best model only

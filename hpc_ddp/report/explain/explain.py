@@ -154,9 +154,8 @@ def _explain_finished(facts: RunFacts) -> Explanation:
     wall_s = facts.events[-1].time - facts.events[0].time
     text = f"is finished{steps}, in {attempts} and {duration(wall_s)}."
     text += _goodput(goodput.account(facts.events))
-    verdict = last_event(facts.events, VerdictGiven)
-    if verdict is not None and verdict.why:
-        text += f" {verdict.why}."
+    if facts.verdict is not None and facts.verdict.why:
+        text += f" {facts.verdict.why}."
     is_ours = facts.saved is not None and not facts.library
     export = f"python -m hpc_ddp.training.export {quoted_path(facts)} model.safetensors"
     return Explanation("finished", text, export if is_ours else "")

@@ -179,7 +179,7 @@ def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: flo
     """Return the seconds to the last step at the mean pace of this start, saves included, 0 where
     that time has passed; None where the last step or the pace is unknown. `now` is in unix
     seconds."""
-    first = last_event(events, FirstStep, WorkerStarted)
+    first = last_event(events, FirstStep, WorkerStarted, Started)
     if metrics is None or not metrics.total_steps or not isinstance(first, FirstStep):
         return None
     steps = metrics.step - first.step

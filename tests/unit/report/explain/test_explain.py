@@ -26,6 +26,15 @@ def test_a_finished_run_is_explained(written: Written) -> None:
     assert written.explain().hint == ""  # its own checkpoint is a file to load
 
 
+def test_a_run_that_has_just_finished_has_no_earlier_verdict(written: Written) -> None:
+    written.attempt(0, steps=20, saved=20)
+    written.verdict("preempted", "requeue", why="preempted, at step 20")
+    written.attempt(1, steps=90, saved=90).event("finished", 1, step=90)
+    text = written.explain().text
+    assert "is finished after 90 steps" in text
+    assert "at step 20" not in text
+
+
 def test_a_rendered_run_is_explained(tmp_path: Path) -> None:
     explanation = Written(tmp_path).explain()
     assert explanation.kind == "rendered"

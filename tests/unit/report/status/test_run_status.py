@@ -37,6 +37,13 @@ def test_a_running_runs_status(tmp_path: Path) -> None:
     assert status_of(run, unlimited).time_left_s is None
 
 
+def test_an_attempt_that_still_starts_has_no_forecast(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_event(run, "batch", "started", 5, attempt=1, nodes=["n1", "n2"], job_id="7")
+    status = status_of(run, Queue({"7": RUNNING_JOB}))
+    assert (status.state, status.attempt, status.eta_s) == ("running", 1, None)
+
+
 def test_why_a_run_waits_is_told_in_words(tmp_path: Path) -> None:
     queue = Queue({"7": QueuedJob("PENDING", "Priority", "", "1:00:00")})
     status = status_of(make_run(tmp_path), queue)
