@@ -91,7 +91,9 @@ def _is_last_moment(env: AttemptEnv, job_id: str, grace_s: float) -> bool:
     job = ask(job_id, is_quiet=True, give_up=time.monotonic() + ANSWER_S)
     if job is None or job.preempted:
         return False
-    return job.left_s is None or job.left_s + grace_s <= 0
+    # Slurm looks at limits twice a minute, and from then on the job's time stands still.
+    is_ending = job.state in ("COMPLETING", "TIMEOUT")
+    return is_ending or job.left_s is None or job.left_s + grace_s <= 0
 
 
 def _kill_step(shell: int, why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -61,11 +62,15 @@ def run_guard(run: RunFolder, **environ: str) -> None:
 def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have Slurm say how much of a job's time is left by its clock, or not answer (None)."""
 
-    def set_answer(end: float | None, clock: Clock, preempted: bool = False) -> None:
+    def set_answer(
+        end: float | None, clock: Clock, preempted: bool = False, ended_at: float = math.inf
+    ) -> None:
         def ask(job_id: str, **options: Any) -> Any:
             if end is None:
                 return None
-            return SimpleNamespace(left_s=end - clock.now, preempted=preempted)
+            state = "RUNNING" if clock.now < ended_at else "COMPLETING"
+            left_s = end - min(clock.now, ended_at)
+            return SimpleNamespace(left_s=left_s, state=state, preempted=preempted)
 
         monkeypatch.setattr(end_step, "ask", ask)
 
@@ -85,6 +90,23 @@ def test_a_step_beyond_its_time_limit_is_killed(
     ((moment, why),) = kills
     assert 0 <= moment - (end + 30.0 - KEPT_S) < 1.5  # before Slurm ends the batch shell
     assert "time limit" in why
+
+
+@pytest.mark.parametrize("late_s", [3.0, 20.0, 29.0])
+def test_a_step_is_killed_where_slurm_has_begun_to_end_the_job(
+    run: RunFolder,
+    attempt: AttemptFolder,
+    clock: Clock,
+    kills: list[tuple[float, str]],
+    answer: Callable[..., None],
+    late_s: float,
+) -> None:
+    """Slurm notices a limit up to half a minute late; the job's RunTime stands still then."""
+    end = clock.now + 200.0
+    answer(end, clock, ended_at=end + late_s)
+    run_guard(run, HPC_DDP_END_TIME=f"{end:.0f}")
+    ((moment, _),) = kills
+    assert 0 <= moment - (end + 30.0 - KEPT_S) < 1.5
 
 
 @pytest.mark.parametrize(("end", "preempted"), [(None, False), (9e9, False), (0.0, True)])
