@@ -82,7 +82,7 @@ mutants: $(VENV)/ready
 # Public training programs, adopted, preempted and resumed: SOURCES has a clone of each (docs/testing.md).
 programs: $(VENV)/ready
 	@test -d "$(SOURCES)" || { echo "make programs: SOURCES=$(SOURCES) is no folder of clones; see docs/testing.md"; exit 2; }
-	HPC_DDP_PROGRAMS="$(abspath $(SOURCES))" $(BIN)/python -m pytest -m programs tests/slurm/test_programs.py
+	HPC_DDP_PROGRAMS="$(abspath $(SOURCES))" $(BIN)/python -m pytest tests/slurm/test_programs.py
 
 # Do the tests on the stand-in accelerator notice device code that is gone? ALL=1: with more tests.
 device-faults: $(VENV)/ready

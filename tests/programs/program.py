@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.programs.edits import Edit, EditError, apply, new_lines
 
+PROGRAMS_FOLDER = "HPC_DDP_PROGRAMS"  # the variable with the folder of the clones
 OWN_LOOP_LINES, TRAINER_LINES = 10, 2  # that may be added or changed
 # Packages that programs import and the tests' environment lacks, in SOURCES/packages, by
 #   pip install --no-deps --target SOURCES/packages …

@@ -14,7 +14,11 @@ from cluster_versions import NotToBeHadError
 from harness import DIGITS, DIGITS_ARGS, ONE_BY_TWO, TWO_BY_TWO, WALK, Hpc, Job
 
 from hpc_ddp.core.run_folder import RunFolder
+from tests.programs.program import PROGRAMS_FOLDER
 from tests.skips import skip_or_fail
+
+# `make programs` has their sources.
+collect_ignore = [] if PROGRAMS_FOLDER in os.environ else ["test_programs.py"]
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,9 @@ from harness import REPO, Hpc, Job, in_one_go, use
 from hpc_ddp.core.checkpoints import candidates
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from tests.programs import own_loops, trainers
-from tests.programs.program import RESULT, Program
+from tests.programs.program import PROGRAMS_FOLDER, RESULT, Program
 
-SOURCES = Path(os.environ.get("HPC_DDP_PROGRAMS", "/"))
+SOURCES = Path(os.environ[PROGRAMS_FOLDER])
 PROGRAMS = (*own_loops.PROGRAMS, *trainers.PROGRAMS)
 PAGE = REPO / "docs" / "results" / "programs.md"
 HEAD = """\
@@ -35,8 +35,6 @@ compared bit for bit.
 | program | lines | stopped at step | went on at | final weights |
 |---|---|---|---|---|
 """
-
-pytestmark = pytest.mark.programs
 
 
 def _submit(hpc: Hpc, program: Program, script: Path, result: Path) -> Job:
