@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop
+from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generator_of
 from hpc_ddp.integrations.stop_point import fix_order_of_sums
 from hpc_ddp.training.models import rng
 
@@ -68,15 +68,22 @@ class Stop(EpochStop):
 
     def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
         """Yield the batches of an epoch that are left: none of one that is done, and all of those
-        behind it; `loader` is a prepared one."""
+        behind it; `loader` is a prepared one. Raise UsageError for a second loader of an epoch, and
+        before `load`."""
+        with self._only_loader(epoch):
+            yield from self._batches(loader, epoch)
+
+    def _batches(self, loader: Any, epoch: int) -> Iterator[Any]:
         done = self._begin_epoch(epoch)
         if done is None:
             return
+        drop_iterator(loader)
         self._samples = getattr(loader, "total_batch_size", 0)
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         # Of a shuffle: one for all ranks, or what a loader of one process seeds its own with.
-        generator = getattr(loader, "synchronized_generator", None) or torch.default_generator
+        generator = getattr(loader, "synchronized_generator", None) or generator_of(loader)
+        generator = generator or torch.default_generator
         if done and self._order is not None:
             generator.set_state(self._order)
         self._order = generator.get_state()

@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.stop_point import StopPoint
 
 
 class EpochStop(StopPoint):
-    """Knows how much of which epoch is done, in ``facts["epoch"]`` and ``facts["batches"]``."""
+    """Knows how much of which epoch is done, in ``facts["epoch"]`` and ``facts["batches"]``, and by
+    how many ranks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.facts = {"epoch": 0, "batches": 0}
-        self._has_warned = False
+        self._has_warned = self._is_within = False
+        self._ended: int | None = None  # the epoch that this process has ended last
+
+    @contextmanager
+    def _only_loader(self, epoch: int) -> Iterator[None]:
+        """Refuse a second loader of `epoch`, and any before `load`, by a UsageError: the batches of
+        one are counted."""
+        if not self._is_open:
+            raise UsageError(
+                "stop.batches was called before stop.load, which loads the run's checkpoint",
+                hint="stop.load(…), once all objects are prepared",
+            )
+        if self._is_within or epoch == self._ended:
+            raise UsageError(
+                f"stop.batches was called for a second loader of epoch {epoch}; accepted: one for"
+                " each epoch, whose batches are counted",
+                hint="iterate the other loader itself: its batches begin anew after a resume",
+            )
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
 
     def _begin_epoch(self, epoch: int) -> int | None:
         """Begin an epoch, or what is left of it; return how many of its batches are done, None for
         an epoch that is over, with a warning: the loop does what stands behind its batches again,
-        as the steps of a scheduler."""
+        as the steps of a scheduler. An epoch of another number of ranks begins anew, with one."""
+        ranks = self._info.world_size
+        if self.facts["batches"] and self.facts.setdefault("ranks", ranks) != ranks:
+            self._say(
+                f"WARNING: {self.facts['ranks']} ranks have begun this epoch, and there are {ranks}"
+                " now: it begins anew, so that some samples count twice"
+            )
+            self.facts["batches"] = 0
         if epoch < self.facts["epoch"]:
             if not self._has_warned:
                 self._has_warned = True
@@ -28,9 +64,25 @@ class EpochStop(StopPoint):
                 )
             return None
         done: int = self.facts["batches"] if epoch == self.facts["epoch"] else 0
-        self.facts = {"epoch": epoch, "batches": done}
+        self.facts = {"epoch": epoch, "batches": done, "ranks": ranks}
         return done
 
     def _end_epoch(self) -> None:
         """Note that all batches of the epoch are done."""
-        self.facts = {"epoch": self.facts["epoch"] + 1, "batches": 0}
+        self._ended = self.facts["epoch"]
+        self.facts |= {"epoch": self._ended + 1, "batches": 0}
+
+
+def drop_iterator(loader: Any) -> None:
+    """End the persistent workers of a loader: each epoch begins as that of a new process does,
+    which draws the workers' seed from the same generator as the order."""
+    for part in (loader, *(getattr(loader, n, None) for n in ("_dataloader", "base_dataloader"))):
+        if isinstance(part, DataLoader):
+            part._iterator = None
+
+
+def generator_of(loader: Any) -> torch.Generator | None:
+    """Return the generator that the script has given to a loader, or to its sampler; None without
+    one."""
+    sampler = getattr(loader, "sampler", None)
+    return getattr(loader, "generator", None) or getattr(sampler, "generator", None)

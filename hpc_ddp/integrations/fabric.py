@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop
+from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generator_of
 from hpc_ddp.integrations.stop_point import fix_order_of_sums
 from hpc_ddp.training.models import rng
 
@@ -50,8 +50,15 @@ class Stop(EpochStop):
         number of steps done, 0 without any.
 
         All ranks call it after ``fabric.setup``. `objects` have a ``state_dict``: the model, the
-        optimizer, a scheduler. Raises as `StopPoint.latest`.
+        optimizer, a scheduler. Raises as `StopPoint.latest`, and UsageError for other objects.
         """
+        for name, entry in objects.items():
+            if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
+                raise UsageError(
+                    f"stop.load({name}=…) is a {type(entry).__name__}; accepted: objects with"
+                    " state_dict and load_state_dict, each by a name of its own",
+                    hint="plain values: stop.facts",
+                )
         self._objects = objects
         models = (model for model in objects.values() if isinstance(model, torch.nn.Module))
         fix_order_of_sums(models)
@@ -67,18 +74,29 @@ class Stop(EpochStop):
         behind it.
 
         `loader` is one of ``fabric.setup_dataloaders``. Batches that are done are read again, and
-        dropped, so that random numbers of the data go on as well.
+        dropped, so that random numbers of the data go on as well. Raise UsageError for a second
+        loader of an epoch, and before `load`.
         """
+        with self._only_loader(epoch):
+            yield from self._batches(loader, epoch)
+
+    def _batches(self, loader: Any, epoch: int) -> Iterator[Any]:
         done = self._begin_epoch(epoch)
         if done is None:
             return
+        drop_iterator(loader)
+        generator = generator_of(loader)
         if done and self._begun is not None:
             rng.restore(self._begun, self._devices)
+            if generator is not None:
+                generator.set_state(self._begun["loader"])
         self._begun = rng.snapshot(self._devices)
+        if generator is not None:
+            self._begun["loader"] = generator.get_state()
         vars(loader)["_num_iter_calls"] = epoch  # from which Fabric's loader has its order
         batches = iter(loader)
         for _ in range(done):
-            next(batches)
+            next(batches, None)  # a data set may have become smaller
         if self._random is not None:
             rng.restore(self._random, self._devices)
             self._random = None

@@ -29,14 +29,23 @@ else:  # the same library by its older name: a Trainer takes callbacks of its ow
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 FILE = "lightning.ckpt"
+MOST_ARGS = 4  # of Trainer.fit, without ckpt_path
 
 
 def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs: Any) -> None:
     """Call ``trainer.fit`` with the other arguments, from the newest checkpoint on; stop and save
-    as `stop` does, a new `StopCallback` if there is none. All ranks call it. Raises as
-    `StopCallback.latest`."""
-    stop = stop or StopCallback()
-    vars(trainer)["callbacks"].insert(0, stop)  # before those that save, which come last
+    as `stop` does, the Trainer's `StopCallback`, or a new one. All ranks call it. Raises as
+    `StopCallback.latest`, and UsageError for a ``ckpt_path``."""
+    if kwargs.get("ckpt_path") is not None or len(args) > MOST_ARGS:
+        raise UsageError(
+            "fit was called with a ckpt_path; accepted: none, since the run's own is loaded",
+            hint="load pretrained weights into the model, before fit",
+        )
+    callbacks = vars(trainer)["callbacks"]
+    given = [callback for callback in callbacks if isinstance(callback, StopCallback)]
+    stop = stop or next(iter(given), None) or StopCallback()
+    if stop not in given:
+        callbacks.insert(0, stop)
     trainer.fit(*args, **{**kwargs, "ckpt_path": stop.latest(trainer)})
 
 
@@ -49,7 +58,7 @@ class StopCallback(Callback):
     def __init__(self, **options: Any) -> None:
         self._stop = StopPoint(format="lightning", **options)
         self._total_steps: int | None = None
-        self._is_late = False  # a save that was due after the last batch of an epoch
+        self._is_due = False  # a save comes before the next batch
 
     def latest(self, trainer: Trainer) -> str | None:
         """Return the newest checkpoint that verifies, for ``fit(ckpt_path=…)``; None without any.
@@ -97,7 +106,7 @@ class StopCallback(Callback):
             return  # within an accumulation
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         batch_size = getattr(trainer.train_dataloader, "batch_size", None) or 0
-        is_due = self._stop.step(
+        self._is_due = self._stop.step(
             trainer.global_step,
             epoch=trainer.current_epoch,
             total_steps=self._total_steps,
@@ -105,15 +114,13 @@ class StopCallback(Callback):
             wait_for_all=batch_idx + 2 == trainer.num_training_batches,
             loss=loss,
         )
-        # What follows an epoch belongs to its last batch: a validation, for one.
-        self._is_late = is_due and trainer.is_last_batch
-        if is_due and not self._is_late:
-            self._save(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        # Not at the start of the epoch: what Lightning saves there skips a batch, or an epoch.
-        if self._is_late:
-            self._is_late = False
+        # The hooks of the module and of all callbacks have ended the last batch by now, and with an
+        # epoch its validation. Not at the start of the epoch: what Lightning saves there skips a
+        # batch, or an epoch.
+        if self._is_due:
+            self._is_due = False
             self._save(trainer)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:

@@ -54,6 +54,7 @@ class StopPoint(Member):
     """
 
     _own_names: frozenset[str] = frozenset()  # of files in a checkpoint that no library writes
+    _is_taken = False  # for the class: whether a training of this process has the run
 
     def __init__(
         self,
@@ -86,11 +87,18 @@ class StopPoint(Member):
         Raises
         ------
         UsageError
-            there is no process group, or the checkpoint is another library's
+            there is no process group, the checkpoint is another library's, or an earlier training
+            of this process has the run
         HpcDdpError
             the run's folder or its checkpoints can't be read, or none of them is good
         """
         if not self._is_open:
+            if StopPoint._is_taken:  # its checkpoints would be taken for this one's
+                raise UsageError(
+                    "a second training has begun in this process; accepted: one for each run",
+                    hint="each training (a fold, say) as a job of its own: hpc-ddp sweep",
+                )
+            StopPoint._is_taken = True
             self._open()
             self._is_open = True
             if newest := self._checkpoints.find_newest_of_library():
@@ -105,8 +113,13 @@ class StopPoint(Member):
 
     def begin(self) -> None:
         """Journal that the training begins, and start the clocks; `step` does it if need be. Raises
-        as `latest`, at the first call; UsageError after `finish`."""
-        self.latest()
+        as `latest`, at the first call; UsageError after `finish`, and where the run has a
+        checkpoint that the script has not asked for."""
+        if not self._is_open and (newest := self.latest()):
+            raise UsageError(
+                f"the run has a checkpoint, {newest.name}, which the script has not loaded",
+                hint="load what stop.latest() returns, before the first step",
+            )
         if self._is_over:
             raise UsageError("a second training has begun in this run; accepted: one a run")
         if not self._has_begun:

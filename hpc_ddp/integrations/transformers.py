@@ -28,10 +28,13 @@ _REPLACED = ("output_dir", "save_only_model")  # arguments that differ for a sav
 
 def train(trainer: Trainer, **options: Any) -> Any:
     """Train from the newest checkpoint on, and return what ``trainer.train`` returns; stop and save
-    as `StopCallback` does, whose options these are. All ranks call it. Raises as
-    `StopPoint.latest`."""
-    stop = StopCallback(**options)
-    trainer.add_callback(stop)
+    as the Trainer's `StopCallback` does, or a new one with these options. All ranks call it. Raises
+    as `StopPoint.latest`."""
+    callbacks = trainer.callback_handler.callbacks
+    stop = next((entry for entry in callbacks if isinstance(entry, StopCallback)), None)
+    if stop is None:
+        stop = StopCallback(**options)
+        trainer.add_callback(stop)
     return trainer.train(resume_from_checkpoint=stop.latest(trainer))
 
 

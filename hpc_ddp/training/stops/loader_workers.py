@@ -7,6 +7,7 @@ Workers that are not forked have threads by then, which no mask reaches any more
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 from torch.utils.data._utils import worker
@@ -24,5 +25,6 @@ def outlive_notices() -> None:
 
 def _loop(*args: Any) -> None:
     """Run torch's loop of a loader worker, deaf to notices."""
-    ignore_in_loader()
+    if multiprocessing.parent_process() is not None:  # else it is a thread of the rank
+        ignore_in_loader()
     _LOOP(*args)

@@ -16,7 +16,7 @@ def test_a_loop_that_begins_before_its_checkpoint_is_warned_once() -> None:
     stop = object.__new__(EpochStop)  # without the handlers of signals
     printed: list[str] = []
     values = {"facts": {"epoch": 2, "batches": 3}, "_has_warned": False, "_say": printed.append}
-    vars(stop).update(values)
+    vars(stop).update(values, _info=SimpleNamespace(world_size=1))
     assert [stop._begin_epoch(epoch) for epoch in range(4)] == [None, None, 3, 0]
     (warning,) = printed
     assert "epoch 0 is done" in warning

@@ -52,6 +52,8 @@ def exits(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def make(**options: Any) -> StopPoint:
+    """Make the stop point of another process."""
+    StopPoint._is_taken = False
     return StopPoint(hang_after=None, save_every=None, **options)
 
 
