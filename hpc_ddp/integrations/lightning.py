@@ -42,9 +42,9 @@ def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs
             hint="load pretrained weights into the model, before fit",
         )
     callbacks = vars(trainer)["callbacks"]
-    given = [callback for callback in callbacks if isinstance(callback, StopCallback)]
-    stop = stop or next(iter(given), None) or StopCallback()
-    if stop not in given:
+    stops = [callback for callback in callbacks if isinstance(callback, StopCallback)]
+    stop = stop or next(iter(stops), None) or StopCallback()
+    if stop not in stops:
         callbacks.insert(0, stop)
     trainer.fit(*args, **{**kwargs, "ckpt_path": stop.latest(trainer)})
 

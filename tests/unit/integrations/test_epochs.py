@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop
+from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generator_of
 from hpc_ddp.integrations.fabric import Stop
 
 
@@ -28,3 +30,61 @@ def test_a_save_before_load_is_refused() -> None:
     vars(stop).update(_objects=None, _fabric=cast(Any, SimpleNamespace()))
     with pytest.raises(UsageError, match=r"stop\.save was called before stop\.load"):
         stop.save()
+
+
+def make_stop(**facts: Any) -> EpochStop:
+    """Make one that has loaded the run's checkpoint, with these facts, on two ranks."""
+    stop = object.__new__(EpochStop)  # without the handlers of signals
+    vars(stop).update(facts=facts, _has_warned=False, _is_within=False, _ended=None, _is_open=True)
+    vars(stop).update(_info=SimpleNamespace(world_size=2), _say=lambda text: None)
+    return stop
+
+
+def test_a_second_loader_of_an_epoch_is_refused() -> None:
+    stop = make_stop(epoch=0, batches=0)
+    second = pytest.raises(UsageError, match="second loader of epoch 0")
+    with stop._only_loader(0), second, stop._only_loader(0):
+        pass
+    stop._begin_epoch(0)
+    stop._end_epoch()
+    with pytest.raises(UsageError, match="second loader of epoch 0"), stop._only_loader(0):
+        pass
+    with stop._only_loader(1):
+        pass
+
+
+def test_batches_before_load_are_refused() -> None:
+    stop = make_stop(epoch=0, batches=0)
+    stop._is_open = False
+    with pytest.raises(UsageError, match=r"before stop\.load"), stop._only_loader(0):
+        pass
+
+
+def test_an_epoch_of_another_number_of_ranks_begins_anew() -> None:
+    stop, printed = make_stop(epoch=1, batches=3, ranks=4), list[str]()
+    vars(stop)["_say"] = printed.append
+    assert stop._begin_epoch(1) == 0
+    assert "4 ranks have begun this epoch, and there are 2 now" in printed[0]
+    assert make_stop(epoch=1, batches=3, ranks=2)._begin_epoch(1) == 3
+
+
+def test_each_epoch_has_an_iterator_of_its_own() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)), persistent_workers=False)
+    wrapped = SimpleNamespace(_dataloader=loader)
+    loader._iterator = iter(loader)
+    drop_iterator(wrapped)
+    assert loader._iterator is None
+
+
+def test_the_generator_of_a_loader_is_the_scripts() -> None:
+    generator = torch.Generator()
+    dataset = TensorDataset(torch.arange(4))
+    assert generator_of(DataLoader(dataset, shuffle=True, generator=generator)) is generator
+    assert generator_of(DataLoader(dataset, sampler=RandomSampler(dataset, generator=generator)))
+    assert generator_of(DataLoader(dataset)) is None
+
+
+def test_what_no_checkpoint_of_fabric_can_hold_is_refused() -> None:
+    stop = object.__new__(Stop)
+    with pytest.raises(UsageError, match=r"stop\.load\(optimizers=…\) is a list"):
+        stop.load(optimizers=[torch.optim.SGD([torch.ones(1)])])

@@ -165,3 +165,20 @@ def test_what_is_refused(run: RunFolder, exits: list[Any], monkeypatch: pytest.M
         make().latest()
     with pytest.raises(UsageError, match="keep_last is 1"):
         make(keep_last=1)
+
+
+def test_a_second_training_of_a_process_is_refused(exits: list[Any]) -> None:
+    """It would take the first one's checkpoints for its own."""
+    make().latest()
+    with pytest.raises(UsageError, match="a second training has begun in this process"):
+        StopPoint().latest()
+
+
+def test_a_checkpoint_that_the_script_has_not_loaded_is_refused(exits: list[Any]) -> None:
+    stop = make(save_every_steps=1)
+    stop.latest()
+    assert stop.step()
+    save(stop)
+    stop.finish()
+    with pytest.raises(UsageError, match="has a checkpoint, step-1, which the script has not"):
+        make().step()
