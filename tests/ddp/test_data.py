@@ -15,11 +15,13 @@ import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data._utils import worker as worker_module
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.data.loader import Loader, Shard
 from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import rng
+from hpc_ddp.training.stops.loader_workers import outlive_notices
 from tests.waiting import LIMIT_S, is_pending, wait_until
 
 # More workers than this machine may have cores.
@@ -169,7 +171,9 @@ def test_a_shard_has_each_sample_once(make: Callable[[], Dataset[Any]], world_si
     assert sorted(rows) == list(range(45))
 
 
-def test_a_worker_obeys_its_parent_alone() -> None:
+def test_a_worker_obeys_its_parent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_worker_loop", worker_module._worker_loop)
+    outlive_notices()  # as `start` does
     loader = make_loader(Noisy(), BatchPlan(4, 0, 1), Position(), num_workers=1)
     batches = iter(loader)
     next(batches)
