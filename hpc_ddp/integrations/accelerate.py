@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generator_of
+from hpc_ddp.integrations.epochs import EpochStop, generator_of
 from hpc_ddp.integrations.stop_point import fix_order_of_sums
 from hpc_ddp.training.models import rng
 
@@ -47,7 +47,6 @@ class Stop(EpochStop):
             )
         super().__init__(format="accelerate", **options)
         self._accelerator = accelerator
-        self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
         self._order: torch.Tensor | None = None  # the sampler's generator as the epoch began
         self._samples = 0  # of all ranks in a batch
 
@@ -66,18 +65,7 @@ class Stop(EpochStop):
                 self._order = torch.load(path, weights_only=True)
         return self.position.step
 
-    def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
-        """Yield the batches of an epoch that are left: none of one that is done, and all of those
-        behind it; `loader` is a prepared one. Raise UsageError for a second loader of an epoch, and
-        before `load`."""
-        with self._only_loader(epoch):
-            yield from self._batches(loader, epoch)
-
-    def _batches(self, loader: Any, epoch: int) -> Iterator[Any]:
-        done = self._begin_epoch(epoch)
-        if done is None:
-            return
-        drop_iterator(loader)
+    def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
         self._samples = getattr(loader, "total_batch_size", 0)
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
@@ -87,12 +75,7 @@ class Stop(EpochStop):
         if done and self._order is not None:
             generator.set_state(self._order)
         self._order = generator.get_state()
-        for batch in self._accelerator.skip_first_batches(loader, done) if done else loader:
-            self._restore_random()
-            self.facts["batches"] += 1
-            yield batch
-        self._restore_random()
-        self._end_epoch()
+        yield from self._accelerator.skip_first_batches(loader, done) if done else loader
 
     def save(self, **values: Any) -> None:
         """End a batch: the run saves, and stops when it has to; nothing within an accumulation.
@@ -106,12 +89,6 @@ class Stop(EpochStop):
                 self._accelerator.save_state(str(folder / STATE))
                 if self.rank == 0 and self._order is not None:
                     torch.save(self._order, folder / ORDER)
-
-    def _restore_random(self) -> None:
-        """Give the generators the checkpoint's state once more: to skip batches draws numbers."""
-        if self._random is not None:
-            rng.restore(self._random, self._devices)
-            self._random = None
 
     @property
     def _devices(self) -> list[torch.device]:

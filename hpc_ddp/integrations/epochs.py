@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.stop_point import StopPoint
+from hpc_ddp.training.models import rng
 
 
 class EpochStop(StopPoint):
@@ -22,6 +24,42 @@ class EpochStop(StopPoint):
         self.facts = {"epoch": 0, "batches": 0}
         self._has_warned = self._is_within = False
         self._ended: int | None = None  # the epoch that this process has ended last
+        self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
+
+    @abstractmethod
+    def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
+        """Yield the batches of an epoch behind the first `done` ones, in the order that an
+        undisturbed run has."""
+
+    @property
+    @abstractmethod
+    def _devices(self) -> list[torch.device]:
+        """The devices whose generators a checkpoint holds."""
+
+    def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
+        """Yield the batches of an epoch that are left: none of one that is done, and all of those
+        behind it.
+
+        `loader` is one that the library has prepared. Raise UsageError for a second loader of an
+        epoch, and before `load`.
+        """
+        with self._only_loader(epoch):
+            done = self._begin_epoch(epoch)
+            if done is None:
+                return
+            drop_iterator(loader)
+            for batch in self._batches_left(loader, epoch, done):
+                self._restore_random()
+                self.facts["batches"] += 1
+                yield batch
+            self._restore_random()
+            self._end_epoch()
+
+    def _restore_random(self) -> None:
+        """Give the generators the checkpoint's state once more: to skip batches draws numbers."""
+        if self._random is not None:
+            rng.restore(self._random, self._devices)
+            self._random = None
 
     @contextmanager
     def _only_loader(self, epoch: int) -> Iterator[None]:

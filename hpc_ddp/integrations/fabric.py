@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generator_of
+from hpc_ddp.integrations.epochs import EpochStop, generator_of
 from hpc_ddp.integrations.stop_point import fix_order_of_sums
 from hpc_ddp.training.models import rng
 
@@ -43,7 +43,6 @@ class Stop(EpochStop):
         self._fabric = fabric
         self._objects: dict[str, Any] | None = None
         self._begun: dict[str, Any] | None = None  # the generators as the epoch began
-        self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
 
     def load(self, **objects: Any) -> int:
         """Name what a checkpoint holds, and load it from the newest one that verifies; return the
@@ -69,22 +68,9 @@ class Stop(EpochStop):
                 self._begun, self._random = torch.load(path, weights_only=True)
         return self.position.step
 
-    def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
-        """Yield the batches of an epoch that are left: none of one that is done, and all of those
-        behind it.
-
-        `loader` is one of ``fabric.setup_dataloaders``. Batches that are done are read again, and
-        dropped, so that random numbers of the data go on as well. Raise UsageError for a second
-        loader of an epoch, and before `load`.
-        """
-        with self._only_loader(epoch):
-            yield from self._batches(loader, epoch)
-
-    def _batches(self, loader: Any, epoch: int) -> Iterator[Any]:
-        done = self._begin_epoch(epoch)
-        if done is None:
-            return
-        drop_iterator(loader)
+    def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
+        """Yield the batches behind those that are done, which are read again, and dropped, so that
+        random numbers of the data go on as well."""
         generator = generator_of(loader)
         if done and self._begun is not None:
             rng.restore(self._begun, self._devices)
@@ -97,13 +83,8 @@ class Stop(EpochStop):
         batches = iter(loader)
         for _ in range(done):
             next(batches, None)  # a data set may have become smaller
-        if self._random is not None:
-            rng.restore(self._random, self._devices)
-            self._random = None
-        for batch in batches:
-            self.facts["batches"] += 1
-            yield batch
-        self._end_epoch()
+        self._restore_random()  # before the next batch is read
+        yield from batches
 
     def save(self, **values: Any) -> None:
         """End an optimizer step: the run saves, and stops when it has to. `values` as in `step`.

@@ -15,7 +15,7 @@ from hpc_ddp.integrations.fabric import Stop
 
 
 def test_a_loop_that_begins_before_its_checkpoint_is_warned_once() -> None:
-    stop = object.__new__(EpochStop)  # without the handlers of signals
+    stop: EpochStop = object.__new__(Stop)  # without the handlers of signals
     printed: list[str] = []
     values = {"facts": {"epoch": 2, "batches": 3}, "_has_warned": False, "_say": printed.append}
     vars(stop).update(values, _info=SimpleNamespace(world_size=1))
@@ -34,7 +34,7 @@ def test_a_save_before_load_is_refused() -> None:
 
 def make_stop(**facts: Any) -> EpochStop:
     """Make one that has loaded the run's checkpoint, with these facts, on two ranks."""
-    stop = object.__new__(EpochStop)  # without the handlers of signals
+    stop: EpochStop = object.__new__(Stop)  # without the handlers of signals
     vars(stop).update(facts=facts, _has_warned=False, _is_within=False, _ended=None, _is_open=True)
     vars(stop).update(_info=SimpleNamespace(world_size=2), _say=lambda text: None)
     return stop
