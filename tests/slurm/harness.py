@@ -166,11 +166,11 @@ class Job:
     def verdicts(self) -> list[tuple[str, str]]:
         return [(event["cause"], event["action"]) for event in self.events("verdict")]
 
-    def weights(self) -> dict[str, Any]:
-        """Return the model in the newest checkpoint."""
+    def weights(self, prefix: str = "model.") -> dict[str, Any]:
+        """Return the model in the newest checkpoint, or what else has a name with this prefix."""
         newest = candidates(self.run.checkpoints)[0]
         reader = open_checkpoint(newest).reader
-        return {name: reader.read(name) for name in reader if name.startswith("model.")}
+        return {name: reader.read(name) for name in reader if name.startswith(prefix)}
 
 
 @dataclass
