@@ -6,7 +6,8 @@
     checkpoints/step-<n>/state.pt            what is no tensor, and the tensors' places
     checkpoints/step-<n>/rank-<r>.pt         rank r's generators, and what its data file holds
     checkpoints/step-<n>/tensors-<r>.bin     rank r's part of the tensors, as raw bytes
-    checkpoints/step-<n>/…                   in place of these three: files of another library
+    checkpoints/step-<n>/frozen-<r>.bin      rank r's part of the weights that are not trained
+    checkpoints/step-<n>/…                   in place of these four: files of another library
     checkpoints/step-<n>.tmp-<attempt>/      being written; worth nothing
     checkpoints/step-<n>.old-<attempt>/      on its way out: the same step, saved once more
     checkpoints/step-<n>.bad-<attempt>/      did not verify; kept for a person to look at
@@ -38,7 +39,7 @@ from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # of what is in the files; another one can't be read
+FORMAT = 3  # of what is in the files; another one can't be read
 CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
 
 # What opening a folder, a pipe, a device or a socket gives.

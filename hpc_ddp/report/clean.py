@@ -292,14 +292,15 @@ def _fingerprint(run: RunFolder) -> _Fingerprint:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of all files below a folder; links are not followed, and files that are gone
-    not counted."""
-    total = 0
+    """Return the bytes of all files below a folder; links are not followed, files that are gone not
+    counted. A file of several names, as checkpoints share frozen weights, counts once."""
+    total = 0.0
     for folder, _, files in os.walk(path):
         for name in files:
             with suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
-    return total
+                facts = os.lstat(os.path.join(folder, name))
+                total += facts.st_size / facts.st_nlink
+    return round(total)
 
 
 def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion, str]]:

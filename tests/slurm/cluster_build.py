@@ -243,6 +243,11 @@ class Machinery:
         The mounts are slaves: unmounting a namespace's file outside must free it in here as well.
         """
         script = f"set -e; mount --bind {self.folder}/hosts /etc/hosts; hostname {host}\n"
+        if self.suite:  # a job that got no PATH has the default one, and so the machine's own Slurm
+            script += (
+                f"for program in {home_of(self.suite)}/bin/*; do place=/usr/bin/${{program##*/}}\n"
+                '[ ! -e "$place" ] || mount --bind "$program" "$place"; done\n'
+            )
         argv = ["unshare", "--uts", "--mount", "--propagation", "slave", "bash", "-c"]
         if host in self.nodes:
             argv = ["nsenter", f"--net=/run/netns/{self._netns(host)}", *argv]

@@ -104,10 +104,12 @@ def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
 
 
 def flip(run: RunFolder) -> str:
-    """Flip a bit in the middle of the newest published checkpoint's largest file; return the
-    checkpoint's name. Raise IndexError without a checkpoint, and OSError where the disk refuses."""
+    """Flip a bit in the middle of the newest published checkpoint's largest file that no other one
+    shares; return the checkpoint's name. Raise IndexError without a checkpoint, OSError where the
+    disk refuses."""
     newest = checkpoints.published(run.checkpoints)[0]
-    path = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    facts = {path: path.stat() for path in newest.iterdir()}
+    path = max(facts, key=lambda path: (facts[path].st_nlink == 1, facts[path].st_size))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

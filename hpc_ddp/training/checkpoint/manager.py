@@ -14,6 +14,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import put_back, state
+from hpc_ddp.training.checkpoint.frozen import FrozenPart
 from hpc_ddp.training.checkpoint.rank_comparison import find_misfit, inventory_of, start_checksums
 from hpc_ddp.training.checkpoint.restore import Restored
 from hpc_ddp.training.checkpoint.save import Checkpoints, Content
@@ -216,8 +217,9 @@ class CheckpointManager:
         current = state.collect(self._objects, self._per_rank)
         wait_for_checksums = start_checksums(current.equal if compares else {})
         parts = my_parts(current, self._dims)
-        self._buffer.fill(parts)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
+        frozen = self._checkpoints.frozen.take_out(parts, current.frozen)
+        self._buffer.fill(parts)
         return Content(
             step=self._position.step,
             facts={
@@ -231,20 +233,22 @@ class CheckpointManager:
                 "best": asdict(self.best),
                 "tree": current.tree,
             },
-            rank_values=self._rank_values(current),
+            rank_values=self._rank_values(current, frozen),
             buffer=self._buffer,
+            frozen=frozen,
             trained=current.trained if self._only_finite else set(),
             inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
         )
 
-    def _rank_values(self, current: State) -> dict[str, Any]:
-        """Return the plain values for this rank's file: generators, its data file's pieces, its own
+    def _rank_values(self, current: State, frozen: FrozenPart | None) -> dict[str, Any]:
+        """Return the plain values for this rank's file: generators, its data files' pieces, its own
         objects; from the first rank of a later pipeline stage also the tree."""
         values = {
             "rank": self._dims.rank,
             "stream": self._dims.stream,
             "rng": self._rng or rng.snapshot(self._devices),  # not yet put back, or living
             "pieces": list(map(tuple, self._buffer.pieces)),
+            **({"frozen": list(map(tuple, frozen.pieces))} if frozen else {}),
             **({"objects": current.private_tree} if current.private_tree else {}),
         }
         if self._dims.pp_rank and self._dims.stage_rank == 0:

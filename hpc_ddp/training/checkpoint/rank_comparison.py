@@ -17,7 +17,7 @@ import torch
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
-from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape
+from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape, words
 from hpc_ddp.training.process.process_group import Control
 
 _SHOWN = 4
@@ -95,12 +95,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
     It is exact, so in any order the same, and takes about the time of reading the tensor.
     """
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    memory = flat.view(torch.uint8)
-    end = memory.numel() // 8 * 8
-    return memory[:end].view(torch.int64).sum() + memory[end:].sum(dtype=torch.int64)
+    memory, rest = words(tensor)
+    return memory.sum() + rest.sum(dtype=torch.int64)
 
 
 def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, int]]:

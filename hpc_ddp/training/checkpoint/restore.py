@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -105,9 +105,20 @@ def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restore
     for record in ranks.values():
         if "tree" in record:
             shared["tree"] = joined(shared["tree"], record.pop("tree"))
-    data = [(folder / f"tensors-{writer}.bin", ranks[writer]["pieces"]) for writer in ranks]
+    data = [
+        (folder / f"{kind}-{writer}.bin", record.get(key, ()))
+        for writer, record in ranks.items()
+        for kind, key in (("tensors", "pieces"), ("frozen", "frozen"))
+    ]
     reader = Reader(data, rank if len(ranks) == world_size else None)
     return Restored(checkpoints.step_of(folder), shared, ranks, reader)
+
+
+def dump(value: Mapping[str, Any]) -> bytes:
+    """Return plain values and small tensors as the bytes of a file for `_load`."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 def _load(path: Path) -> dict[str, Any]:

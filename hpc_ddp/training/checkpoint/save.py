@@ -7,17 +7,14 @@ over a process group of its own, and publishes. The next save waits for it.
 from __future__ import annotations
 
 import errno
-import io
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
@@ -27,8 +24,9 @@ from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk, schedule
+from hpc_ddp.training.checkpoint.frozen import FrozenPart, FrozenWeights
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory, find_misfit
-from hpc_ddp.training.checkpoint.restore import STATE, Restorer, non_finite_error
+from hpc_ddp.training.checkpoint.restore import STATE, Restorer, dump, non_finite_error
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.process.process_group import Control
@@ -66,6 +64,8 @@ class Content:
     inventory
         returns the names, shapes and parts of all tensors, for the ranks to compare; called behind
         the training
+    frozen
+        the weights that have a data file of their own, None without any
     stall_s
         for how long the host has been held up so far, in seconds
     """
@@ -77,6 +77,7 @@ class Content:
     buffer: StagingBuffer
     trained: set[str]
     inventory: Callable[[], Inventory]
+    frozen: FrozenPart | None = None
     stall_s: float = 0.0
 
 
@@ -138,6 +139,7 @@ class Checkpoints(Restorer):
         self._failed_at: list[float] = []  # the times of the last saves, if all have failed
         self._is_unsettled = False  # True from `begin` until `settle` has its outcome
         self._awaited_since: float | None = None  # when `settle` began to wait, if it does
+        self.frozen = FrozenWeights()
         self.saves = 0  # that have succeeded in this attempt
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self.slowest_save_s = 0.0  # the longest time until one was durable, in seconds
@@ -209,6 +211,8 @@ class Checkpoints(Restorer):
             self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took_s)
             self._failed_at.clear()
             self.saves += 1
+        else:
+            self.frozen.forget()
         if self._is_first:
             self._report(content, took_s)
         self._done.set()
@@ -268,12 +272,15 @@ class Checkpoints(Restorer):
     def _prepare(self, content: Content) -> Files:
         """Wait for the copied state, set `stall_s`; return this rank's files by name."""
         rank = self._background.rank
-        files: Files = {f"rank-{rank}.pt": [_dump(content.rank_values)]}
+        files: Files = {f"rank-{rank}.pt": [dump(content.rank_values)]}
         self.stall_s = content.stall_s + content.buffer.wait()
         if content.rank_values["pieces"]:  # of tensors without numbers it is empty
             files[f"tensors-{rank}.bin"] = content.buffer.bytes
+        if content.frozen and content.frozen.buffer:
+            content.frozen.buffer.wait()
+            files[f"frozen-{rank}.bin"] = content.frozen.buffer.bytes
         if rank == 0:
-            files[STATE] = [_dump(content.shared)]
+            files[STATE] = [dump(content.shared)]
         return files
 
     def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> None:
@@ -299,6 +306,9 @@ class Checkpoints(Restorer):
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 is_finite = pool.submit(content.buffer.is_finite, content.trained)
                 facts = {n: disk.write_file(draft / n, *parts) for n, parts in files.items()}
+                if content.frozen:
+                    path = draft / f"frozen-{self._background.rank}.bin"
+                    facts[path.name] = self.frozen.add(content.frozen, path, facts.get(path.name))
             return facts if is_finite.result() else NON_FINITE
         except Exception as error:  # the peers wait for an answer
             return failure_of(error)
@@ -310,9 +320,7 @@ class Checkpoints(Restorer):
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
-        files: dict[str, FileFacts] = {}
-        for facts_of in answers:
-            files |= facts_of
+        files: dict[str, FileFacts] = {n: fact for answer in answers for n, fact in answer.items()}
         facts = {
             "format": checkpoints.FORMAT,
             "step": content.step,
@@ -381,20 +389,11 @@ class Checkpoints(Restorer):
             say(f"the checkpoint of step {content.step} could not be saved ({outcome.failure})")
         elif outcome.error is None:
             since = self._awaited_since  # the training waits for it: that is a stall, too
-            waited = 0.0 if since is None else time.monotonic() - since
-            stall = self.stall_s + waited
-            self._journal.write(
-                CheckpointSaved(content.step, round(stall, 4), round(took_s, 4), outcome.size)
-            )
+            stall_s = self.stall_s + (0.0 if since is None else time.monotonic() - since)
+            times = round(stall_s, 4), round(took_s, 4)
+            self._journal.write(CheckpointSaved(content.step, *times, outcome.size))
 
 
 def failure_of(error: Exception) -> Failure:
     """Return an error in the form in which a rank sends it."""
     return Failure(getattr(error, "errno", None), str(error) or repr(error))
-
-
-def _dump(value: Mapping[str, Any]) -> bytes:
-    """Return plain values and small tensors as the bytes of a file for ``torch.load``."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()

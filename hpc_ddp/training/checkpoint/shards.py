@@ -103,7 +103,7 @@ class StagingBuffer:
         The copies take their place in the devices' current streams. So what the training does
         there afterwards comes after them, and the host waits for nothing.
         """
-        pieces, size = _lay_out(parts)
+        pieces, size = lay_out(parts)
         if pieces != self.pieces:
             self._allocate(pieces, size)
         accelerators = {part.numbers.device for part in parts.values()}
@@ -154,6 +154,17 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     Without numpy, which not every torch has.
     """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor's memory as 64-bit integers of shape (n,), and its last bytes, fewer than 8,
+    as uint8; a copy where the tensor is not contiguous and aligned."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    memory = flat.view(torch.uint8)
+    end = memory.numel() // 8 * 8
+    return memory[:end].view(torch.int64), memory[end:]
 
 
 def _allocate(size: int, device: torch.device) -> torch.Tensor:
@@ -208,7 +219,7 @@ def _is_finite(numbers: torch.Tensor) -> bool:
     return bool(torch.isfinite(numbers.sum(dtype=kind)))
 
 
-def _lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
+def lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
     """Return where each part goes in the data file, and the file's size in bytes."""
     pieces, offset = [], 0
     for name, (numbers, shape, start, size) in parts.items():

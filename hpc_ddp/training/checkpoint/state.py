@@ -58,6 +58,8 @@ class State:
         for each of their numbers
     trained
         those of them that the training changes
+    frozen
+        parameters without gradients, which it most likely does not change
     buffers
         names of the modules' buffers; each rank may have its own (running means)
     private_tree
@@ -72,6 +74,7 @@ class State:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     replicated: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
     private_tree: dict[str, Any] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
@@ -129,7 +132,7 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
             states = tree[name]["state"]
             if of_rank := {label: states.pop(label) for label in ignored & states.keys()}:
                 state.private_tree[name] = {"state": of_rank}
-    state.replicated.update(state.trained)
+    state.replicated.update(state.trained, state.frozen)
     return state
 
 
@@ -142,7 +145,7 @@ def _content_of(name: str, plain: Any, labels: Mapping[int, str], state: State) 
     if not isinstance(plain, torch.nn.Module):
         return content
     for key, parameter in plain.named_parameters(remove_duplicate=False):
-        names = state.trained if parameter.requires_grad else state.replicated
+        names = state.trained if parameter.requires_grad else state.frozen
         names.add(f"{name}.{plain_name(key)}")
     state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
@@ -155,7 +158,8 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
 
     Sharded (FSDP2, tensor parallel): its own shard; of equal ones the first rank's.
     Private, what each rank has its own of: all of it, as ``NAME@rank-R``.
-    Replicated: its share, cut between rows; all ranks' shares have about the same bytes.
+    Replicated: its share, cut between rows; all ranks' shares of the frozen ones have about the
+    same bytes, and so have those of the others.
     Buffers: its own, as ``NAME@rank-R``; but ``NAME`` from the first rank of the stage, from which
     a run on another number of ranks goes on.
     Anything else: all of it from the first rank of the stage, nothing from others.
@@ -166,7 +170,10 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     """
     shared = {name: tensor.nbytes for name, tensor in state.equal.items()}
     rank, size = dims.stage_rank, dims.stage_size
-    low, high = (sum(shared.values()) * r // size for r in (rank, rank + 1))
+    totals = Counter[bool]()
+    for name, length in shared.items():
+        totals[name in state.frozen] += length
+    edges = {kind: (n * rank // size, n * (rank + 1) // size) for kind, n in totals.items()}
     parts: dict[str, LocalShard] = {}
     for name, tensor in state.tensors.items():
         if is_sharded(tensor):
@@ -175,9 +182,10 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
         elif name in state.private:
             parts[f"{name}{OWN}{dims.rank}"] = whole(tensor)
         elif length := shared.get(name):
+            low, high = edges[is_frozen := name in state.frozen]
             if part := rows(tensor, low, high):
                 parts[name] = part
-            low, high = low - length, high - length
+            edges[is_frozen] = (low - length, high - length)
         elif rank == 0:
             parts[name] = whole(tensor)
         elif name in state.buffers:

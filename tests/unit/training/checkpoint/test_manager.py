@@ -11,6 +11,7 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import manager as manager_module
+from hpc_ddp.training.checkpoint.frozen import FrozenWeights
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restore import Restored
 from hpc_ddp.training.checkpoint.save import Content
@@ -203,6 +204,7 @@ class RecordingSaver:
         self.good = True
         self.saves, self.in_flight = 0, False
         self.control = LoneRank()
+        self.frozen = FrozenWeights()
 
     def restore(self) -> None:
         return None

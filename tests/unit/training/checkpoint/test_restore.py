@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_format_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "FORMAT", 99)
         save_steps(make(), 1)
-    with pytest.raises(HpcDdpError, match="has format 99; this hpc-ddp reads format 2"):
+    with pytest.raises(HpcDdpError, match="has format 99; this hpc-ddp reads format 3"):
         open_checkpoint(run.checkpoints / "step-1")
 
 

@@ -1,0 +1,145 @@
+"""Weights that the training does not change, such as a model below its adapter: written once per
+attempt.
+
+At a save each rank sums up its part of them where they are. While none has changed, their data file
+is a hard link to that of the checkpoint before. So every checkpoint is complete by itself, and can
+be removed without a look at the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hpc_ddp.core.checkpoints import FileFacts, step_of
+from hpc_ddp.training.checkpoint.shards import (
+    LocalShard,
+    StagingBuffer,
+    StoredShard,
+    lay_out,
+    words,
+)
+
+LEAST = 1 << 20  # bytes; a rank with fewer copies them with the rest
+_CHUNK = 1 << 20  # words of 8 bytes: few enough for a cache, so that the memory is read once
+# Odd numbers with irregular bits, below 2^63: the golden ratio's, and the first of MurmurHash3's
+# 64-bit finalizer (Austin Appleby).
+_STRIDE, _FACTOR = 0x1E3779B97F4A7C15, 0x7F51AFD7ED558CCD
+
+
+@dataclass(frozen=True)
+class FrozenPart:
+    """A rank's frozen weights in one save.
+
+    Attributes
+    ----------
+    pieces
+        their places in the data file
+    hashes
+        of each piece's numbers
+    buffer
+        their bytes, which a device may still be copying; None where `file` has them
+    file
+        the data file of a published checkpoint that has them
+    facts
+        of `file`
+    """
+
+    pieces: list[StoredShard]
+    hashes: list[int]
+    buffer: StagingBuffer | None = None
+    file: Path = Path()
+    facts: FileFacts | None = None
+
+
+class FrozenWeights:
+    """The frozen weights of a rank, over the saves of an attempt."""
+
+    def __init__(self) -> None:
+        self._saved: FrozenPart | None = None
+        self._can_link = True
+
+    def take_out(self, parts: dict[str, LocalShard], names: Container[str]) -> FrozenPart | None:
+        """Take the frozen ones, those in `names`, out of a rank's parts of a save; return them for
+        a file of their own. None where they are few, or the file system has no links: they stay.
+
+        Waits for the devices that have them.
+        """
+        frozen = {name: part for name, part in parts.items() if name in names}
+        if not self._can_link or sum(part.numbers.nbytes for part in frozen.values()) < LEAST:
+            return None
+        for name in frozen:
+            del parts[name]
+        pieces, hashes = lay_out(frozen)[0], _hashes_of(frozen)
+        if self._saved and (self._saved.pieces, self._saved.hashes) == (pieces, hashes):
+            return self._saved
+        buffer = StagingBuffer(torch.device("cpu"))  # not pinned: such memory is never given back
+        buffer.fill(frozen)
+        return FrozenPart(pieces, hashes, buffer)
+
+    def add(self, part: FrozenPart, path: Path, facts: FileFacts | None) -> FileFacts:
+        """Link the data file of `part` into a draft, as `path`, unless it has been written there,
+        with `facts`; return its facts. Later saves link to it, where the file system can.
+
+        Raise OSError if the disk refuses, or the file to link to is gone.
+        """
+        if facts is None:
+            assert part.facts
+            facts = part.facts
+            os.link(part.file, path)
+            os.utime(path)  # a site that deletes old files takes it for a new one
+        else:
+            self._can_link = _can_link(path)
+        file = path.parent.with_name(f"step-{step_of(path.parent)}") / path.name
+        self._saved = replace(part, buffer=None, file=file, facts=facts)
+        return facts
+
+    def forget(self) -> None:
+        """Let the next save write all: one has failed, for which the file may be the cause."""
+        self._saved = None
+
+
+def _can_link(file: Path) -> bool:
+    """Return whether a hard link to a file can be made in another folder, as BeeGFS can't."""
+    link = file.parent.with_name(f".link-{os.urandom(8).hex()}")
+    try:
+        os.link(file, link)
+    except OSError:
+        return False
+    with suppress(OSError):
+        link.unlink()
+    return True
+
+
+def _hashes_of(parts: Mapping[str, LocalShard]) -> list[int]:
+    """Return the hash of each part's numbers; waits for their devices."""
+    sums = [hash_of(part.numbers) for part in parts.values()]
+    of_devices: dict[torch.device, list[int]] = {}
+    for device in {number.device for number in sums}:
+        stack = torch.stack([number for number in sums if number.device == device])
+        of_devices[device] = stack.tolist()[::-1]
+    return [of_devices[number.device].pop() for number in sums]
+
+
+def hash_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 64-bit hash of a tensor's bytes and their order: a scalar, int64, on its device.
+
+    Each word of 8 bytes is mixed with its place, and the results are added up. A change of one word
+    always shows; that several cancel each other has a chance of 1 in 2^64.
+    """
+    memory, rest = words(tensor)
+    padding = torch.zeros(8, dtype=torch.uint8, device=rest.device)
+    last = torch.cat([rest, padding])[:8].view(torch.int64)
+    places = torch.arange(_CHUNK, device=memory.device) * _STRIDE
+    total = torch.zeros((), dtype=torch.int64, device=memory.device)
+    for number, chunk in enumerate((last, *memory.split(_CHUNK))):
+        mixed = (places[: chunk.numel()] + chunk).add_(number).mul_(_FACTOR)
+        mixed.bitwise_xor_(mixed.bitwise_right_shift(32).bitwise_and_((1 << 32) - 1)).mul_(_STRIDE)
+        mixed.bitwise_xor_(mixed.bitwise_right_shift(29).bitwise_and_((1 << 35) - 1))
+        total += mixed.sum()
+    return total
