@@ -25,7 +25,7 @@ from hpc_ddp.training.checkpoint.shards import (
     words,
 )
 
-LEAST = 1 << 20  # bytes; a rank with fewer copies them with the rest
+LEAST = 1 << 20  # bytes; a rank with fewer copies them with the others
 _CHUNK = 1 << 20  # words of 8 bytes: few enough for a cache, so that the memory is read once
 # Odd numbers with irregular bits, below 2^63: the golden ratio's, and the first of MurmurHash3's
 # 64-bit finalizer (Austin Appleby).
@@ -132,12 +132,12 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     Each word of 8 bytes is mixed with its place, and the results are added up. A change of one word
     always shows; that several cancel each other has a chance of 1 in 2^64.
     """
-    memory, rest = words(tensor)
-    padding = torch.zeros(8, dtype=torch.uint8, device=rest.device)
-    last = torch.cat([rest, padding])[:8].view(torch.int64)
+    memory, tail = words(tensor)
+    padding = torch.zeros(8, dtype=torch.uint8, device=tail.device)
+    last = torch.cat([tail, padding])[:8].view(torch.int64)
     places = torch.arange(_CHUNK, device=memory.device) * _STRIDE
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for number, chunk in enumerate((last, *memory.split(_CHUNK))):
+    for number, chunk in enumerate((last, *torch.split(memory, _CHUNK))):
         mixed = (places[: chunk.numel()] + chunk).add_(number).mul_(_FACTOR)
         mixed.bitwise_xor_(mixed.bitwise_right_shift(32).bitwise_and_((1 << 32) - 1)).mul_(_STRIDE)
         mixed.bitwise_xor_(mixed.bitwise_right_shift(29).bitwise_and_((1 << 35) - 1))

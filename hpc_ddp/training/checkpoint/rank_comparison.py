@@ -95,8 +95,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
     It is exact, so in any order the same, and takes about the time of reading the tensor.
     """
-    memory, rest = words(tensor)
-    return memory.sum() + rest.sum(dtype=torch.int64)
+    memory, tail = words(tensor)
+    return memory.sum() + tail.sum(dtype=torch.int64)
 
 
 def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, int]]:

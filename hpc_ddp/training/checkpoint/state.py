@@ -171,8 +171,8 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     shared = {name: tensor.nbytes for name, tensor in state.equal.items()}
     rank, size = dims.stage_rank, dims.stage_size
     totals = Counter[bool]()
-    for name, length in shared.items():
-        totals[name in state.frozen] += length
+    for name, nbytes in shared.items():
+        totals[name in state.frozen] += nbytes
     edges = {kind: (n * rank // size, n * (rank + 1) // size) for kind, n in totals.items()}
     parts: dict[str, LocalShard] = {}
     for name, tensor in state.tensors.items():
