@@ -5,14 +5,19 @@ In one process, however many ranks wrote the checkpoint::
     python -m hpc_ddp.training.export RUN_FOLDER model.safetensors [--object NAME]
         [--step N | --best]
 
-NAME is the model's in ``run.track``, by default ``model``.
+NAME is the model's in ``run.track``, by default ``model``. A name without ``.safetensors`` is a
+folder's: for a model that is too large for this process's memory, in files of at most 5 GB with an
+index, as Hugging Face's ``from_pretrained`` reads them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +26,8 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
+
+MOST = 5_000_000_000  # bytes of the tensors in each file of a folder
 
 
 def export(
@@ -33,7 +40,8 @@ def export(
     run
         the run's folder
     out
-        the file to write, replaced in one step where it exists
+        the file to write, replaced in one step where it exists; or the folder, a new one, which
+        takes the memory of one of its files
     step
         which checkpoint; None: the newest
     best
@@ -42,7 +50,8 @@ def export(
     Raises
     ------
     UsageError
-        there is no such checkpoint, or no such object in it; or safetensors is not installed
+        there is no such checkpoint, or no such object in it; safetensors is not installed; or
+        `out` is a folder that exists
     HpcDdpError
         the checkpoint is damaged or of another version's format, each rank had its own of some of
         the tensors, or `out` can't be written
@@ -63,15 +72,79 @@ def export(
             " write",
             hint="let the script put them together, and write that: torch.save",
         )
-    tensors = {key[len(prefix) :]: reader.read(key) for key in reader if key.startswith(prefix)}
-    if not tensors:
+    sizes = {
+        key.removeprefix(prefix): reader.describe(key).nbytes
+        for key in reader
+        if key.startswith(prefix)
+    }
+    if not sizes:
         objects = sorted({key.partition(".")[0] for key in reader if not key.startswith("_")})
         raise UsageError(
             f"{folder} has no tensors of {name!r}; accepted: {', '.join(objects)}",
             hint=f"--object NAME, as run.track has it: --object {(objects or [name])[0]}",
         )
-    _save_tensors(tensors, out)
+
+    def read(keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {key: reader.read(prefix + key) for key in keys}
+
+    if out.suffix == ".safetensors":
+        _save_tensors(read(sizes), out)
+    else:
+        _save_folder(sizes, read, out)
     return checkpoints.step_of(folder)
+
+
+def _save_folder(
+    sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, torch.Tensor]], out: Path
+) -> None:
+    """Write tensors as safetensors into a new folder: ``model.safetensors``, or several files and
+    an index (the layout is that of Hugging Face's transformers).
+
+    `sizes` has the bytes of each tensor by its name, `read` returns some of them. Raise UsageError
+    where `out` exists, HpcDdpError if it can't be written; nothing is left of it then.
+    """
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists", hint="name a new folder, or a file: model.safetensors")
+    groups = list(_grouped(sizes))
+    names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    index = {
+        "metadata": {"total_size": sum(sizes.values())},
+        "weight_map": {key: n for n, keys in zip(names, groups, strict=True) for key in keys},
+    }
+    draft = _draft_of(out)
+    try:
+        draft.mkdir()
+        if len(groups) == 1:
+            _save_tensors(read(groups[0]), draft / "model.safetensors")
+        else:
+            for name, keys in zip(names, groups, strict=True):
+                _save_tensors(read(keys), draft / name)
+            (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        draft.rename(out)
+    except OSError as error:
+        raise HpcDdpError(f"{out} can't be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _grouped(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names of tensors in their order, together as many as `MOST` bytes hold; at least
+    one."""
+    group: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if group and total + size > MOST:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    yield group
+
+
+def _draft_of(out: Path) -> Path:
+    """Return a path beside `out` whose name others can't foresee, to put a link to a file of the
+    user's in its place."""
+    return out.with_name(f".part-{os.urandom(8).hex()}.{out.name}")
 
 
 def _save_tensors(tensors: dict[str, torch.Tensor], out: Path) -> None:
@@ -89,10 +162,9 @@ def _save_tensors(tensors: dict[str, torch.Tensor], out: Path) -> None:
         raise UsageError(
             "the package safetensors is not installed", hint="pip install safetensors"
         ) from None
-    # No name that others could foresee, and put a link to a file of the user's in its place.
-    draft = out.with_name(f".part-{os.urandom(8).hex()}.{out.name}")
+    draft = _draft_of(out)
     try:
-        save_file(tensors, draft)
+        save_file(tensors, draft, {"format": "pt"})  # transformers asks for it
         draft.replace(out)
     except Exception as error:  # safetensors has an error of its own for a full disk, say
         draft.unlink(missing_ok=True)
@@ -126,7 +198,7 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description="Write a checkpoint's model as safetensors.")
     parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("out", type=Path, help="the file to write")
+    parser.add_argument("out", type=Path, help="the file to write (.safetensors), or a new folder")
     parser.add_argument("--object", default="model", help="its name in run.track")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="the checkpoint's step (default: the newest)")

@@ -23,6 +23,7 @@ from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
+from hpc_ddp.training.stops.loader_workers import outlive_notices
 from hpc_ddp.training.stops.signals import NONE
 from hpc_ddp.training.telemetry.metrics import number
 
@@ -118,6 +119,7 @@ class Run(ModelSetup):
             option, or optimizer
         """
         check_tracked(objects, per_rank, added)
+        outlive_notices()  # a loader's library may have been imported since the start
         self._check_optimizers(objects.values())
         data = {} if self._loader is None else self._loader.facts
         objects = {**objects, "_precision": self._precision}
@@ -262,7 +264,8 @@ class Run(ModelSetup):
         self._watch_weights(self._consensus.exchanges)
         self._decide(decision)
         self._timer.start_step()
-        self._act_in_step()
+        if self._acts_in_step:
+            self._act()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Take in `value`, once; return whether it is the best so far: its checkpoint then stays.
@@ -378,10 +381,6 @@ class Run(ModelSetup):
     def _acts_in_step(self) -> bool:
         """Whether nothing shows when the loop's body behind `step` has run."""
         return self._loader is None and self._calls.loop == "epochs"
-
-    def _act_in_step(self) -> None:
-        if self._acts_in_step:
-            self._act()
 
     def _decide(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,46 +19,13 @@ from typing import Any
 import pytest
 from test_dry_run import SCRIPTS, DryRun
 
+from tests.tracker_files import recorded_offline
 from tests.waiting import LIMIT_S, pid_in, wait_until
 
 SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "COMET_API_KEY")
 SECRET = secrets.token_hex(20)  # not in the text of this file, which a snapshot may copy
 STEPS = {"tracked.py": [*range(1, 13)], "tracked_run.py": [*range(1, 81)]}
 TWO = ("--nodes", "1", "--gpus-per-node", "2")
-
-
-def records_of(path: Path) -> Iterator[bytes]:
-    """Yield the records of a .wandb file: LevelDB's log format, with a header of its own."""
-    content, record = path.read_bytes(), b""
-    position, block, header = 7, 32768, 7
-    while position + header <= len(content):
-        if block - position % block < header:
-            position += block - position % block
-            continue
-        length = int.from_bytes(content[position + 4 : position + 6], "little")
-        kind = content[position + 6]
-        position += header
-        record += content[position : position + length]
-        position += length
-        if kind in (1, 4):  # whole, or the last part
-            yield record
-            record = b""
-
-
-def recorded_offline(run: Path) -> dict[str, list[int]]:
-    """Return the steps in the .wandb files of a run by W&B's id, in the order of the attempts."""
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-
-    steps: dict[str, list[int]] = defaultdict(list)
-    for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
-        id = path.stem.removeprefix("run-")
-        for content in records_of(path):
-            record = Record.FromString(content)
-            if record.WhichOneof("record_type") == "run":
-                assert record.run.run_id == id
-            if record.WhichOneof("record_type") == "history":
-                steps[id].append(record.history.step.num)
-    return steps
 
 
 @pytest.fixture

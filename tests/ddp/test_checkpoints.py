@@ -295,3 +295,18 @@ def test_a_loader_that_begins_the_epoch_again_is_warned_of(
     output += crew.go(2, "loader", *words, "--steps", "6", script="state_per_rank.py")
     warning = "WARNING: the checkpoint is from epoch 0, after 4 of its steps, and the script has no"
     assert output.count(warning) == warnings
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_second_loader_goes_on_where_each_rank_was(
+    make_crew: Callable[[str], Any], workers: str
+) -> None:
+    """Beside the run's loader a real StatefulDataLoader, whose workers get the notice, too."""
+    whole, crew = make_crew("whole"), make_crew("two")
+    words = ("--num-workers", workers)
+    expected = ends(whole.go(2, *words, script="two_loaders.py"))
+    assert len(expected) == 2
+    crew.go(2, *words, "--at", "7", script="two_loaders.py")
+    (stop,) = crew.events("stopped")
+    assert 7 <= stop["step"] < 10
+    assert ends(crew.go(2, *words, script="two_loaders.py")) == expected

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from hpc_ddp.training.export import export
@@ -51,3 +54,35 @@ def test_a_best_that_is_gone_is_said(crew: Any) -> None:
     assert launch.wait() == [1, 1]
     assert "step-8: it is not there" in launch.output()
     assert "Traceback" not in launch.output()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process's
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_sharded_weights_come_from_a_folder_and_go_to_one(
+    make_crew: Callable[[str], Any], tmp_path: Path, kind: str
+) -> None:
+    """A resume reads none of it: the folder is gone by then."""
+    crew, words = make_crew("crew"), ("--safetensors",) if kind == "safetensors" else ()
+    source, part = tmp_path / "source", {"script": "pretrained.py"}
+    numbers = torch.Generator().manual_seed(3)
+    shapes = {"0.weight": (16, 6), "0.bias": (16,), "1.weight": (6, 16), "1.bias": (6,)}
+    pretrained = {name: torch.randn(shape, generator=numbers) for name, shape in shapes.items()}
+    if kind == "dcp":
+        dcp.save(pretrained, checkpoint_id=source, no_dist=True)
+    else:
+        source.mkdir()
+        for i, names in enumerate((["0.weight", "1.bias"], ["0.bias", "1.weight"])):
+            tensors = {name: pretrained[name] for name in names}
+            save_file(tensors, source / f"model-0000{i + 1}-of-00002.safetensors", {"format": "pt"})
+    assert "LOADED" in crew.go(2, str(source), *words, "--epochs", "0", **part)
+    begun = weights(crew.run, 0)
+    assert all(torch.equal(begun[name], pretrained[name]) for name in pretrained)
+
+    crew.go(2, str(source), *words, "--epochs", "1", **part)
+    shutil.rmtree(source)
+    assert "LOADED" not in crew.go(2, str(source), *words, **part)
+    written = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    dcp.load(written, checkpoint_id=crew.run.path / "dcp", no_dist=True)
+    trained = weights(crew.run, 8)
+    assert all(torch.equal(written[name], trained[name]) for name in trained)
+    assert not any(torch.equal(written[name], pretrained[name]) for name in trained)

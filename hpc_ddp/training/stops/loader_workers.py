@@ -1,4 +1,4 @@
-"""All forked loader workers of torch outlive a notice, whoever made their DataLoader.
+"""All forked loader workers of torch and torchdata outlive a notice, whoever made their DataLoader.
 
 A cluster may send its signal to every process of a step. A worker that dies of it takes its rank
 along, before that has saved: torch raises "DataLoader worker … is killed by signal: Terminated".
@@ -7,24 +7,40 @@ Workers that are not forked have threads by then, which no mask reaches any more
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
-from typing import Any
-
-from torch.utils.data._utils import worker
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from hpc_ddp.training.stops.signals import ignore_in_loader
 
-_LOOP = worker._worker_loop
+# In which the loaders look up `_worker_loop`.
+_MODULES = (
+    "torch.utils.data._utils.worker",
+    "torchdata.stateful_dataloader.stateful_dataloader",
+)
+_LOOPS: dict[str, Callable[..., None]] = {}  # the modules' own
 
 
 def outlive_notices() -> None:
-    """Have the loader workers that this process starts from now on outlive a notice."""
+    """Have the loader workers that this process starts from now on outlive a notice, by the modules
+    that are imported by now."""
     # Not by worker_init_fn: libraries have one of their own where there is none.
-    vars(worker)["_worker_loop"] = _loop
+    for name in _MODULES:
+        module = sys.modules.get(name)
+        if module is not None and not isinstance(module._worker_loop, _DeafLoop):
+            _LOOPS[name] = module._worker_loop
+            vars(module)["_worker_loop"] = _DeafLoop(name)
 
 
-def _loop(*args: Any) -> None:
-    """Run torch's loop of a loader worker, deaf to notices."""
-    if multiprocessing.parent_process() is not None:  # else it is a thread of the rank
-        ignore_in_loader()
-    _LOOP(*args)
+class _DeafLoop(NamedTuple):
+    """The loop of a loader worker, deaf to notices; it can be pickled, for workers by spawn."""
+
+    module: str
+
+    def __call__(self, *args: Any) -> None:
+        if multiprocessing.parent_process() is not None:  # else it is a thread of the rank
+            ignore_in_loader()
+        loop = _LOOPS.get(self.module) or importlib.import_module(self.module)._worker_loop
+        loop(*args)

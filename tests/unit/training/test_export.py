@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.training import export as export_module
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export, main
@@ -56,9 +58,9 @@ def test_an_export_has_each_tensor_once_in_memory(
     read: list[int] = []
     written: list[int] = []
 
-    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def save(tensors: dict[str, torch.Tensor], path: Path, facts: dict[str, str]) -> None:
         written.extend(tensor.data_ptr() for tensor in tensors.values())
-        save_file(tensors, path)
+        save_file(tensors, path, facts)
 
     def read_one(reader: Reader, name: str) -> torch.Tensor:
         tensor = original(reader, name)
@@ -83,3 +85,59 @@ def test_an_export_has_each_tensor_once_in_memory(
     expected = model.state_dict()
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+
+def run_of(tmp_path: Path, model: torch.nn.Module) -> Path:
+    """Return the folder of a run whose checkpoint of step 1 has the model."""
+    run = claim_run(tmp_path)
+    manager = make_manager(make_saver(run), Position(step=1))
+    manager.track({"model": model}, {}, ())
+    manager.save_surely()
+    return run.path
+
+
+@pytest.mark.parametrize(
+    ("most", "names"),
+    [
+        (10**9, ["model.safetensors"]),
+        (90, [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))]),
+        (1, [*(f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4))]),
+    ],
+)
+def test_a_folder_has_files_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, names: list[str]
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))  # 80+20, 60+12 bytes
+    monkeypatch.setattr(export_module, "MOST", most)
+    out = tmp_path / "exported"
+    export(run_of(tmp_path, model), out)
+    index = ["model.safetensors.index.json"] if len(names) > 1 else []
+    assert sorted(path.name for path in out.iterdir()) == [*names, *index]
+    exported = {name: t for file in names for name, t in load_file(out / file).items()}
+    assert exported.keys() == model.state_dict().keys()
+    assert all(torch.equal(exported[name], t) for name, t in model.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    run = run_of(tmp_path, torch.nn.Linear(2, 2))
+    (tmp_path / "exported").mkdir()
+    with pytest.raises(UsageError, match="exported exists") as error:
+        export(run, tmp_path / "exported")
+    assert error.value.hint == "name a new folder, or a file: model.safetensors"
+    with pytest.raises(HpcDdpError, match="can't be written"):
+        export(run, tmp_path / "nowhere" / "exported")
+    assert list((tmp_path / "exported").iterdir()) == []
+
+
+@pytest.mark.more  # the import takes most of it
+def test_transformers_reads_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = importlib.import_module("transformers")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 4}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    monkeypatch.setattr(export_module, "MOST", 1000)
+    out = tmp_path / "exported"
+    export(run_of(tmp_path, model), out)
+    model.config.save_pretrained(out)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(out)
+    assert all(torch.equal(loaded.state_dict()[n], t) for n, t in model.state_dict().items())
