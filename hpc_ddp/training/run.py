@@ -119,11 +119,10 @@ class Run(ModelSetup):
             option, or optimizer
         """
         check_tracked(objects, per_rank, added)
-        outlive_notices()  # a loader's library may have been imported since the start
+        outlive_notices()  # now the loaders' libraries are imported
         self._check_optimizers(objects.values())
         data = {} if self._loader is None else self._loader.facts
-        objects = {**objects, "_precision": self._precision}
-        self._manager.track(objects, data, per_rank, added)
+        self._manager.track({**objects, "_precision": self._precision}, data, per_rank, added)
         is_own = self._loader is None and not per_rank
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
         for tracked in objects.values():
@@ -250,7 +249,9 @@ class Run(ModelSetup):
         if not self.ends_step:
             return
         self._calls.check_step(self._batch.is_trained and not self._acts_in_step)
-        self._take_batch()
+        if self._loader is not None:
+            self._loader.count_batch()
+        self._batch.is_trained = True
         self._own_data.warn_of_step()
         self._timer.end_step()
         self._precision.end_step()
@@ -264,8 +265,7 @@ class Run(ModelSetup):
         self._watch_weights(self._consensus.exchanges)
         self._decide(decision)
         self._timer.start_step()
-        if self._acts_in_step:
-            self._act()
+        self._act_in_step()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Take in `value`, once; return whether it is the best so far: its checkpoint then stays.
@@ -356,12 +356,6 @@ class Run(ModelSetup):
             self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
         self._profiler.step_done()
 
-    def _take_batch(self) -> None:
-        """Count the loader's present batch as trained."""
-        if self._loader is not None:
-            self._loader.count_batch()
-        self._batch.is_trained = True
-
     def _end_batch(self) -> None:
         """Save or stop as the last step decided, now that the loop's code behind it has run."""
         # The end of the epoch comes first: a start that finds an epoch without a batch would trip
@@ -381,6 +375,10 @@ class Run(ModelSetup):
     def _acts_in_step(self) -> bool:
         """Whether nothing shows when the loop's body behind `step` has run."""
         return self._loader is None and self._calls.loop == "epochs"
+
+    def _act_in_step(self) -> None:
+        if self._acts_in_step:
+            self._act()
 
     def _decide(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint
 
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from hpc_ddp.training.export import export
+
+dcp: Any = checkpoint  # it has no types
 
 
 def weights(run: Any, step: int) -> dict[str, torch.Tensor]:

@@ -4,14 +4,16 @@ No rank has all of them: docs/trainers-day.md has these calls.
 """
 
 import argparse
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import checkpoint
 from torch.utils.data import TensorDataset
 
 from hpc_ddp.training import start
 
+dcp: Any = checkpoint  # it has no types
 parser = argparse.ArgumentParser()
 parser.add_argument("source", help="a folder of torch.distributed.checkpoint")
 parser.add_argument("--safetensors", action="store_true", help="it is one of Hugging Face's")

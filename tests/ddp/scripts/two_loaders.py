@@ -41,7 +41,8 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 run = start()
-model = run.wrap(nn.Linear(3, 3))
+plain = nn.Linear(3, 3)
+model = run.wrap(plain)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 numbers = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
 labelled = run.loader(TensorDataset(numbers, numbers.flip(0)), 1)
@@ -59,5 +60,5 @@ for _ in run.epochs(2):
             # From another process: a worker ends by a signal of its parent.
             subprocess.run(["kill", *map(str, pids), str(os.getpid())], check=True)
         run.step()
-print(f"RANK {run.rank}: {[number.hex() for number in model.module.weight.flatten().tolist()]}")
+print(f"RANK {run.rank}: {[number.hex() for number in plain.weight.flatten().tolist()]}")
 run.finish()
