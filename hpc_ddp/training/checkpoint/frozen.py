@@ -41,7 +41,7 @@ class FrozenPart:
     pieces
         their places in the data file
     hashes
-        of each piece's numbers
+        of the numbers, by name
     buffer
         their bytes, which a device may still be copying; None where `file` has them
     file
@@ -51,7 +51,7 @@ class FrozenPart:
     """
 
     pieces: list[StoredShard]
-    hashes: list[int]
+    hashes: dict[str, int]
     buffer: StagingBuffer | None = None
     file: Path = Path()
     facts: FileFacts | None = None
@@ -62,20 +62,31 @@ class FrozenWeights:
 
     def __init__(self) -> None:
         self._saved: FrozenPart | None = None
+        self._changing: set[str] = set()  # by the script itself, as an average of weights
         self._can_link = True
 
     def take_out(self, parts: dict[str, LocalShard], names: Container[str]) -> FrozenPart | None:
         """Take the frozen ones, those in `names`, out of a rank's parts of a save; return them for
         a file of their own. None where they are few, or the file system has no links: they stay.
+        So do, from then on, those that have changed since the save before.
 
         Waits for the devices that have them.
         """
-        frozen = {name: part for name, part in parts.items() if name in names}
-        if not self._can_link or sum(part.numbers.nbytes for part in frozen.values()) < LEAST:
+        frozen = {n: part for n, part in parts.items() if n in names and n not in self._changing}
+        if not self._can_link or _are_few(frozen):
             return None
+        hashes = _hashes_of(frozen)
+        if self._saved:
+            saved = self._saved.hashes
+            changed = {name for name in frozen if saved.get(name, hashes[name]) != hashes[name]}
+            self._changing |= changed
+            frozen = {name: part for name, part in frozen.items() if name not in changed}
+            hashes = {name: hashes[name] for name in frozen}
+            if _are_few(frozen):
+                return None
         for name in frozen:
             del parts[name]
-        pieces, hashes = lay_out(frozen)[0], _hashes_of(frozen)
+        pieces = lay_out(frozen)[0]
         if self._saved and (self._saved.pieces, self._saved.hashes) == (pieces, hashes):
             return self._saved
         buffer = StagingBuffer(torch.device("cpu"))  # not pinned: such memory is never given back
@@ -104,6 +115,11 @@ class FrozenWeights:
         self._saved = None
 
 
+def _are_few(parts: Mapping[str, LocalShard]) -> bool:
+    """Return whether a file of their own is not worth it."""
+    return sum(part.numbers.nbytes for part in parts.values()) < LEAST
+
+
 def _can_link(file: Path) -> bool:
     """Return whether a hard link to a file can be made in another folder, as BeeGFS can't."""
     link = file.parent.with_name(f".link-{os.urandom(8).hex()}")
@@ -116,14 +132,15 @@ def _can_link(file: Path) -> bool:
     return True
 
 
-def _hashes_of(parts: Mapping[str, LocalShard]) -> list[int]:
-    """Return the hash of each part's numbers; waits for their devices."""
-    sums = [hash_of(part.numbers) for part in parts.values()]
-    of_devices: dict[torch.device, list[int]] = {}
-    for device in {number.device for number in sums}:
-        stack = torch.stack([number for number in sums if number.device == device])
-        of_devices[device] = stack.tolist()[::-1]
-    return [of_devices[number.device].pop() for number in sums]
+def _hashes_of(parts: Mapping[str, LocalShard]) -> dict[str, int]:
+    """Return the hash of each part's numbers, by name; waits for their devices."""
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, part in parts.items():
+        by_device.setdefault(part.numbers.device, {})[name] = hash_of(part.numbers)
+    hashes: dict[str, int] = {}
+    for numbers in by_device.values():
+        hashes |= zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True)
+    return hashes
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +152,8 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     memory, tail = words(tensor)
     padding = torch.zeros(8, dtype=torch.uint8, device=tail.device)
     last = torch.cat([tail, padding])[:8].view(torch.int64)
-    places = torch.arange(_CHUNK, device=memory.device) * _STRIDE
+    size = min(max(memory.numel(), 1), _CHUNK)
+    places = torch.arange(size, device=memory.device) * _STRIDE
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
     for number, chunk in enumerate((last, *torch.split(memory, _CHUNK))):
         mixed = (places[: chunk.numel()] + chunk).add_(number).mul_(_FACTOR)
