@@ -100,3 +100,21 @@ def test_tensorboard_shows_each_step_once(crew: Any) -> None:
     with gzip.open(traces[1]) as file:
         names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
     assert any(name.startswith("Optimizer.step") for name in names)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_own_batches_and_two_optimizers_go_on(
+    make_crew: Callable[[str], Any], precision: str
+) -> None:
+    whole, crew = make_crew("whole"), make_crew("stopped")
+    words = ("--precision", precision)
+    expected = whole.go(2, *words, script="own_batches.py")
+    crew.go(2, *words, "--at", "8", script="own_batches.py")
+    (stop,) = crew.events("stopped")
+    assert 8 <= stop["step"] < 20
+    ends = [
+        sorted(line for line in text.splitlines() if line.startswith("RANK"))
+        for text in (expected, crew.go(2, *words, script="own_batches.py"))
+    ]
+    assert ends[0] == ends[1]
+    assert len({line.partition(":")[2] for line in ends[0]}) == 1

@@ -5,6 +5,7 @@ import argparse
 import multiprocessing
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,8 @@ for _ in run.epochs(2):
         loss = nn.functional.mse_loss(model(x), y) + model(samples).square().mean()
         run.backward(loss)
         run.update(optimizer)
+        if args.at:
+            time.sleep(0.1)  # so that the ranks exchange their notices at every step or two
         if run.position.step + 1 == args.at:
             pids = [process.pid for process in multiprocessing.active_children()]
             # From another process: a worker ends by a signal of its parent.
