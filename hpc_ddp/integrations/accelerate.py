@@ -19,24 +19,22 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop, generator_of
+from hpc_ddp.integrations.epochs import EpochStop, generators_of
 from hpc_ddp.integrations.stop_point import fix_order_of_sums
-from hpc_ddp.training.models import rng
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-STATE, ORDER = "state", "order.pt"
+STATE = "state"
 
 
 class Stop(EpochStop):
     """Saves the state of an Accelerator into the run's folder, and stops at the same step on all
     ranks. The options are those of `StopPoint`; UsageError is raised for a wrong one, and for
-    ``automatic_checkpoint_naming``."""
-
-    _own_names = frozenset({ORDER})
+    ``automatic_checkpoint_naming`` and ``use_stateful_dataloader``."""
 
     def __init__(self, accelerator: Accelerator, **options: Any) -> None:
         if accelerator.project_configuration.automatic_checkpoint_naming:
@@ -45,9 +43,14 @@ class Stop(EpochStop):
                 " of its own, not into the run's; accepted: False",
                 hint="ProjectConfiguration(…, automatic_checkpoint_naming=False)",
             )
+        if getattr(accelerator.dataloader_config, "use_stateful_dataloader", False):
+            raise UsageError(
+                "use_stateful_dataloader is True, and such a loader skips by itself what"
+                " stop.batches skips, too; accepted: False",
+                hint="DataLoaderConfiguration(…, use_stateful_dataloader=False)",
+            )
         super().__init__(format="accelerate", **options)
         self._accelerator = accelerator
-        self._order: torch.Tensor | None = None  # the sampler's generator as the epoch began
         self._samples = 0  # of all ranks in a batch
 
     def load(self, *models: Any) -> int:
@@ -60,35 +63,39 @@ class Stop(EpochStop):
         fix_order_of_sums(models)
         if folder := self.latest():
             self._accelerator.load_state(str(folder / STATE))
-            self._random = rng.snapshot(self._devices)
-            if (path := folder / ORDER).exists():
-                self._order = torch.load(path, weights_only=True)
+            self._load_random(folder)
         return self.position.step
 
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
         self._samples = getattr(loader, "total_batch_size", 0)
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
-        # Of a shuffle: one for all ranks, or what a loader of one process seeds its own with.
-        generator = getattr(loader, "synchronized_generator", None) or generator_of(loader)
-        generator = generator or torch.default_generator
-        if done and self._order is not None:
-            generator.set_state(self._order)
-        self._order = generator.get_state()
-        yield from self._accelerator.skip_first_batches(loader, done) if done else loader
+        # Of a shuffle: one for all ranks, or what the script has given to the loader.
+        shared = getattr(loader, "synchronized_generator", None)
+        self._restore_order(generators_of(loader) if shared is None else [shared], done)
+        yield from self._skip(loader, done) if done else loader
+
+    def _skip(self, loader: Any, done: int) -> Any:
+        """Return a loader without the batches of the first `done` steps."""
+        from accelerate.data_loader import DataLoaderDispatcher
+
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if isinstance(loader, DataLoaderDispatcher) and not (loader.split_batches or is_stream):
+            done *= self._info.world_size  # rank 0 reads a batch for each rank
+        return self._accelerator.skip_first_batches(loader, done)
 
     def save(self, **values: Any) -> None:
         """End a batch: the run saves, and stops when it has to; nothing within an accumulation.
-        `values` as in `step`. Raises as `step` and `checkpoint`; errors of ``save_state`` and
-        ``torch.save`` come through."""
+        `values` as in `step`. Raises as `step` and `checkpoint`, UsageError outside of `batches`;
+        errors of ``save_state`` and ``torch.save`` come through."""
+        self._check_within()
         if not self._accelerator.sync_gradients:
             return
         samples = self._samples * self._accelerator.gradient_accumulation_steps
         if self.step(epoch=self.facts["epoch"], samples=samples, **values):
             with self.checkpoint() as folder:
                 self._accelerator.save_state(str(folder / STATE))
-                if self.rank == 0 and self._order is not None:
-                    torch.save(self._order, folder / ORDER)
+                self._save_random(folder)
 
     @property
     def _devices(self) -> list[torch.device]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +15,20 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.stop_point import StopPoint
 from hpc_ddp.training.models import rng
 
+RANDOM = "random-{}.pt"  # of a rank
+
 
 class EpochStop(StopPoint):
-    """Knows how much of which epoch is done, in ``facts["epoch"]`` and ``facts["batches"]``, and by
-    how many ranks."""
+    """Knows how much of which epoch is done, in ``facts["epoch"]`` and ``facts["batches"]``, by how
+    many ranks, and with which random numbers it began."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self._own_names = frozenset(RANDOM.format(rank) for rank in range(self._info.world_size))
         self.facts = {"epoch": 0, "batches": 0}
         self._has_warned = self._is_within = False
         self._ended: int | None = None  # the epoch that this process has ended last
+        self._begun: dict[str, Any] | None = None  # the generators as the epoch began
         self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
 
     @abstractmethod
@@ -54,6 +59,37 @@ class EpochStop(StopPoint):
                 yield batch
             self._restore_random()
             self._end_epoch()
+
+    def _load_random(self, folder: Path) -> None:
+        """Take up the generators of this rank from a checkpoint's folder, if it has had them."""
+        path = folder / RANDOM.format(self.rank)
+        if path.exists():  # else: another number of ranks
+            self._begun, self._random = torch.load(path, weights_only=True)
+
+    def _save_random(self, folder: Path) -> None:
+        """Write the generators, as the epoch began and as they are now, into a checkpoint's
+        folder."""
+        random = [self._begun, rng.snapshot(self._devices)]
+        torch.save(random, folder / RANDOM.format(self.rank))
+
+    def _restore_order(self, generators: Sequence[torch.Generator], done: int) -> None:
+        """Give the generators, those of the loader among them, the state with which the epoch
+        began, if it is partly done; else note theirs."""
+        if done and self._begun is not None:
+            rng.restore(self._begun, self._devices)
+            for generator, state in zip(generators, self._begun["loader"], strict=False):
+                generator.set_state(state)
+        self._begun = rng.snapshot(self._devices)
+        self._begun["loader"] = [generator.get_state() for generator in generators]
+
+    def _check_within(self) -> None:
+        """Raise UsageError outside of a loop over `batches`."""
+        if not self._is_within:
+            raise UsageError(
+                "stop.save was called outside of a loop over stop.batches, and a checkpoint of"
+                " there would not say which batches are done",
+                hint="for batch in stop.batches(loader, epoch): …; stop.save() as its last line",
+            )
 
     def _restore_random(self) -> None:
         """Give the generators the checkpoint's state once more: to skip batches draws numbers."""
@@ -119,8 +155,14 @@ def drop_iterator(loader: Any) -> None:
             part._iterator = None
 
 
-def generator_of(loader: Any) -> torch.Generator | None:
-    """Return the generator that the script has given to a loader, or to its sampler; None without
-    one."""
-    sampler = getattr(loader, "sampler", None)
-    return getattr(loader, "generator", None) or getattr(sampler, "generator", None)
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that the script has given to a loader, its sampler or its batch
+    sampler, in the order in which they are found."""
+    parts, generators = [loader], list[torch.Generator]()
+    for part in parts:
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator) and generator not in generators:
+            generators.append(generator)
+        inner = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))
+        parts += [sampler for sampler in inner if sampler is not None and sampler not in parts]
+    return generators

@@ -18,19 +18,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop, generator_of
+from hpc_ddp.integrations.epochs import EpochStop, generators_of
 from hpc_ddp.integrations.stop_point import fix_order_of_sums
-from hpc_ddp.training.models import rng
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-STATE, RANDOM = "state", "random-{}.pt"
+STATE = "state"
 
 
 class Stop(EpochStop):
@@ -39,10 +40,8 @@ class Stop(EpochStop):
 
     def __init__(self, fabric: Fabric, **options: Any) -> None:
         super().__init__(format="fabric", **options)
-        self._own_names = frozenset(RANDOM.format(rank) for rank in range(self._info.world_size))
         self._fabric = fabric
         self._objects: dict[str, Any] | None = None
-        self._begun: dict[str, Any] | None = None  # the generators as the epoch began
 
     def load(self, **objects: Any) -> int:
         """Name what a checkpoint holds, and load it from the newest one that verifies; return the
@@ -52,6 +51,12 @@ class Stop(EpochStop):
         optimizer, a scheduler. Raises as `StopPoint.latest`, and UsageError for other objects.
         """
         for name, entry in objects.items():
+            if isinstance(getattr(entry, "_dataloader", entry), DataLoader):
+                raise UsageError(
+                    f"stop.load({name}=…) is a data loader; accepted: objects without data, since"
+                    " stop.batches already skips what is done",
+                    hint=f"leave {name} out",
+                )
             if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
                 raise UsageError(
                     f"stop.load({name}=…) is a {type(entry).__name__}; accepted: objects with"
@@ -62,23 +67,17 @@ class Stop(EpochStop):
         models = (model for model in objects.values() if isinstance(model, torch.nn.Module))
         fix_order_of_sums(models)
         if folder := self.latest():
-            self._fabric.load(folder / STATE, dict(objects))
-            path = folder / RANDOM.format(self.rank)
-            if path.exists():  # else: another number of ranks
-                self._begun, self._random = torch.load(path, weights_only=True)
+            options: dict[str, Any] = {}
+            if "weights_only" in signature(self._fabric.load).parameters:
+                options["weights_only"] = False  # the files' owner has been checked
+            self._fabric.load(folder / STATE, dict(objects), **options)
+            self._load_random(folder)
         return self.position.step
 
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
         """Yield the batches behind those that are done, which are read again, and dropped, so that
         random numbers of the data go on as well."""
-        generator = generator_of(loader)
-        if done and self._begun is not None:
-            rng.restore(self._begun, self._devices)
-            if generator is not None:
-                generator.set_state(self._begun["loader"])
-        self._begun = rng.snapshot(self._devices)
-        if generator is not None:
-            self._begun["loader"] = generator.get_state()
+        self._restore_order(generators_of(loader), done)
         vars(loader)["_num_iter_calls"] = epoch  # from which Fabric's loader has its order
         batches = iter(loader)
         for _ in range(done):
@@ -88,18 +87,18 @@ class Stop(EpochStop):
 
     def save(self, **values: Any) -> None:
         """End an optimizer step: the run saves, and stops when it has to. `values` as in `step`.
-        Raises as `step` and `checkpoint`, UsageError before `load`; errors of ``fabric.save`` and
-        ``torch.save`` come through."""
+        Raises as `step` and `checkpoint`, UsageError before `load` and outside of `batches`; errors
+        of ``fabric.save`` and ``torch.save`` come through."""
         if self._objects is None:
             raise UsageError(
                 "stop.save was called before stop.load, which names what a checkpoint holds",
                 hint="stop.load(model=model, optimizer=optimizer)",
             )
+        self._check_within()
         if self.step(epoch=self.facts["epoch"], **values):
             with self.checkpoint() as folder:
                 self._fabric.save(folder / STATE, self._objects)
-                random = [self._begun, rng.snapshot(self._devices)]
-                torch.save(random, folder / RANDOM.format(self.rank))
+                self._save_random(folder)
 
     @property
     def _devices(self) -> list[torch.device]:

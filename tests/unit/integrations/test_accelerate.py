@@ -8,13 +8,14 @@ from typing import Any, cast
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.accelerate import ORDER, Stop
+from hpc_ddp.integrations.accelerate import Stop
 
 
-def accelerator_with(is_automatic: bool) -> Any:
+def accelerator_with(is_automatic: bool = False, is_stateful: bool = False) -> Any:
     """Return what `Stop` reads of an Accelerator, whose import takes seconds."""
-    settings = SimpleNamespace(automatic_checkpoint_naming=is_automatic)
-    return cast(Any, SimpleNamespace(project_configuration=settings))
+    project = SimpleNamespace(automatic_checkpoint_naming=is_automatic)
+    loaders = SimpleNamespace(use_stateful_dataloader=is_stateful)
+    return cast(Any, SimpleNamespace(project_configuration=project, dataloader_config=loaders))
 
 
 def test_automatic_names_are_refused() -> None:
@@ -24,5 +25,7 @@ def test_automatic_names_are_refused() -> None:
     assert "automatic_checkpoint_naming=False" in str(refusal.value.hint)
 
 
-def test_the_order_of_the_data_alone_is_no_checkpoint() -> None:
-    assert frozenset({ORDER}) == Stop._own_names
+def test_loaders_that_skip_by_themselves_are_refused() -> None:
+    with pytest.raises(UsageError, match="use_stateful_dataloader is True") as refusal:
+        Stop(accelerator_with(is_stateful=True))
+    assert "use_stateful_dataloader=False" in str(refusal.value.hint)

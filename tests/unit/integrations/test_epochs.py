@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generator_of
+from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generators_of
 from hpc_ddp.integrations.fabric import Stop
 
 
@@ -76,15 +76,32 @@ def test_each_epoch_has_an_iterator_of_its_own() -> None:
     assert loader._iterator is None
 
 
-def test_the_generator_of_a_loader_is_the_scripts() -> None:
-    generator = torch.Generator()
-    dataset = TensorDataset(torch.arange(4))
-    assert generator_of(DataLoader(dataset, shuffle=True, generator=generator)) is generator
-    assert generator_of(DataLoader(dataset, sampler=RandomSampler(dataset, generator=generator)))
-    assert generator_of(DataLoader(dataset)) is None
+def test_the_generators_of_a_loader_are_the_scripts() -> None:
+    generator, data = torch.Generator(), TensorDataset(torch.arange(4))
+    sampler = RandomSampler(data, generator=generator)
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(data, shuffle=True, generator=generator),
+        DataLoader(data, sampler=sampler),
+        DataLoader(data, batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
+    ]
+    for loader in loaders:
+        assert generators_of(loader) == [generator]
+    second = torch.Generator()
+    assert generators_of(DataLoader(data, sampler=sampler, generator=second)) == [second, generator]
+    assert generators_of(DataLoader(data)) == []
+
+
+def test_a_save_outside_of_the_batches_is_refused() -> None:
+    """It would resume at the first batch of the first epoch, with trained weights."""
+    stop: Any = make_stop(epoch=0, batches=0)
+    vars(stop).update(_objects={})
+    with pytest.raises(UsageError, match=r"outside of a loop over stop\.batches"):
+        stop.save()
 
 
 def test_what_no_checkpoint_of_fabric_can_hold_is_refused() -> None:
     stop = object.__new__(Stop)
     with pytest.raises(UsageError, match=r"stop\.load\(optimizers=…\) is a list"):
         stop.load(optimizers=[torch.optim.SGD([torch.ones(1)])])
+    with pytest.raises(UsageError, match=r"stop\.load\(data=…\) is a data loader"):
+        stop.load(data=SimpleNamespace(_dataloader=DataLoader(TensorDataset(torch.arange(4)))))

@@ -29,6 +29,7 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--batch-size", type=int, default=4, help="of Lightning, of 32 samples a rank")
 parser.add_argument("--own-saves", type=int, help="the Trainer's save_steps")
 parser.add_argument("--plain", action="store_true", help="data that follow from the step alone")
+parser.add_argument("--order", default="shuffle", help="of Accelerate: sampler, buckets, dispatch")
 args = parser.parse_args()
 
 RANK = int(os.environ.get("RANK", 0))

@@ -1,14 +1,34 @@
 """An Accelerate loop with dropout, shuffled data and a scheduler."""
 
+import random
+from collections.abc import Iterator
+from typing import Any
+
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 from common import OPTIONS, args, disturb, leave_weights
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from hpc_ddp.integrations.accelerate import Stop
 
-accelerator = Accelerator(cpu=True)
+
+class Buckets(Sampler[list[int]]):
+    """Batches of four neighbours, in the order of Python's random numbers."""
+
+    batch_size, drop_last = 4, False
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[list[int]]:
+        firsts = [*range(0, 64, 4)]
+        random.shuffle(firsts)
+        yield from (list(range(first, first + 4)) for first in firsts)
+
+
+settings = DataLoaderConfiguration(dispatch_batches=args.order == "dispatch" or None)
+accelerator = Accelerator(cpu=True, dataloader_config=settings)
 stop = Stop(accelerator, **OPTIONS)
 set_seed(1)
 model = torch.nn.Sequential(
@@ -19,7 +39,15 @@ model = torch.nn.Sequential(
 )
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, shuffle=True)
+data = TensorDataset(torch.randn(64, 4))
+loader: Any
+if args.order == "sampler":
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+elif args.order == "buckets":
+    loader = DataLoader(data, batch_sampler=Buckets())
+else:
+    loader = DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 stop.load(model)
 for epoch in range(stop.position.epoch, args.epochs):

@@ -99,6 +99,21 @@ def test_a_file_of_another_node_counts_though_it_is_not_seen_here(run: RunFolder
     assert "of-rank-1" in failed["error"]
 
 
+def test_files_are_listed_once_all_ranks_have_written_theirs(run: RunFolder) -> None:
+    """A library writes by a draft and a rename: a name that is listed amid it is gone soon."""
+
+    class SlowPeer(LoneControl):
+        def to_first(self, value: Any) -> list[Any]:
+            if (path := run.checkpoints / "step-3.tmp-0" / ".tmp").exists():
+                path.rename(path.with_name("of-rank-1"))
+            return [value]
+
+    saver = make_saver(run, SlowPeer())
+    assert save(saver, 3, a=b"1", **{".tmp": b"2"})
+    files = checkpoints.read_manifest(run.checkpoints / "step-3")["files"]
+    assert sorted(files) == ["a", "of-rank-1"]
+
+
 def test_another_librarys_checkpoint_is_refused(run: RunFolder) -> None:
     saver = make_saver(run)
     assert save(saver, 3, a=b"1")
