@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import socket
 import threading
 import time
@@ -309,8 +310,7 @@ def attempt_of(environ: dict[str, str]) -> AttemptFolder:
 def _end_time(environ: dict[str, str]) -> float:
     """Return the end of the job's time in unix seconds as it was at the attempt's start, inf
     without a limit."""
-    end_time = AttemptEnv.from_env(environ).end_time
-    return math.inf if end_time is None else end_time
+    return AttemptEnv.from_env(environ).end_time or math.inf
 
 
 # --- after the step ------------------------------------------------------------------------
@@ -378,6 +378,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 note_end_time(environ, min(end_time, noted))
             case ["warned" | "watch" as part]:
                 die_with_parent()  # the batch shell's end is theirs, also in an allocation
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as that shell: of the time limit
                 warned(environ) if part == "warned" else _watch_to_the_end(environ)
             case ["teardown-time"]:
                 print(teardown_time(environ))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -227,6 +229,10 @@ def test_a_node_goes_silent_before_the_time_limit(hpc: Hpc, other: Cluster, walk
     job.until(lambda: job.show()["RunTime"] >= "00:01:42", "the last seconds before the limit")
     silent = job.events("started")[0]["nodes"][1]
     other.cut(silent)
+    # At the time limit, which Slurm notices some time in the next half minute, it signals all
+    # processes of the batch script; here they get it in any case.
+    for pid in job.processes("batch watch"):
+        os.kill(pid, signal.SIGTERM)
     job.until(job.verdicts, "verdict")
     other.heal(silent)
     assert job.end() == "COMPLETED", job.output()

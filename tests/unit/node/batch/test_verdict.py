@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,8 @@ def test_each_call_of_the_batch_script(
     assert attempt.notice.read_text() == "warning signal"
     assert call("watch", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
     assert guarded == [os.getppid()]  # in the job the batch script
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # Slurm's own, at the time limit
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert call("teardown-time", HPC_DDP_END_TIME="1") == 0
     assert int(capsys.readouterr().out) >= 1
     attempt.port_taken.touch()
