@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from hpc_ddp.core.checkpoints import FileFacts, step_of
+from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.shards import (
     LocalShard,
     StagingBuffer,
@@ -26,7 +27,9 @@ from hpc_ddp.training.checkpoint.shards import (
 )
 
 LEAST = 1 << 20  # bytes; a rank with fewer copies them with the others
-_CHUNK = 1 << 20  # words of 8 bytes: few enough for a cache, so that the memory is read once
+# Words of 8 bytes that are hashed at a time: few enough for the caches of an accelerator, and of a
+# CPU, so that the memory is read once.
+_CHUNK, _CHUNK_OF_CPU = 1 << 20, 1 << 16
 # Odd numbers with irregular bits, below 2^63: the golden ratio's, and the first of MurmurHash3's
 # 64-bit finalizer (Austin Appleby).
 _STRIDE, _FACTOR = 0x1E3779B97F4A7C15, 0x7F51AFD7ED558CCD
@@ -152,12 +155,13 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     memory, tail = words(tensor)
     padding = torch.zeros(8, dtype=torch.uint8, device=tail.device)
     last = torch.cat([tail, padding])[:8].view(torch.int64)
-    size = min(max(memory.numel(), 1), _CHUNK)
+    most = _CHUNK if devices.is_accelerator(memory.device) else _CHUNK_OF_CPU
+    size = min(max(memory.numel(), 1), most)
     places = torch.arange(size, device=memory.device) * _STRIDE
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for number, chunk in enumerate((last, *torch.split(memory, _CHUNK))):
+    for number, chunk in enumerate((last, *torch.split(memory, size))):
         mixed = (places[: chunk.numel()] + chunk).add_(number).mul_(_FACTOR)
-        mixed.bitwise_xor_(mixed.bitwise_right_shift(32).bitwise_and_((1 << 32) - 1)).mul_(_STRIDE)
-        mixed.bitwise_xor_(mixed.bitwise_right_shift(29).bitwise_and_((1 << 35) - 1))
+        mixed.bitwise_xor_((mixed >> 32).bitwise_and_((1 << 32) - 1)).mul_(_STRIDE)
+        mixed.bitwise_xor_((mixed >> 29).bitwise_and_((1 << 35) - 1))
         total += mixed.sum()
     return total

@@ -159,7 +159,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor's memory as 64-bit integers of shape (n,), and its last bytes, fewer than 8,
     as uint8; a copy where the tensor is not contiguous and aligned."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):
         flat = flat.clone(memory_format=torch.contiguous_format)
     memory = flat.view(torch.uint8)

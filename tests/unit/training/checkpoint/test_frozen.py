@@ -179,13 +179,18 @@ def test_other_bytes_have_another_hash(first: bytes, second: bytes) -> None:
     assert len(hashes) == len({first, second})
 
 
-@pytest.mark.parametrize("size", [(1 << 20) + 5, 1 << 21])
+def test_a_conjugate_view_has_the_hash_of_its_numbers() -> None:
+    values = torch.randn(7, dtype=torch.complex64)
+    assert int(hash_of(values.conj())) == int(hash_of(values.conj().resolve_conj().clone()))
+
+
+@pytest.mark.parametrize("size", [(1 << 17) + 5, 1 << 18])
 def test_the_hash_of_a_large_tensor_depends_on_the_order(size: int) -> None:
     """Values whose differences have many zeros at the end, in words that lie chunks apart."""
     values = torch.ones(2 * size)
     before = int(hash_of(values))
     hashes = {before}
-    for place in (1, 255, 257, (1 << 20) - 1, 1 << 20, size - 1, 2 * size - 1):
+    for place in (1, 255, 257, (1 << 17) - 1, 1 << 17, size - 1, 2 * size - 1):
         values[place] = 2.0
         hashes.add(int(hash_of(values)))
         values[place] = 1.0
