@@ -241,7 +241,7 @@ def test_what_the_trainer_does_after_a_step_comes_before_a_save_of_the_run(
     whole, resumed = make_crew("whole"), make_crew("resumed")
     words = ("--settings", settings)
     assert printed in go(whole, "transformers", *words, ranks=1)
-    save = ("--save-every-steps", str(due), *SLOW, "--at", str(saved + 3), "--signal", "9")
+    save = ("--save-every-steps", str(due), *SLOW, "--at", str(saved + 2), "--signal", "9")
     killed = launch(resumed, "transformers", *words, *save, ranks=1)
     assert killed.wait() == [-signal.SIGKILL], killed.output()
     assert resumed.events("checkpoint")[0]["step"] == saved
