@@ -50,6 +50,7 @@ class StopCallback(TrainerCallback):
         self._stop = StopPoint(format="transformers", **options)
         self._saving = ExitStack()  # the checkpoint that the Trainer is about to write
         self._script_args: dict[str, Any] = {}  # the script's values, while others hold for a save
+        self._is_due = False  # a save of the run is
         self._was_busy = False  # a save was put off in the step before
         self._values: dict[str, float] = {}
         self._trainer: Trainer | None = None
@@ -69,6 +70,15 @@ class StopCallback(TrainerCallback):
             fix_order_of_sums([self._trainer.model_wrapped])
         self._stop.begin()
         check_step(self._stop, state.global_step, "train(trainer)")
+        before = self._stop.facts.get("ranks", args.world_size)
+        if before != args.world_size and args.process_index == 0:
+            print(
+                f"hpc-ddp: WARNING: {before} ranks have done the {state.global_step} steps, and there"
+                f" are {args.world_size} now: the Trainer takes them for steps of as many samples as"
+                " its next ones, so that some samples of this epoch count twice or not at all",
+                flush=True,
+            )
+        self._stop.facts["ranks"] = args.world_size
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._take_back(args)  # the Trainer has changed its mind, as for the best model only
@@ -96,7 +106,7 @@ class StopCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
         batch_size = args.train_batch_size * args.gradient_accumulation_steps
-        is_due = self._stop.step(
+        self._is_due = self._stop.step(
             state.global_step,
             epoch=math.floor(state.epoch or 0),
             total_steps=state.max_steps,
@@ -104,18 +114,39 @@ class StopCallback(TrainerCallback):
             wait_for_all=_is_long_step(args, state, state.global_step + 1),
             **self._values,
         )
-        # A save of the script's own, or an evaluation, which may decide on one, comes first; once.
-        is_busy = control.should_save or _is_long_step(args, state, state.global_step)
-        is_busy, self._was_busy = is_busy and not self._was_busy, is_due and is_busy
-        if is_due and not is_busy and not control.should_training_stop:
+        if not _ends_epoch(state):  # else all that comes with the end of the epoch is done first
+            self._save_if_free(args, control)
+        return control
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        if _ends_epoch(state):
+            self._save_if_free(args, control)
+        return control
+
+    def _save_if_free(self, args: TrainingArguments, control: TrainerControl) -> None:
+        """Have the Trainer save into the run's folder, if that is due.
+
+        A save of the script's own, or an evaluation, which may decide on one or on the end of the
+        training, comes first, and the run's after the next step. Where that is such a step too,
+        the Trainer evaluates, and then saves for the run, in place of a save of the script's own.
+        """
+        is_busy = control.should_save or control.should_evaluate
+        waits, self._was_busy = is_busy and not self._was_busy, self._is_due and is_busy
+        if self._is_due and not waits and not control.should_training_stop:
             self._script_args = {name: getattr(args, name) for name in _REPLACED}
             args.output_dir = str(self._saving.enter_context(self._stop.checkpoint()))
             args.save_only_model = False  # without the optimizer no training goes on
             control.should_save = True
-        return control
 
-    def on_save(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        if self._put_back(args):
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if control.should_training_stop:  # by the evaluation: a resumed Trainer would go on
+            self._take_back(args)
+        elif self._put_back(args):
+            self._is_due = False
             self._saving.close()
 
     def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
@@ -135,14 +166,16 @@ class StopCallback(TrainerCallback):
         return was_replaced
 
 
-def _is_long_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
-    """Return whether the script probably evaluates after `step`, or saves after it as the last one
-    of its epoch: a stop that falls there would have to wait.
+def _ends_epoch(state: TrainerState) -> bool:
+    """Return whether the last step was the last one of its epoch."""
+    return float(state.epoch or 0.5).is_integer()
 
-    An estimate: False for ``eval_steps`` below 1, a share of all steps. Where evaluations or saves
-    go by epochs, only multiples of the mean number of steps of an epoch count.
-    """
-    every = int(args.eval_steps or 0) if args.eval_strategy == "steps" else 0
-    if "epoch" in (args.eval_strategy, args.save_strategy):
-        every = round(state.max_steps / state.num_train_epochs)
+
+def _is_long_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
+    """Return whether the script evaluates after `step`, or saves after it as the last one of its
+    epoch, as far as is known before it: a stop that falls there would have to wait."""
+    every = state.eval_steps if args.eval_strategy == "steps" else 0
+    if "epoch" in (args.eval_strategy, args.save_strategy) and state.epoch:
+        # Of steps that accumulate batches the last one of an epoch may have fewer.
+        every = math.ceil(state.global_step / state.epoch - 1e-6)
     return every > 0 and step % every == 0

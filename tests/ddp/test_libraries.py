@@ -210,3 +210,52 @@ def test_lightning_begins_the_shuffle_of_an_epoch_again(
     difference = (whole - stopped).abs().max().item()
     print(f"largest difference of a weight: {difference:.1e} of {whole.abs().max().item():.2f}")
     assert 0 < difference < 0.5
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("settings", "due", "saved", "printed"),
+    [
+        ("{}", 16, 16, "evaluated at [] best at None"),
+        ("{'max_steps': 40, 'eval_strategy': 'epoch'}", 16, 17, "evaluated at [16, 32, 40]"),
+        (
+            "{'per_device_train_batch_size': 64, 'num_train_epochs': 6, 'eval_strategy': 'epoch'}",
+            2,
+            3,
+            "evaluated at [1, 2, 3, 4, 5, 6]",
+        ),
+        (
+            "{'eval_strategy': 'steps', 'eval_steps': 0.25, 'save_strategy': 'best',"
+            " 'load_best_model_at_end': True, 'learning_rate': 1e-3}",
+            12,
+            13,
+            "evaluated at [12, 24, 36, 48] best at 48",
+        ),
+    ],
+    ids=["no evaluation", "not whole epochs", "one step an epoch", "a share of all steps"],
+)
+def test_what_the_trainer_does_after_a_step_comes_before_a_save_of_the_run(
+    make_crew: Callable[[str], Crew], settings: str, due: int, saved: int, printed: str
+) -> None:
+    """A resumed Trainer would not evaluate there any more, nor keep its best model."""
+    whole, resumed = make_crew("whole"), make_crew("resumed")
+    words = ("--settings", settings)
+    assert printed in go(whole, "transformers", *words, ranks=1)
+    save = ("--save-every-steps", str(due), *SLOW, "--at", str(saved + 2), "--signal", "9")
+    killed = launch(resumed, "transformers", *words, *save, ranks=1)
+    assert killed.wait() == [-signal.SIGKILL], killed.output()
+    assert resumed.events("checkpoint")[0]["step"] == saved
+    if "best" in settings:
+        assert [path.name for path in (resumed.base / "hf").iterdir()] == ["checkpoint-12"]
+    assert printed in go(resumed, "transformers", *words, ranks=1)
+    assert [event["step"] for event in resumed.events("first_step")] == [1, saved + 1]
+    assert resumed.weights == whole.weights
+
+
+@pytest.mark.more
+def test_transformers_warns_of_another_number_of_ranks(make_crew: Callable[[str], Crew]) -> None:
+    crew = make_crew("fewer")
+    go(crew, "transformers", *SLOW, "--at", "9")
+    printed = go(crew, "transformers", ranks=1)
+    assert printed.count("WARNING: 2 ranks have done") == 1
+    assert "and there are 1 now" in printed
