@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -60,7 +60,8 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
     """Return a copy whose ``update_parameters`` averages weights and running statistics.
 
-    Buffers that are no floating-point numbers (counters, masks) are copied. Raise UsageError for a
+    Buffers that are no floating-point numbers (counters, masks) are copied, and so are 8-bit
+    numbers, and those of buffers and frozen parameters whose average is not finite. Raise UsageError for a
     `decay` that is not from 0 to 1, and for a model that FSDP2 has sharded.
     """
     if not 0 <= decay <= 1:
@@ -98,17 +99,36 @@ class Average(AveragedModel):
             reshard(shards)
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for mean, new in zip(_tensors(self.module), _tensors(model), strict=True):
-            key = mean.device, mean.dtype, is_sharded(mean)
+            key = mean.device, mean.dtype, is_sharded(mean), new.requires_grad
             means, news = groups.setdefault(key, ([], []))
             means.append(mean.detach())
             news.append(new.detach().to(mean.device))
-        for (_, dtype, _), (means, news) in groups.items():
-            if self.n_averaged > 0 and (dtype.is_floating_point or dtype.is_complex):
+        for (_, dtype, _, has_gradient), (means, news) in groups.items():
+            if self.n_averaged > 0 and _has_average(dtype):
                 torch._foreach_lerp_(means, news, 1 - self._decay)
+                if not has_gradient:
+                    _mend(means, news)
             else:
                 for mean, new in zip(means, news, strict=True):
                     mean.copy_(new)
         self.n_averaged += 1
+
+
+def _has_average(dtype: torch.dtype) -> bool:
+    """Return whether torch averages numbers of a type: of those with a point, not the 8-bit
+    ones."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
+
+
+def _mend(means: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> None:
+    """Overwrite averages that are not finite with the new numbers, on their device.
+
+    A mask of infinities is a buffer, or a frozen parameter: its average would be NaN, for which no
+    one looks. Frozen ones are not just copied: a GAN may have its generator without gradients at
+    the moment of the average. Numbers that stay as they are keep their bits in an average.
+    """
+    for mean, new in zip(means, news, strict=True):
+        mean.copy_(torch.where(torch.isfinite(mean), mean, new))
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -35,3 +35,51 @@ def test_complex_weights_are_averaged() -> None:
         model.weight.add_(1 + 2j)
     average.update_parameters(model)
     torch.testing.assert_close(average.module.weight, before + 0.1 + 0.2j)
+
+
+class Masked(nn.Module):
+    """A causal mask as a buffer and as a frozen parameter, frozen weights, one of them in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.randn(9))
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.frozen_mask = nn.Parameter(self.mask.clone(), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(99) / 3, requires_grad=False)
+        eight_bits = torch.randn(9).to(torch.float8_e4m3fn)
+        self.small = nn.Parameter(eight_bits, requires_grad=False)
+
+
+def test_masks_and_frozen_weights_stay_as_they_are() -> None:
+    model = Masked()
+    average = averaged(model, decay=0.999)
+    expected = model.trained.detach().clone()
+    average.update_parameters(model)
+    for _ in range(3):
+        with torch.no_grad():
+            model.trained.add_(0.1)
+        average.update_parameters(model)
+        expected.lerp_(model.trained.detach(), 1 - 0.999)
+    for name, value in average.module.state_dict().items():
+        wanted = expected if name == "trained" else model.state_dict()[name]
+        assert torch.equal(value.float(), wanted.float()), name
+
+
+def test_a_mask_may_open() -> None:
+    model = Masked()
+    average = averaged(model, decay=0.9)
+    average.update_parameters(model)
+    model.mask.zero_()
+    average.update_parameters(model)
+    assert torch.equal(average.module.mask, torch.zeros(3, 3))
+
+
+def test_weights_without_gradients_at_that_moment_are_averaged() -> None:
+    """As those of a GAN's generator, while the discriminator is trained."""
+    model = nn.Linear(2, 2).requires_grad_(False)
+    average = averaged(model, decay=0.5)
+    average.update_parameters(model)
+    before = model.weight.clone()
+    model.weight.add_(2)
+    average.update_parameters(model)
+    torch.testing.assert_close(average.module.weight, before + 1)
