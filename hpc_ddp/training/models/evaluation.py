@@ -61,8 +61,8 @@ def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
     """Return a copy whose ``update_parameters`` averages weights and running statistics.
 
     Buffers that are no floating-point numbers (counters, masks) are copied, and so are 8-bit
-    numbers, and those of buffers and frozen parameters whose average is not finite. Raise UsageError for a
-    `decay` that is not from 0 to 1, and for a model that FSDP2 has sharded.
+    numbers, and those of buffers and frozen parameters whose average is not finite. Raise
+    UsageError for a `decay` that is not from 0 to 1, and for a model that FSDP2 has sharded.
     """
     if not 0 <= decay <= 1:
         raise UsageError(f"decay is {decay}; accepted: a number from 0 to 1, such as 0.999")

@@ -38,7 +38,9 @@ def test_complex_weights_are_averaged() -> None:
 
 
 class Masked(nn.Module):
-    """A causal mask as a buffer and as a frozen parameter, frozen weights, one of them in 8 bits."""
+    """A causal mask as a buffer and as a frozen parameter; frozen weights, also in 8 bits."""
+
+    mask: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ def test_a_mask_may_open() -> None:
     average.update_parameters(model)
     model.mask.zero_()
     average.update_parameters(model)
-    assert torch.equal(average.module.mask, torch.zeros(3, 3))
+    assert torch.equal(average.module.get_buffer("mask"), torch.zeros(3, 3))
 
 
 def test_weights_without_gradients_at_that_moment_are_averaged() -> None:
