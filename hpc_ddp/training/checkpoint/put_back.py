@@ -52,7 +52,7 @@ def put_back(
         plain = unwrap(wrapped)
         try:
             if isinstance(plain, torch.nn.Module):
-                plain.load_state_dict(_for_module(name, plain, tree[name], reader, stage, added))
+                _load(name, plain, _for_module(name, plain, tree[name], reader, stage, added))
             elif isinstance(plain, Optimizer):
                 params = states.params_of(plain, labels)
                 stored = states.part_of(tree[name], params) if stage else tree[name]
@@ -66,6 +66,27 @@ def put_back(
             raise _other(step, error.message) from None
         except (ValueError, RuntimeError, KeyError) as error:
             raise _other(step, f"{name}: {error}") from error
+
+
+def _load(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
+    """Load a state dict into the module `name`. Entries that it writes and can't load, as those of
+    weights in 4 bits, have to be equal to what it has; raise HpcDdpError where they differ."""
+    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+        module.load_state_dict(state)
+        return
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    if unexpected:
+        current = module.state_dict()
+        missing += [key for key in unexpected if not _is_equal(current.get(key), state[key])]
+    if missing:
+        raise HpcDdpError(f"{name}: the model does not load {', '.join(missing[: states.SHOWN])}")
+
+
+def _is_equal(value: Any, stored: Any) -> bool:
+    """Return whether two entries of a state dict are the same, wherever they are."""
+    if isinstance(value, torch.Tensor) and isinstance(stored, torch.Tensor):
+        return value.dtype == stored.dtype and torch.equal(value.cpu(), stored.cpu())
+    return type(value) is type(stored) and bool(value == stored)
 
 
 def _for_module(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, rows, shard, whole
@@ -319,6 +320,8 @@ def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
             raise _refused(where, f"a tensor of layout {value.layout}")
+        if is_traceable_wrapper_subclass(value) and not is_sharded(value):
+            raise _refused(where, _kind(value))
         if where in tensors:
             raise _refused(where, "the second one of this name")
         tensors[where] = value

@@ -389,3 +389,23 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
     put_back.put_back(middle, tree, reader, step=1, stage=True)
     weights = full["model"].state_dict()
     assert all(weights[k].equal(v) for k, v in middle["model"].state_dict().items())
+
+
+class Packed(nn.Linear):
+    """Writes the scale of its packed weights, and can't load it, as bitsandbytes' Linear4bit."""
+
+    scale = 2.0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = torch.tensor(self.scale)
+
+
+def test_entries_that_a_model_writes_and_does_not_load_have_to_be_equal(tmp_path: Path) -> None:
+    model, fresh = nn.Sequential(Packed(2, 2)), nn.Sequential(Packed(2, 2))
+    result = state.collect({"m": model})
+    load_state(tmp_path, result, {"m": fresh})
+    assert torch.equal(fresh.state_dict()["0.weight"], model.state_dict()["0.weight"])
+    vars(fresh[0])["scale"] = 3.0
+    with pytest.raises(HpcDdpError, match=r"m: the model does not load 0\.weight\.scale"):
+        load_state(tmp_path, result, {"m": fresh})

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import state
@@ -158,3 +159,12 @@ def test_joined_trees_keep_equal_entries_once() -> None:
         "groups": [{"params": ["a", "b"], "lr": 0.1}],
         "names": {"a": 1, "b": 2},
     }
+
+
+def test_a_tensor_of_several_is_refused_by_name() -> None:
+    """As torchao's weights in 8 bits: they have no memory of their own."""
+    model = nn.Linear(2, 2)
+    pair = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    model.weight = nn.Parameter(pair, requires_grad=False)
+    with pytest.raises(HpcDdpError, match=r"m\.weight is a .*TwoTensor"):
+        state.collect({"m": model})
