@@ -24,6 +24,7 @@ from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.trained import TrainedParameters
 
 RETRY_S = 1.0
 
@@ -58,6 +59,7 @@ class CheckpointManager:
         self._devices, self._seed = devices, seed
         self._dims = dims
         self._only_finite = only_finite
+        self._trained = TrainedParameters()
         self.best = Best()
         self.resumed = False  # by `track`
         self._objects: dict[str, Any] = {}
@@ -95,6 +97,7 @@ class CheckpointManager:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
+        self._trained.add(objects.values())
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         # Models and splits are made by now: they were to be equal on all ranks, the rest is not.
@@ -214,7 +217,7 @@ class CheckpointManager:
         """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
         have alike; return the content of a save. Raise HpcDdpError for a state that can't be
         saved."""
-        current = state.collect(self._objects, self._per_rank)
+        current = state.collect(self._objects, self._per_rank, self._trained.ids())
         wait_for_checksums = start_checksums(current.equal if compares else {})
         parts = my_parts(current, self._dims)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)

@@ -60,7 +60,7 @@ class State:
     trained
         those of them that the training changes
     frozen
-        parameters without gradients, which it most likely does not change
+        other parameters without gradients, which it most likely does not change
     buffers
         names of the modules' buffers; each rank may have its own (running means)
     private_tree
@@ -95,8 +95,11 @@ class State:
         }
 
 
-def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
-    """Return the state of each object by name; `per_rank` names those that ranks do not share.
+def collect(
+    objects: Mapping[str, Any], per_rank: Container[str] = (), trained: Container[int] = ()
+) -> State:
+    """Return the state of each object by name; `per_rank` names those that ranks do not share,
+    `trained` has the ids of parameters that are trained though they may need no gradients now.
 
     Modules that FSDP2 has sharded get their shards back for parameters (`reshard`).
 
@@ -121,7 +124,7 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
                 " load_state_dict",
                 hint="for a best value there is run.best",
             )
-        content = _content_of(name, plain, labels, state)
+        content = _content_of(name, plain, labels, state, trained)
         tensors: dict[str, torch.Tensor] = {}
         tree = state.private_tree if name in per_rank else state.tree
         tree[name] = take_apart(content, name, tensors)
@@ -137,7 +140,9 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
     return state
 
 
-def _content_of(name: str, plain: Any, labels: Mapping[int, str], state: State) -> Any:
+def _content_of(
+    name: str, plain: Any, labels: Mapping[int, str], state: State, trained: Container[int]
+) -> Any:
     """Return an object's state dict with plain names, and add to the sets of names in `state`."""
     content: Any = plain.state_dict()
     if isinstance(plain, Optimizer):
@@ -146,8 +151,8 @@ def _content_of(name: str, plain: Any, labels: Mapping[int, str], state: State) 
     if not isinstance(plain, torch.nn.Module):
         return content
     for key, parameter in plain.named_parameters(remove_duplicate=False):
-        names = state.trained if parameter.requires_grad else state.frozen
-        names.add(f"{name}.{plain_name(key)}")
+        is_trained = parameter.requires_grad or id(parameter) in trained
+        (state.trained if is_trained else state.frozen).add(f"{name}.{plain_name(key)}")
     state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
     return {plain_name(key): value for key, value in content.items()} | {VERSIONS: versions}

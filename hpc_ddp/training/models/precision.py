@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import Transfer, has_bf16, has_float64, name
 from hpc_ddp.training.models.dtensor import clip_, total_norm
 from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.trained import TrainedParameters
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
@@ -50,6 +52,7 @@ class Precision:
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
         self._watched: list[torch.nn.Module] = []
+        self._trained = TrainedParameters()
         self._norm: Transfer | None = None  # of the weights; the device may still compute it
         self._left_scaled = False  # gradients are scaled, and no update followed
         # With fp16, in this step: ids of the optimizers that were updated; the scaler's flags of
@@ -146,6 +149,11 @@ class Precision:
         if not any(watched is model for watched in self._watched):
             self._watched.append(model)
 
+    def watch_trained(self, objects: Iterable[Any]) -> None:
+        """Have `look` read also what the optimizers among the objects train while it needs no
+        gradients, as a GAN's discriminator; on all ranks."""
+        self._trained.add(objects)
+
     def look(self) -> None:
         """Begin to read whether training has left the finite numbers; every rank must call it, at
         one step.
@@ -157,7 +165,8 @@ class Precision:
         """
         parameters = (weight for model in self._watched for weight in model.parameters())
         # Those in 8 bits, of which torch has no norm, are looked at by each save alone.
-        trained = (weight for weight in parameters if weight.requires_grad)
+        ids = self._trained.ids()
+        trained = (weight for weight in parameters if weight.requires_grad or id(weight) in ids)
         weights = [weight for weight in trained if weight.dtype.itemsize > 1]
         if self._stop_on_nan and self._watched:
             with torch.no_grad():

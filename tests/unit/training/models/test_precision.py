@@ -203,6 +203,21 @@ def test_frozen_and_8_bit_weights_are_not_checked() -> None:
     assert watch.has_non_finite()
 
 
+def test_a_gans_discriminator_is_checked_while_it_is_frozen() -> None:
+    """But not a frozen mask in an optimizer, which never has a gradient."""
+    model = nn.Linear(2, 2)
+    model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
+    watch = Precision("fp32", CPU, stop_on_nan=True)
+    watch.watch(model)
+    watch.watch_trained([model, torch.optim.SGD(model.parameters())])
+    model.requires_grad_(False)
+    watch.look()
+    assert not watch.has_non_finite()
+    model.weight.data[0, 0] = torch.nan
+    watch.look()
+    assert watch.has_non_finite()
+
+
 def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
     """A GAN's critic is updated several times in a step; the scaler knows of its last one."""
     weight = nn.Parameter(torch.ones(2))
