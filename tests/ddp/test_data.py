@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -241,6 +242,8 @@ def test_a_worker_that_dies_is_named_as_the_cause(how: signal.Signals, name: str
     for other in multiprocessing.active_children():  # torch's own end of it may be interrupted, too
         other.terminate()  # its code is 0 then, at which torch raises nothing
         other.join(LIMIT_S)
+    del e
+    gc.collect()  # what is left open is not to be reported in a later test
 
 
 def test_what_a_data_set_raises_in_a_worker_reaches_the_journal(crew: Any) -> None:

@@ -82,11 +82,11 @@ def _load(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> N
         raise HpcDdpError(f"{name}: the model does not load {', '.join(missing[: states.SHOWN])}")
 
 
-def _is_equal(value: Any, stored: Any) -> bool:
-    """Return whether two entries of a state dict are the same, wherever they are."""
-    if isinstance(value, torch.Tensor) and isinstance(stored, torch.Tensor):
-        return value.dtype == stored.dtype and torch.equal(value.cpu(), stored.cpu())
-    return type(value) is type(stored) and bool(value == stored)
+def _is_equal(current: Any, stored: Any) -> bool:
+    """Return whether two entries of a state dict are the same, on whatever device they are."""
+    if isinstance(current, torch.Tensor) and isinstance(stored, torch.Tensor):
+        return current.dtype == stored.dtype and torch.equal(current.cpu(), stored.cpu())
+    return type(current) is type(stored) and bool(current == stored)
 
 
 def _for_module(

@@ -114,10 +114,10 @@ def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restore
     return Restored(checkpoints.step_of(folder), shared, ranks, reader)
 
 
-def dump(value: Mapping[str, Any]) -> bytes:
+def dump(content: Mapping[str, Any]) -> bytes:
     """Return plain values and small tensors as the bytes of a file for `_load`."""
     file = io.BytesIO()
-    torch.save(value, file)
+    torch.save(content, file)
     return file.getvalue()
 
 

@@ -28,7 +28,7 @@ class TrainedParameters:
             if isinstance(optimizer, Optimizer):
                 self._optimizers.append(optimizer)
                 parameters = _parameters_of(optimizer)
-                self._with_gradients |= {id(one) for one in parameters if one.requires_grad}
+                self._with_gradients |= {id(p) for p in parameters if p.requires_grad}
 
     def ids(self) -> set[int]:
         """Return the ids of the parameters that count as trained by now."""
