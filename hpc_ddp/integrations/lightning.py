@@ -16,12 +16,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.stop_point import StopPoint, check_step, fix_order_of_sums
 from hpc_ddp.training.process.hang_watchdog import beat
+from hpc_ddp.training.stops.signals import SIGNALS
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning" in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -46,7 +49,10 @@ def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs
     stop = stop or next(iter(stops), None) or StopCallback()
     if stop not in stops:
         callbacks.insert(0, stop)
-    trainer.fit(*args, **{**kwargs, "ckpt_path": stop.latest(trainer)})
+    kwargs["ckpt_path"] = stop.latest(trainer)
+    if "weights_only" in signature(trainer.fit).parameters:
+        kwargs.setdefault("weights_only", False)  # hyperparameters; the files' owner is checked
+    trainer.fit(*args, **kwargs)
 
 
 class StopCallback(Callback):
@@ -59,6 +65,7 @@ class StopCallback(Callback):
         self._stop = StopPoint(format="lightning", **options)
         self._total_steps: int | None = None
         self._is_due = False  # a save comes before the next batch
+        self._loaders: list[dict[str, Any]] = []  # their states, as a batch ended
 
     def latest(self, trainer: Trainer) -> str | None:
         """Return the newest checkpoint that verifies, for ``fit(ckpt_path=…)``; None without any.
@@ -90,6 +97,9 @@ class StopCallback(Callback):
         check_step(
             self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"
         )
+        # A checkpoint counts the batch as ready before which it was saved, and which comes again.
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total
+        batches.ready = batches.completed
         steps = trainer.estimated_stepping_batches
         self._total_steps = int(steps) if math.isfinite(steps) else None
 
@@ -114,12 +124,17 @@ class StopCallback(Callback):
             wait_for_all=batch_idx + 2 == trainer.num_training_batches,
             loss=loss,
         )
+        if self._is_due and (loader := _loader(trainer)):
+            self._loaders = loader._state_dicts()
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         # The hooks of the module and of all callbacks have ended the last batch by now, and with an
         # epoch its validation. Not at the start of the epoch: what Lightning saves there skips a
-        # batch, or an epoch.
-        if self._is_due:
+        # batch, or an epoch. A loader's state at the end of an epoch would skip the next one.
+        waits = batch_idx == 0 and self._loaders and trainer.num_training_batches > 1
+        if self._is_due and not waits:
             self._is_due = False
             self._save(trainer)
 
@@ -127,9 +142,30 @@ class StopCallback(Callback):
         beat()
 
     def _save(self, trainer: Trainer) -> None:
-        """Save all that was done before this moment. Raises as `StopPoint.checkpoint`."""
-        with self._stop.checkpoint() as folder:
+        """Save all that was done before this batch. Raises as `StopPoint.checkpoint`."""
+        with self._stop.checkpoint() as folder, self._before_batch(trainer):
             trainer.save_checkpoint(folder / FILE)
+
+    @contextmanager
+    def _before_batch(self, trainer: Trainer) -> Iterator[None]:
+        """Have Lightning save the loaders as they were before this batch was fetched."""
+        loader = _loader(trainer)
+        if loader and self._loaders:
+            vars(loader)["_state_dicts"] = lambda: self._loaders
+        try:
+            yield
+        finally:
+            if loader:
+                vars(loader).pop("_state_dicts", None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop.finish()
+        connector = getattr(trainer, "_signal_connector", None)
+        handlers = getattr(connector, "_original_handlers", {})
+        for number in SIGNALS:  # else Lightning puts back the run's, which do nothing any more
+            handlers.pop(number, None)
+
+
+def _loader(trainer: Trainer) -> Any:
+    """Return what holds the loaders of the training; None for a Lightning that names it otherwise."""
+    return getattr(trainer.fit_loop, "_combined_loader", None)

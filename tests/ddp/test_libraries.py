@@ -259,3 +259,42 @@ def test_transformers_warns_of_another_number_of_ranks(make_crew: Callable[[str]
     printed = go(crew, "transformers", ranks=1)
     assert printed.count("WARNING: 2 ranks have done") == 1
     assert "and there are 1 now" in printed
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("due", "saved"), [(19, 19), (16, 17)], ids=["amid an epoch", "at its end"]
+)
+def test_lightning_resumes_a_stateful_loader_and_the_validations(
+    make_crew: Callable[[str], Crew], due: int, saved: int
+) -> None:
+    """No batch and no epoch is lost, and a validation every seven steps stays there."""
+    whole, resumed = make_crew("whole"), make_crew("resumed")
+    script = "libraries/with_lightning.py"
+
+    def run(crew: Crew, *argv: str) -> tuple[list[int], list[str]]:
+        started = crew.launch(1, "--stateful", *argv, script=script, **OFFLINE)
+        codes = started.wait()
+        lines = started.output().splitlines()
+        return codes, [line.split()[-1] for line in lines if "validates at" in line]
+
+    assert run(whole) == ([0], ["7", "14", "21", "28", "35", "42"])
+    kill = ("--save-every-steps", str(due), *SLOW, "--at", str(saved + 3), "--signal", "9")
+    assert run(resumed, *kill)[0] == [-signal.SIGKILL]
+    assert run(resumed) == (
+        [0],
+        [step for step in ("21", "28", "35", "42") if int(step) > saved],
+    )
+    assert [event["step"] for event in resumed.events("first_step")] == [1, saved + 1]
+    assert [event["step"] for event in resumed.events("finished")] == [48]
+
+
+@pytest.mark.more
+def test_signals_are_ordinary_ones_behind_a_fit_without_a_launcher(
+    make_crew: Callable[[str], Crew],
+) -> None:
+    crew = make_crew("alone")
+    local = {"HPC_DDP_RUN": "", "HPC_DDP_RUNS": str(crew.base / "runs")}
+    started = launch(crew, "lightning", ranks=0, **local)
+    assert started.wait() == [0], started.output()
+    assert "SIGTERM is ended by 0" in started.output()  # SIG_DFL

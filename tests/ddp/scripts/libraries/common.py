@@ -30,6 +30,7 @@ parser.add_argument("--batch-size", type=int, default=4, help="of Lightning, of 
 parser.add_argument("--own-saves", type=int, help="the Trainer's save_steps")
 parser.add_argument("--settings", default="{}", help="more TrainingArguments, a dict")
 parser.add_argument("--plain", action="store_true", help="data that follow from the step alone")
+parser.add_argument("--stateful", action="store_true", help="Lightning's loader of torchdata")
 parser.add_argument("--order", default="shuffle", help="of Accelerate: sampler, buckets, dispatch")
 args = parser.parse_args()
 

@@ -1,21 +1,29 @@
 """A Lightning Trainer; its data follow from the step with --plain, else from a shuffle."""
 
 import os
+import signal
 import warnings
+from typing import Any
 
 import lightning as L
 import torch
 from common import OPTIONS, args, disturb, leave_weights
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hpc_ddp.integrations.lightning import StopCallback, fit
 
 warnings.filterwarnings("ignore")
 
 
+class Widths:
+    """Hyperparameters."""
+
+
 class Line(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, widths: Widths) -> None:
         super().__init__()
+        self.save_hyperparameters()  # an object, which torch.load refuses with weights_only
         self.layer = torch.nn.Linear(4, 1)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
@@ -26,13 +34,19 @@ class Line(L.LightningModule):
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
         return torch.nn.functional.mse_loss(self.layer(x), x.sum(1, keepdim=True))
 
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        if index == 0 and not self.trainer.sanity_checking:
+            print("validates at", self.global_step, flush=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 L.seed_everything(1, verbose=False)
-loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=args.batch_size, shuffle=True)
-model = Line()
+data = TensorDataset(torch.randn(64, 4))
+kind: Any = StatefulDataLoader if args.stateful else DataLoader
+loader = kind(data, batch_size=args.batch_size, shuffle=True)
+model = Line(Widths())
 trainer = L.Trainer(
     accelerator="cpu",
     devices=int(os.environ.get("WORLD_SIZE", 1)),
@@ -42,6 +56,10 @@ trainer = L.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
+    val_check_interval=7 if args.stateful else None,  # over the epochs
+    check_val_every_n_epoch=None if args.stateful else 1,
 )
-fit(trainer, model, loader, stop=StopCallback(**OPTIONS))
+validation = DataLoader(data, batch_size=32) if args.stateful else None
+fit(trainer, model, loader, validation, stop=StopCallback(**OPTIONS))
+print("SIGTERM is ended by", signal.getsignal(signal.SIGTERM), flush=True)
 leave_weights(model)
