@@ -167,5 +167,5 @@ class StopCallback(Callback):
 
 
 def _loader(trainer: Trainer) -> Any:
-    """Return what holds the loaders of the training; None for a Lightning that names it otherwise."""
+    """Return what holds the training's loaders; None for a Lightning that names it otherwise."""
     return getattr(trainer.fit_loop, "_combined_loader", None)

@@ -73,9 +73,9 @@ class StopCallback(TrainerCallback):
         before = self._stop.facts.get("ranks", args.world_size)
         if before != args.world_size and args.process_index == 0:
             print(
-                f"hpc-ddp: WARNING: {before} ranks have done the {state.global_step} steps, and"
-                f" there are {args.world_size} now: the Trainer takes them for steps of as many"
-                " samples as its next ones: some of this epoch count twice, or not at all",
+                f"hpc-ddp: WARNING: {before} ranks have done {state.global_step} steps, and there"
+                f" are {args.world_size} now: the Trainer takes them for steps of as many samples"
+                " as its next ones have, so that some samples count twice or not at all",
                 flush=True,
             )
         self._stop.facts["ranks"] = args.world_size

@@ -183,7 +183,8 @@ def test_the_trainers_own_saves_stay_its_own(make_crew: Callable[[str], Crew]) -
     go(rare, "transformers", *SAVE, "--own-saves", "4")
     steps = [event["step"] for event in rare.events("checkpoint")]
     assert steps[0] == 5
-    assert all(step % 4 for step in steps)  # one is later where the disk was not done
+    # One is later where the disk was not done; at the end of an epoch both come, the own one first.
+    assert all(step % 4 or step % 8 == 0 for step in steps)
     own = sorted(path.name for path in (rare.base / "hf").iterdir())
     assert own == ["checkpoint-20", "checkpoint-24"]
     optimizers = [path.parts[-3] for path in rare.base.rglob("optimizer.pt")]
