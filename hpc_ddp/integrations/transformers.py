@@ -71,12 +71,11 @@ class StopCallback(TrainerCallback):
         self._stop.begin()
         check_step(self._stop, state.global_step, "train(trainer)")
         before = self._stop.facts.get("ranks", args.world_size)
-        if before != args.world_size and args.process_index == 0:
-            print(
-                f"hpc-ddp: WARNING: {before} ranks have done {state.global_step} steps, and there"
-                f" are {args.world_size} now: the Trainer takes them for steps of as many samples"
-                " as its next ones have, so that some samples count twice or not at all",
-                flush=True,
+        if before != args.world_size:
+            self._stop._say(
+                f"WARNING: {before} ranks have done {state.global_step} steps, and there are"
+                f" {args.world_size} now: the Trainer takes them for steps of as many samples as"
+                " its next ones have, so that some samples count twice or not at all"
             )
         self._stop.facts["ranks"] = args.world_size
 

@@ -26,6 +26,7 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
+from hpc_ddp.training.checkpoint.shards import Reader
 
 MOST = 5_000_000_000  # bytes of the tensors in each file of a folder
 
@@ -64,6 +65,21 @@ def export(
     if problem := checkpoints.verify(folder):
         raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {run}")
     reader = open_checkpoint(folder).reader
+    sizes, prefix = _sizes_of(reader, name, folder), f"{name}."
+
+    def read(keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {key: reader.read(prefix + key) for key in keys}
+
+    if out.suffix == ".safetensors":
+        _save_tensors(read(sizes), out)
+    else:
+        _save_folder(sizes, read, out)
+    return checkpoints.step_of(folder)
+
+
+def _sizes_of(reader: Reader, name: str, folder: Path) -> dict[str, int]:
+    """Return the bytes of the tensors of the object `name` in a checkpoint's `folder`, by their
+    names in it. Raise HpcDdpError if each rank had its own of some, UsageError without any."""
     prefix = f"{name}."
     if of_ranks := sorted(key for key in reader.of_other_ranks if key.startswith(prefix)):
         more = f" and {len(of_ranks) - 1} more" if of_ranks[1:] else ""
@@ -83,15 +99,7 @@ def export(
             f"{folder} has no tensors of {name!r}; accepted: {', '.join(objects)}",
             hint=f"--object NAME, as run.track has it: --object {(objects or [name])[0]}",
         )
-
-    def read(keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        return {key: reader.read(prefix + key) for key in keys}
-
-    if out.suffix == ".safetensors":
-        _save_tensors(read(sizes), out)
-    else:
-        _save_folder(sizes, read, out)
-    return checkpoints.step_of(folder)
+    return sizes
 
 
 def _save_folder(

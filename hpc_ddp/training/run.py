@@ -121,7 +121,7 @@ class Run(ModelSetup):
         check_tracked(objects, per_rank, added)
         outlive_notices()  # now the loaders' libraries are imported
         self._check_optimizers(objects.values())
-        self._precision.watch_trained(objects.values())
+        self._precision.watch_trained(self._manager.trained)
         data = {} if self._loader is None else self._loader.facts
         self._manager.track({**objects, "_precision": self._precision}, data, per_rank, added)
         is_own = self._loader is None and not per_rank

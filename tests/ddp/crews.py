@@ -169,6 +169,24 @@ class Crew:
         return [event for event in raw_events(self.run.path) if event["event"] in names]
 
 
+def ends(output: str) -> list[str]:
+    """Return what the ranks of a script have come to: its lines that begin with RANK."""
+    return sorted(line for line in output.splitlines() if line.startswith("RANK"))
+
+
+def ends_whole_and_stopped(
+    make_crew: Callable[[str], Crew], script: str, at: int, *words: str
+) -> tuple[list[str], list[str]]:
+    """Return the `ends` of an undisturbed run of two ranks, and of one that is stopped at step `at`
+    or some steps later, before step 20, and resumed."""
+    whole, crew = make_crew("whole"), make_crew("stopped")
+    expected = ends(whole.go(2, *words, script=script))
+    crew.go(2, *words, "--at", str(at), script=script)
+    (stop,) = crew.events("stopped")
+    assert at <= stop["step"] < 20
+    return expected, ends(crew.go(2, *words, script=script))
+
+
 def crews_of(zygote: Zygote, folder: Path) -> Iterator[Callable[[str], Crew]]:
     """Yield what makes crews by name below a folder; kill their workers afterwards."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crews import ends, ends_whole_and_stopped
 from safetensors import safe_open
 
 from hpc_ddp.core.checkpoints import health, set_aside
@@ -225,11 +226,6 @@ def test_an_emptied_manifest_and_a_missing_file_are_passed_over(crew: Any) -> No
     assert "going on from step 4" in output
 
 
-def ends(output: str) -> list[str]:
-    """Return what each rank of state_per_rank.py has come to."""
-    return sorted(line for line in output.splitlines() if line.startswith("RANK"))
-
-
 PER_RANK = ("--per-rank", "loader")
 
 
@@ -302,11 +298,7 @@ def test_a_second_loader_goes_on_where_each_rank_was(
     make_crew: Callable[[str], Any], workers: str
 ) -> None:
     """Beside the run's loader a real StatefulDataLoader, whose workers get the notice, too."""
-    whole, crew = make_crew("whole"), make_crew("two")
     words = ("--num-workers", workers)
-    expected = ends(whole.go(2, *words, script="two_loaders.py"))
-    assert len(expected) == 2
-    crew.go(2, *words, "--at", "7", script="two_loaders.py")
-    (stop,) = crew.events("stopped")
-    assert 7 <= stop["step"] < 20
-    assert ends(crew.go(2, *words, script="two_loaders.py")) == expected
+    whole, stopped = ends_whole_and_stopped(make_crew, "two_loaders.py", 7, *words)
+    assert len(whole) == 2
+    assert stopped == whole

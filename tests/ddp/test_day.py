@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from crews import ends_whole_and_stopped
 from tensorboard.backend.event_processing import event_accumulator
 
 SAVING = ("--save-every-steps", "5")
@@ -106,15 +107,7 @@ def test_tensorboard_shows_each_step_once(crew: Any) -> None:
 def test_own_batches_and_two_optimizers_go_on(
     make_crew: Callable[[str], Any], precision: str
 ) -> None:
-    whole, crew = make_crew("whole"), make_crew("stopped")
     words = ("--precision", precision)
-    expected = whole.go(2, *words, script="own_batches.py")
-    crew.go(2, *words, "--at", "8", script="own_batches.py")
-    (stop,) = crew.events("stopped")
-    assert 8 <= stop["step"] < 20
-    ends = [
-        sorted(line for line in text.splitlines() if line.startswith("RANK"))
-        for text in (expected, crew.go(2, *words, script="own_batches.py"))
-    ]
-    assert ends[0] == ends[1]
-    assert len({line.partition(":")[2] for line in ends[0]}) == 1
+    whole, stopped = ends_whole_and_stopped(make_crew, "own_batches.py", 8, *words)
+    assert stopped == whole
+    assert len({line.partition(":")[2] for line in whole}) == 1

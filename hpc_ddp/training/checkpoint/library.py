@@ -110,7 +110,7 @@ class LibraryCheckpoints(Checkpoints):
         """Return the names of the files that this rank sees in the draft, without content: those
         of its own node at least, whatever a network file system's cache says of others. It waits
         until all ranks are here; raise RuntimeError if a peer is gone."""
-        self._background.from_first(self._background.to_first(None))  # a peer may still write
+        self._background.barrier()  # a peer may still write
         draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         return {str(path.relative_to(draft)): [] for path in draft.rglob("*") if not path.is_dir()}
 

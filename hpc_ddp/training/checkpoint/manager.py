@@ -59,7 +59,7 @@ class CheckpointManager:
         self._devices, self._seed = devices, seed
         self._dims = dims
         self._only_finite = only_finite
-        self._trained = TrainedParameters()
+        self.trained = TrainedParameters()
         self.best = Best()
         self.resumed = False  # by `track`
         self._objects: dict[str, Any] = {}
@@ -97,7 +97,7 @@ class CheckpointManager:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
-        self._trained.add(objects.values())
+        self.trained.add(objects.values())
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         # Models and splits are made by now: they were to be equal on all ranks, the rest is not.
@@ -217,7 +217,7 @@ class CheckpointManager:
         """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
         have alike; return the content of a save. Raise HpcDdpError for a state that can't be
         saved."""
-        current = state.collect(self._objects, self._per_rank, self._trained.ids())
+        current = state.collect(self._objects, self._per_rank, self.trained.ids())
         wait_for_checksums = start_checksums(current.equal if compares else {})
         parts = my_parts(current, self._dims)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)

@@ -20,6 +20,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, rows, shard, whole
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.trained import parameters_of
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 KIND = "class"  # an optimizer's, beside its state
@@ -253,9 +254,9 @@ def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torc
 
     One of no tracked module is ``parameter <number>``.
     """
-    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
-        labels.get(id(parameter), f"parameter {i}"): parameter for i, parameter in enumerate(params)
+        labels.get(id(parameter), f"parameter {i}"): parameter
+        for i, parameter in enumerate(parameters_of(optimizer))
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +14,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import Transfer, has_bf16, has_float64, name
 from hpc_ddp.training.models.dtensor import clip_, total_norm
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import TrainedParameters
+from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
@@ -52,7 +51,7 @@ class Precision:
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
         self._watched: list[torch.nn.Module] = []
-        self._trained = TrainedParameters()
+        self._trained = TrainedParameters()  # none, until `watch_trained`
         self._norm: Transfer | None = None  # of the weights; the device may still compute it
         self._left_scaled = False  # gradients are scaled, and no update followed
         # With fp16, in this step: ids of the optimizers that were updated; the scaler's flags of
@@ -88,10 +87,7 @@ class Precision:
         if clip_norm is not None:
             if self._scaler:
                 self._scaler.unscale_(optimizer)
-            parameters = [
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            ]
-            norm = clip_(parameters, clip_norm, self._dims, self._device)
+            norm = clip_(parameters_of(optimizer), clip_norm, self._dims, self._device)
         if self._step(optimizer, scheduler is not None) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -149,10 +145,10 @@ class Precision:
         if not any(watched is model for watched in self._watched):
             self._watched.append(model)
 
-    def watch_trained(self, objects: Iterable[Any]) -> None:
-        """Have `look` read also what the optimizers among the objects train while it needs no
-        gradients, as a GAN's discriminator; on all ranks."""
-        self._trained.add(objects)
+    def watch_trained(self, trained: TrainedParameters) -> None:
+        """Have `look` read also what optimizers train while it needs no gradients, as a GAN's
+        discriminator; on all ranks."""
+        self._trained = trained
 
     def look(self) -> None:
         """Begin to read whether training has left the finite numbers; every rank must call it, at
@@ -163,14 +159,15 @@ class Precision:
         nothing: `has_non_finite` takes the answer, some steps later. Nothing is read without
         `stop_on_nan`, or without a model to watch.
         """
+        if not (self._stop_on_nan and self._watched):
+            return
         parameters = (weight for model in self._watched for weight in model.parameters())
         # Those in 8 bits, of which torch has no norm, are looked at by each save alone.
         ids = self._trained.ids()
         trained = (weight for weight in parameters if weight.requires_grad or id(weight) in ids)
         weights = [weight for weight in trained if weight.dtype.itemsize > 1]
-        if self._stop_on_nan and self._watched:
-            with torch.no_grad():
-                self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})
+        with torch.no_grad():
+            self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})
 
     def has_non_finite(self) -> bool:
         """Take the answer of the last `look`: True for NaN or infinity, the same on all ranks.

@@ -19,6 +19,7 @@ from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
+from hpc_ddp.training.models.trained import parameters_of
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.worker import Worker
@@ -313,7 +314,7 @@ class ModelSetup(Worker):
         stored = {id(weight) for model in models for weight in model.parameters()}
         wrapped = {id(weight) for model in self._wrapped for weight in model.parameters()} - stored
         for optimizer in (thing for thing in tracked if isinstance(thing, torch.optim.Optimizer)):
-            if any(id(w) in wrapped for group in optimizer.param_groups for w in group["params"]):
+            if any(id(weight) in wrapped for weight in parameters_of(optimizer)):
                 raise UsageError(
                     "run.track names an optimizer, and not the model that it trains, whose weights"
                     " no checkpoint would have",

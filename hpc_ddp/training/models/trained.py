@@ -27,7 +27,7 @@ class TrainedParameters:
         for optimizer in objects:
             if isinstance(optimizer, Optimizer):
                 self._optimizers.append(optimizer)
-                parameters = _parameters_of(optimizer)
+                parameters = parameters_of(optimizer)
                 self._with_gradients |= {id(p) for p in parameters if p.requires_grad}
 
     def ids(self) -> set[int]:
@@ -35,11 +35,11 @@ class TrainedParameters:
         return self._with_gradients.union(
             id(parameter)
             for optimizer in self._optimizers
-            for parameter in _parameters_of(optimizer)
+            for parameter in parameters_of(optimizer)
             if optimizer.state.get(parameter)
         )
 
 
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

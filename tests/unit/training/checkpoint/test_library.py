@@ -103,10 +103,9 @@ def test_files_are_listed_once_all_ranks_have_written_theirs(run: RunFolder) -> 
     """A library writes by a draft and a rename: a name that is listed amid it is gone soon."""
 
     class SlowPeer(LoneControl):
-        def to_first(self, value: Any) -> list[Any]:
-            if (path := run.checkpoints / "step-3.tmp-0" / ".tmp").exists():
-                path.rename(path.with_name("of-rank-1"))
-            return [value]
+        def barrier(self) -> None:
+            path = run.checkpoints / "step-3.tmp-0" / ".tmp"
+            path.rename(path.with_name("of-rank-1"))
 
     saver = make_saver(run, SlowPeer())
     assert save(saver, 3, a=b"1", **{".tmp": b"2"})

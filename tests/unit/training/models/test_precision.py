@@ -13,6 +13,7 @@ from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import precision
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.precision import Precision
+from hpc_ddp.training.models.trained import TrainedParameters
 
 
 def make_step(precision: Precision, factor: float = 1.0) -> tuple[nn.Linear, Any, Any]:
@@ -209,7 +210,9 @@ def test_a_gans_discriminator_is_checked_while_it_is_frozen() -> None:
     model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
     watch = Precision("fp32", CPU, stop_on_nan=True)
     watch.watch(model)
-    watch.watch_trained([model, torch.optim.SGD(model.parameters())])
+    trained = TrainedParameters()
+    trained.add([model, torch.optim.SGD(model.parameters())])
+    watch.watch_trained(trained)
     model.requires_grad_(False)
     watch.look()
     assert not watch.has_non_finite()
