@@ -35,7 +35,7 @@ from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
-from hpc_ddp.node.batch import attempt_env, note_end_time
+from hpc_ddp.node.batch import attempt_env, next_port, note_end_time
 from hpc_ddp.node.child_process import expand
 from hpc_ddp.node.net.network import LOOPBACK, free_port
 from hpc_ddp.node.outcome.gather_facts import check_budget, judge
@@ -44,6 +44,7 @@ from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.dialogue import Command
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
+PORT_TRIES = 5  # as the batch script
 AGAIN_S = 1.0  # a signal that comes sooner is the same one: timeout(1) sends two
 
 
@@ -114,7 +115,7 @@ class DryRun:
         self.run.journal("batch", attempt.number).write(Started(**info))
         environ = self._environ(attempt)
         if not self.spec.preflight or self._preflight(attempt.number, environ):
-            self._supervise(environ)
+            self._train(attempt, environ)
         facts, decided = judge(self.run, attempt, environ, job=None, goes_on=not self.notified)
         if decided.cause == Cause.FAILED and facts.failure and NO_GPU.search(facts.failure.error):
             say(CPU_ONLY)
@@ -148,6 +149,17 @@ class DryRun:
             **tracker_env(self.run, os.environ, env.first_attempt),
             **replace(env, head=LOOPBACK, port=free_port(20000 + os.getpid())).to_env(),
         }
+
+    def _train(self, attempt: AttemptFolder, environ: dict[str, str]) -> None:
+        """Run `_supervise`, with its errors; as the batch script, do so again with another port
+        where another process has taken the attempt's since it was looked up."""
+        self._supervise(environ)
+        for _ in range(PORT_TRIES - 1):
+            if self.notified or not attempt.port_taken.exists():
+                return
+            port = next_port(environ)
+            environ = environ | replace(AttemptEnv.from_env(environ), port=port).to_env()
+            self._supervise(environ)
 
     def _supervise(self, environ: dict[str, str]) -> None:
         """Run the supervisors of all nodes, or of all workers with ``--launcher srun``, until they

@@ -242,6 +242,43 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     assert "No module named 'torch' (the same on all nodes); given up" in last
 
 
+@pytest.mark.parametrize(
+    ("launcher", "hold"),
+    [
+        ("srun", "import socket; server = socket.create_server(('', port))"),
+        # Of another dry run, say: torchrun's agent could join it.
+        (
+            "torchrun",
+            "from torch.distributed import TCPStore; server = TCPStore('localhost', port,"
+            " is_master=True)",
+        ),
+    ],
+    ids=["a listener", "a store"],
+)
+def test_a_port_that_another_process_takes_is_no_failure(
+    tmp_path: Path, launcher: str, hold: str
+) -> None:
+    """The port is taken after it was looked up: the job's Python stands in for the other
+    process."""
+    holder = "import os, sys, time; port = int(os.environ['HPC_DDP_PORT'])"
+    holder += f"; {hold}; open(sys.argv[1], 'w').close(); time.sleep(600)"
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/bash\ncase $HPC_DDP_NODE_INDEX$* in\n"
+        f"0*elastic_agent* | 0*plain.py*) if mkdir {tmp_path}/first 2>&-; then\n"
+        f'    {sys.executable} -c "{holder}" {tmp_path}/taken & echo $! > {tmp_path}/pid\n'
+        f"    until [ -e {tmp_path}/taken ]; do sleep 0.1; done\n"
+        f'fi ;;\nesac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    words = ("--python", str(python), "--launcher", launcher, "--no-warm-start")
+    job = DryRun(tmp_path / "runs", *words, str(SCRIPTS / "plain.py"))
+    code = job.end()
+    os.kill(pid_in(tmp_path / "pid"), signal.SIGKILL)
+    assert code == 0, job.printed()
+    assert [event["attempt"] for event in job.events("started")] == [0]
+
+
 def test_a_dry_run_has_no_accelerator_but_the_stand_in(tmp_path: Path) -> None:
     kind = "torch.accelerator.current_accelerator(check_available=True)"
     (tmp_path / "kind.py").write_text(f"import torch\nprint('trains on', {kind})\n")

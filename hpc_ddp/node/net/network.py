@@ -41,6 +41,14 @@ def free_port(start: int) -> int:
     raise OSError(f"no free port between {FIRST_PORT} and {LAST_PORT}")
 
 
+def listen_on_any_port() -> socket.socket:
+    """Return a socket that listens on a free TCP port of all interfaces, IPv4 and IPv6, where there
+    is IPv6; raise OSError where no port is free."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
 def check_resolves(host: str, wait_s: float = RESOLVE_S) -> None:
     """Wait until the name of a node leads to an address; raise OSError where it does not within
     `wait_s`. torchrun would look for it for minutes, without a word."""

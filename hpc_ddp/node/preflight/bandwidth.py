@@ -8,6 +8,7 @@ node's own: a slow partner does not count.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -137,15 +138,19 @@ def _speed(count: int, duration_s: float) -> float:
     return 4 * count / duration_s / 1e6
 
 
-def join(torch: Any, host: str, port: int, device: str, rank: int, world: int) -> Meter:
+def join(
+    torch: Any, server: socket.socket, host: str, port: int, device: str, rank: int, world: int
+) -> Meter:
     """Join the process group of the members, as `rank` of `world`, and connect all of them.
 
-    The store is on `host`:`port`, of rank 0; `device` as `Meter` has it: its first one becomes
+    The store is on `host`:`port`, where rank 0 listens with its `server`, which the store then
+    owns; `device` as `Meter` has it: its first one becomes
     torch's current one. Every member must call it. The group stays until the process ends. Raise
     RuntimeError if the others do not come within `TIMEOUT_S`, or a link breaks.
     """
     dist, timeout = torch.distributed, timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore(host, port, world, rank == 0, timeout=timeout)
+    listener = {"master_listen_fd": server.detach()} if rank == 0 else {}
+    store = dist.TCPStore(host, port, world, rank == 0, timeout=timeout, **listener)
     if device != "cpu":
         torch.accelerator.set_device_index(0)  # the first one that this process may see
     backend = dist.get_default_backend_for_device(device)
@@ -186,16 +191,24 @@ def measure(meter: Meter, members: Sequence[str], rank: int) -> None:
         report(fault="bandwidth", why="the sum of an all-reduce is wrong here")
 
 
-def run(torch: Any, node: str, members: Sequence[str], host: str, port: int, device: str) -> None:
+def run(
+    torch: Any,
+    node: str,
+    server: socket.socket,
+    members: Sequence[str],
+    host: str,
+    port: int,
+    device: str,
+) -> None:
     """Measure the speeds between the members, and report them or why their group broke.
 
-    `members` are the nodes' names, this `node` among them; `host`, `port` and `device` as `join`
-    has them. Every member must call it. RuntimeErrors, torch's only ones, are reported as
+    `members` are the nodes' names, this `node` among them; `server`, `host`, `port` and `device` as
+    `join` has them. Every member must call it. RuntimeErrors, torch's only ones, are reported as
     ``exchange_error``; the stage is reported as completed in any case.
     """
     rank = members.index(node)
     try:
-        meter = join(torch, host, port, device, rank, len(members))
+        meter = join(torch, server, host, port, device, rank, len(members))
         measure(meter, members, rank)
     except RuntimeError as error:  # torch raises nothing else
         report(values={"exchange_error": _first_line(error)})

@@ -285,18 +285,19 @@ def main(argv: list[str]) -> int:
         signal.signal(number, _end_with_notice)
     order = Order(**_read_question())
     listener = Listener(place.node, order.secret)
-    store_port = network.free_port(listener.port)
-    check_node(place, order)
-    contact = {"host": place.host, "port": listener.port, "store_port": store_port}
-    report(stage="local", contact=contact)
-    ports = _read_question()["ports"]
-    if place.node in ports:
-        check_partners(place, ports, Path(order.folder), order.secret)
-    report(stage="partners")
-    _read_question()
-    _set_network(place)
-    torch = bandwidth.import_torch()
-    question = _read_question()
-    if torch is not None and place.node in question["members"]:
-        bandwidth.run(torch, place.node, **question)
+    # Held from now on, lest another process takes the port before the store is made.
+    with network.listen_on_any_port() as store_socket:
+        check_node(place, order)
+        contact = {"host": place.host, "port": listener.port}
+        report(stage="local", contact=contact | {"store_port": store_socket.getsockname()[1]})
+        ports = _read_question()["ports"]
+        if place.node in ports:
+            check_partners(place, ports, Path(order.folder), order.secret)
+        report(stage="partners")
+        _read_question()
+        _set_network(place)
+        torch = bandwidth.import_torch()
+        question = _read_question()
+        if torch is not None and place.node in question["members"]:
+            bandwidth.run(torch, place.node, store_socket, **question)
     os._exit(0)  # taking torch apart takes time

@@ -31,6 +31,19 @@ def test_a_free_port_is_the_next_one() -> None:
     assert all(first <= network.free_port(start) <= last for start in (0, last + 1, 70000))
 
 
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_a_port_that_is_listened_on_is_reached_and_kept(
+    monkeypatch: pytest.MonkeyPatch, has_ipv6: bool
+) -> None:
+    has_ipv6 = has_ipv6 and socket.has_dualstack_ipv6()
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_ipv6)
+    with network.listen_on_any_port() as server:
+        port = server.getsockname()[1]
+        for host in ["127.0.0.1", "::1"][: 1 + has_ipv6]:
+            socket.create_connection((host, port)).close()
+        assert network.free_port(port) != port
+
+
 def test_the_last_port_is_followed_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {network.FIRST_PORT + 1}
     tried: list[int] = []

@@ -221,8 +221,8 @@ def test_members_join_and_measure(lines: Lines, monkeypatch: pytest.MonkeyPatch)
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(bandwidth, "join", lambda *words: words)
     monkeypatch.setattr(bandwidth, "measure", lambda *words: calls.append(words))
-    bandwidth.run("torch", "n1", **RUN)  # type: ignore[arg-type]
-    assert calls == [(("torch", "h", 5, "cpu", 1, 2), ["n2", "n1"], 1)]
+    bandwidth.run("torch", "n1", "server", **RUN)  # type: ignore[arg-type]
+    assert calls == [(("torch", "server", "h", 5, "cpu", 1, 2), ["n2", "n1"], 1)]
     assert lines() == [{"stage": "exchange"}]
 
 
@@ -237,7 +237,7 @@ def test_a_process_group_that_breaks_is_reported(
         raise error
 
     monkeypatch.setattr(bandwidth, "join", refuse)
-    bandwidth.run("torch", "n1", **RUN)  # type: ignore[arg-type]
+    bandwidth.run("torch", "n1", "server", **RUN)  # type: ignore[arg-type]
     assert lines() == [{"values": {"exchange_error": why}}, {"stage": "exchange"}]
 
 
@@ -250,8 +250,8 @@ def test_the_members_join(
     calls: list[tuple[Any, ...]] = []
 
     class Dist(FakeDist):
-        def TCPStore(self, *words: Any, timeout: Any) -> str:
-            calls.append((*words, timeout.total_seconds()))
+        def TCPStore(self, *words: Any, timeout: Any, master_listen_fd: int = -1) -> str:
+            calls.append((*words, timeout.total_seconds(), master_listen_fd))
             return "store"
 
         def all_reduce(self, values: torch.Tensor) -> None:
@@ -270,10 +270,12 @@ def test_the_members_join(
         set_device_index=lambda index: calls.append(("device", index))
     )
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    bandwidth.join(fake, "h", 5, device, rank, 2)
+    server: Any = SimpleNamespace(detach=lambda: 7)
+    bandwidth.join(fake, server, "h", 5, device, rank, 2)
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     bound = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
     group = (backend, {"store": "store", "rank": rank, "world_size": 2, **bound})
     index = [("device", 0)] if device != "cpu" else []
     connect = ("all-reduce",)
-    assert calls == [("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S), *index, group, connect]
+    store = ("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S, -1 if rank else 7)
+    assert calls == [store, *index, group, connect]

@@ -301,8 +301,9 @@ def answer(
         report(stage="torch", values={name: os.environ.get(name) for name in NETWORK})
         return "torch"
 
-    def run(torch: str, node: str, **question: Any) -> None:
-        report(stage="exchange", values=question)
+    def run(torch: str, node: str, server: socket.socket, **question: Any) -> None:
+        with server:
+            report(stage="exchange", values=question | {"held": server.getsockname()[1]})
 
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(checks, "check_node", lambda place, order: report(note="node"))
@@ -349,7 +350,7 @@ def test_a_node_answers_each_question(
     assert messages == [
         {"stage": "partners"},
         {"stage": "torch", "values": {"GLOO_SOCKET_IFNAME": "eth0", "MARKED": "1"}},
-        {"stage": "exchange", "values": GO},
+        {"stage": "exchange", "values": {**GO, "held": contact["store_port"]}},
     ]
 
 
