@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_ddp.core.attempt_env import AttemptEnv
@@ -34,8 +34,8 @@ class Place:
     fabric: str = ""
 
     @classmethod
-    def from_env(cls, environ: dict[str, str]) -> Place:
-        """Read the `AttemptEnv` variables and the attempt's file of nodes.
+    def from_env(cls, environ: dict[str, str], nodes: Sequence[str] = ()) -> Place:
+        """Read the `AttemptEnv` variables and, without `nodes`, the attempt's file of nodes.
 
         Raises
         ------
@@ -51,8 +51,8 @@ class Place:
         return cls(
             run=env.run_folder,
             attempt=env.attempt_folder,
-            nodes=env.nodes,
-            index=node_index(environ),
+            nodes=tuple(nodes) or env.nodes,
+            index=node_index(environ, nodes),
             suffix=env.host_suffix,
             end_time=env.end_time,
             warn_s=env.warn_s,
@@ -126,8 +126,9 @@ class Place:
         return settings(interconnect, self.run.lib, os.environ)
 
 
-def node_index(environ: Mapping[str, str]) -> int:
-    """Return this node's place among the attempt's nodes.
+def node_index(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> int:
+    """Return this node's place among the attempt's `nodes`; where those are empty, they are read
+    from the attempt's file.
 
     By HPC_DDP_NODE_INDEX, or srun's SLURM_NODEID. Under another launcher, an MPI, which may count
     in another order or pass on the first node's variables, by this host's name.
@@ -146,7 +147,7 @@ def node_index(environ: Mapping[str, str]) -> int:
         return env.node_index
     if env.step_launcher == "srun":
         return int(environ["SLURM_NODEID"])
-    nodes = env.nodes
+    nodes = nodes or env.nodes
     names = (socket.gethostname(), socket.gethostname().partition(".")[0])
     if match := next((name for name in names if name in nodes), None):
         return nodes.index(match)

@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -45,8 +45,9 @@ TMPDIR_BYTES = 64 << 20  # less space than this is none
 
 
 class Order(NamedTuple):
-    """The first question, with the same keys as in JSON: folder, secret, gpus, needed."""
+    """The first question, with the same keys as in JSON: nodes, folder, secret, gpus, needed."""
 
+    nodes: Sequence[str]  # names of all; a node with another disk could not read the attempt's file
     folder: str  # path of the folder in which each node writes a file of its name
     secret: str  # content of these files, and the first line of a connection between nodes
     gpus: int  # that the job has on each node
@@ -279,11 +280,12 @@ def main(argv: list[str]) -> int:
     reported as a notice. Raise OSError as `Place.from_env` and where no port is free, KeyError or
     ValueError for a wrong environment or a damaged question.
     """
-    place = Place.from_env(dict(os.environ))
-    os.environ["HPC_DDP_NODE"] = place.node
+    os.environ["HPC_DDP_NODE"] = ""  # for a notice that comes before the order
     for number in NOTICE_SIGNALS:
         signal.signal(number, _end_with_notice)
     order = Order(**_read_question())
+    place = Place.from_env(dict(os.environ), order.nodes)
+    os.environ["HPC_DDP_NODE"] = place.node
     listener = Listener(place.node, order.secret)
     # Held from now on, lest another process takes the port before the store is made.
     with network.listen_on_any_port() as store_socket:

@@ -87,7 +87,8 @@ def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path) ->
     The nodes write files into `folder`. Raises as `Dialogue.wait` and `_needed`.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
-    dialogue.send(folder=str(folder), secret=secret, gpus=spec.gpu_count, needed=_needed(run))
+    order = {"folder": str(folder), "secret": secret}
+    dialogue.send(nodes=[*reports], **order, gpus=spec.gpu_count, needed=_needed(run))
     fit = dialogue.wait("local", list(reports))
     dialogue.send(ports={node: reports[node].contact["port"] for node in fit})
     fit = dialogue.wait("partners", fit)

@@ -253,7 +253,7 @@ def test_a_check_reports_values_a_note_or_a_fault(
     monkeypatch.setattr(checks, "interconnect", lambda place: {"cards": 1, "note": "odd"})
     for name in ("count_gpus", "tmpdir", "run_folder"):
         monkeypatch.setattr(checks, name, lambda *words: {})
-    checks.check_node(_place(), checks.Order(folder="/f", secret="s", needed=1, gpus=0))
+    checks.check_node(_place(), checks.Order(nodes=[], folder="/f", secret="s", needed=1, gpus=0))
     assert [line for line in lines() if line != {"values": {}}] == [
         {"values": {"load": 1.0}},
         {"fault": "interface", "why": "x is y"},
@@ -313,7 +313,7 @@ def answer(
     monkeypatch.setattr(fabric, "look", lambda: fabric.Found("efa", ("a",)))
 
     def call(*questions: Any) -> list[dict[str, Any]]:
-        RunFolder(tmp_path).claim_attempt({"nodes": ["n1", "n2"]}, lambda identity: False)
+        # Without the attempt's file, as where the node's disk is another one.
         environ = {"RUN": tmp_path, "ATTEMPT": 0, "NODE_INDEX": 0}
         for name, value in environ.items():
             monkeypatch.setenv(f"HPC_DDP_{name}", str(value))
@@ -327,7 +327,7 @@ def answer(
 
 
 NETWORK = ("GLOO_SOCKET_IFNAME", "MARKED")
-ORDER = {"folder": "/x/shared", "secret": "secret", "gpus": 2, "needed": 5}
+ORDER = {"nodes": ["n1", "n2"], "folder": "/x/shared", "secret": "secret", "gpus": 2, "needed": 5}
 GO = {"members": ["n1", "n2"], "host": "h", "port": 5, "device": "cpu"}
 
 

@@ -80,7 +80,8 @@ def test_nodes_that_are_fit_exchange_once(run: RunFolder) -> None:
     dialogue = _converse(run, "n1", "n2")
     order, ports, empty, members = dialogue.questions
     assert order == {
-        **{"folder": str(run.path / "files"), "secret": "secret", "gpus": 0},
+        **{"nodes": ["n1", "n2"], "folder": str(run.path / "files"), "secret": "secret"},
+        "gpus": 0,
         "needed": driver.NEEDED_BYTES,
     }
     assert ports == {"ports": {"n1": 5, "n2": 5}}
