@@ -5,21 +5,18 @@ The trackers' own clients record, W&B's offline and MLflow's with a server on th
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_dry_run import SCRIPTS, DryRun
 
-from tests.tracker_files import recorded_offline
+from tests.trackers import mlflow_server, recorded_at, recorded_offline
 from tests.waiting import LIMIT_S, pid_in, wait_until
 
 SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "COMET_API_KEY")
@@ -30,39 +27,8 @@ TWO = ("--nodes", "1", "--gpus-per-node", "2")
 
 @pytest.fixture
 def mlflow_url(tmp_path: Path) -> Iterator[str]:
-    folder = tmp_path / "server"
-    folder.mkdir()
-    argv = [sys.executable, str(Path(__file__).with_name("mlflow_server.py")), str(folder)]
-    with open(folder / "log", "w") as log:
-        server = subprocess.Popen(argv, stdout=log, stderr=log)
-    try:
-        port, log_path = folder / "port", folder / "log"
-        wait_until(port.exists, "the server", log_path.read_text, ended=server.poll)
-        yield f"http://127.0.0.1:{port.read_text()}"
-    finally:
-        server.kill()
-        server.wait()
-
-
-def ask(url: str, call: str, **words: Any) -> dict[str, Any]:
-    """Return the answer of MLflow's server; `words` are posted, if there are some."""
-    request = urllib.request.Request(
-        f"{url}/api/2.0/mlflow/{call}",
-        json.dumps(words).encode() if words else None,
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as response:
-        answer: dict[str, Any] = json.load(response)
-    return answer
-
-
-def recorded_at(url: str) -> dict[str, list[int]]:
-    """Return the steps that MLflow's server has, by its run."""
-    runs = ask(url, "runs/search", experiment_ids=["0", "1"]).get("runs", [])
-    ids = [run["info"]["run_id"] for run in runs]
-    history = "metrics/get-history?metric_key=loss&run_id="
-    steps = {id: ask(url, history + id).get("metrics", []) for id in ids}
-    return {id: [metric["step"] for metric in metrics] for id, metrics in steps.items()}
+    with mlflow_server(tmp_path / "server") as url:
+        yield url
 
 
 def play_three_attempts(

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from harness import SCRIPTS, TWO_BY_ONE, Hpc, use
+from harness import SCRIPTS, TWO_BY_ONE, Hpc, Job, use
 
-from tests.tracker_files import recorded_offline
+from tests.trackers import mlflow_server, recorded_at, recorded_offline
+
+STEPS = [*range(1, 13)]
 
 
-@pytest.mark.more
-def test_weights_and_biases_offline_is_one_run(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
-    """The first attempt is killed at step 4, the second preempted at step 8."""
-    use(cluster, "linuxproc")
-    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HTTPS_PROXY": "", "https_proxy": ""}
-    words = (*TWO_BY_ONE, "--chdir", str(tmp_path), str(SCRIPTS / "tracked.py"), "wandb")
-    job = hpc.submit(*words, env=nowhere)
-    id = f"{job.run.path.parent.name}-{job.run.path.name}"
+def play_three_attempts(job: Job, steps: Callable[[], list[int]]) -> None:
+    """Kill the first attempt at step 4, preempt the second at step 8, and wait for the job's end;
+    `steps` has those that rank 0 has recorded so far."""
 
     def stand(attempt: int, step: int) -> None:
-        recorded = f"step {step} recorded in attempt {attempt}"
-        job.until(lambda: step in recorded_offline(job.run.path).get(id, []), recorded)
+        job.until(lambda: step in steps(), f"step {step} recorded in attempt {attempt}")
 
     stand(0, 4)
     os.kill(job.worker(0), signal.SIGKILL)
@@ -32,8 +29,34 @@ def test_weights_and_biases_offline_is_one_run(hpc: Hpc, cluster: Cluster, tmp_p
     job.preempt()
     assert job.end() == "COMPLETED", job.output()
     assert [cause for cause, _ in job.verdicts()][1:] == ["preempted", "finished"]
+
+
+@pytest.mark.more
+def test_weights_and_biases_offline_is_one_run(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
+    use(cluster, "linuxproc")
+    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HTTPS_PROXY": "", "https_proxy": ""}
+    words = (*TWO_BY_ONE, "--chdir", str(tmp_path), str(SCRIPTS / "tracked.py"), "wandb")
+    job = hpc.submit(*words, env=nowhere)
+    id = f"{job.run.path.parent.name}-{job.run.path.name}"
+    play_three_attempts(job, lambda: recorded_offline(job.run.path).get(id, []))
     recorded = recorded_offline(job.run.path)
-    assert recorded[id] == [*range(1, 13)]
+    assert recorded[id] == STEPS
     assert recorded.keys() == {id, f"{id}-r1"}  # that rank records, too
     sync = f"wandb sync {job.run.path}/wandb/offline-run-*"
     assert f"hpc-ddp: recorded offline; to send it: {sync}\n" in job.output()
+
+
+@pytest.mark.more
+def test_mlflow_has_one_run(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
+    use(cluster, "linuxproc")
+    words = (*TWO_BY_ONE, "--chdir", str(tmp_path), str(SCRIPTS / "tracked.py"), "mlflow")
+    with mlflow_server(tmp_path / "server", cluster.address) as url:
+
+        def steps() -> list[int]:
+            (recorded,) = recorded_at(url).values() or ([],)
+            return recorded
+
+        job = hpc.submit(*words, env={"MLFLOW_TRACKING_URI": url})
+        play_three_attempts(job, steps)
+        assert recorded_at(url) == {(job.run.path / "mlflow-run").read_text().strip(): STEPS}
+    assert "recorded offline" not in job.output()

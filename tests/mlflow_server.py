@@ -1,4 +1,4 @@
-"""A server of MLflow without the parts that need more packages: argument is a folder.
+"""A server of MLflow without the parts that need more packages: arguments are folder and host.
 
 It writes its port to the folder's file ``port``.
 """
@@ -15,7 +15,7 @@ os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = str(folder / "artifacts")
 
 from mlflow.server import app  # noqa: E402  # it reads the variables
 
-server = make_server("127.0.0.1", 0, app, threaded=True)
+server = make_server(sys.argv[2], 0, app, threaded=True)
 draft = folder / "draft"
 draft.write_text(str(server.server_port))
 draft.rename(folder / "port")
