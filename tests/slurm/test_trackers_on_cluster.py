@@ -56,7 +56,7 @@ def test_mlflow_has_one_run(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
             (recorded,) = recorded_at(url).values() or ([],)
             return recorded
 
-        job = hpc.submit(*words, env={"MLFLOW_TRACKING_URI": url})
+        job = hpc.submit(*words, env={"MLFLOW_TRACKING_URI": url, "MLFLOW_EXPERIMENT_NAME": "x"})
         play_three_attempts(job, steps)
         assert recorded_at(url) == {(job.run.path / "mlflow-run").read_text().strip(): STEPS}
     assert "recorded offline" not in job.output()

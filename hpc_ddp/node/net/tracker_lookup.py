@@ -41,6 +41,10 @@ SERVERS = (
 )
 # MLflow refuses a run of another experiment than the script's: so it must be named outside of that.
 EXPERIMENT = ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
+NO_EXPERIMENT = (
+    "each attempt has an MLflow run of its own; for one run set MLFLOW_EXPERIMENT_NAME, in place of"
+    " mlflow.set_experiment"
+)
 # The process leaves the run open: its end would mark it as finished.
 CREATE = """
 import os, sys, mlflow
@@ -63,12 +67,16 @@ def begin(place: Place, rank: int | None, environ: Mapping[str, str]) -> dict[st
         for server in SERVERS
         if server[3] not in environ and _is_installed(server[0], environ)
     ]
-    is_mlflow = "MLFLOW_TRACKING_URI" in environ and any(name in environ for name in EXPERIMENT)
-    creates = is_mlflow and "MLFLOW_RUN_ID" not in environ and _is_installed("mlflow", environ)
+    is_mlflow = "MLFLOW_TRACKING_URI" in environ and "MLFLOW_RUN_ID" not in environ
+    is_mlflow = is_mlflow and _is_installed("mlflow", environ)
+    creates = is_mlflow and any(name in environ for name in EXPERIMENT)
+    is_first = place.index == 0 and rank in (None, 0)
+    if is_first and is_mlflow and not creates:
+        say(NO_EXPERIMENT)
     if not servers and not creates:
         return {}
     answer = place.attempt.path / ANSWER
-    if place.index == 0 and rank in (None, 0):
+    if is_first:
         look = partial(_look, place.run, answer, servers, creates, environ)
         threading.Thread(target=look, daemon=True).start()
     return {"HPC_DDP_TRACKERS_FILE": str(answer)}

@@ -108,7 +108,9 @@ def test_a_look_up_of_a_name_that_hangs_counts_as_no_answer(
     assert node.answer() == {"WANDB_MODE": "offline"}
 
 
-def test_one_node_looks_and_no_one_for_what_is_set(tmp_path: Path) -> None:
+def test_one_node_looks_and_no_one_for_what_is_set(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     node = Node(tmp_path, wandb="", mlflow="raise SystemExit('imported')")
     assert node.begin(WANDB_MODE="online") == {}
     assert node.begin(**{SET_HERE: "off"}) == {}
@@ -118,8 +120,12 @@ def test_one_node_looks_and_no_one_for_what_is_set(tmp_path: Path) -> None:
     assert node.trackers.read_text() == ""
     set_already = {"MLFLOW_TRACKING_URI": "x", "MLFLOW_EXPERIMENT_ID": "1", "MLFLOW_RUN_ID": "y"}
     assert node.begin(WANDB_MODE="online", **set_already) == {}
+    assert not capfd.readouterr().err
     # The script may name another experiment, and MLflow would refuse the run.
-    assert node.begin(WANDB_MODE="online", MLFLOW_TRACKING_URI="x") == {}
+    words = {"WANDB_MODE": "online", "MLFLOW_TRACKING_URI": "x"}
+    for node.index, hint in ((1, ""), (0, f"hpc-ddp: {tracker_lookup.NO_EXPERIMENT}\n")):
+        assert node.begin(**words) == {}
+        assert capfd.readouterr().err == hint
 
 
 def test_mlflows_run_is_created_once_and_a_failure_is_printed(
