@@ -15,13 +15,20 @@ from harness import use
 
 from tests.page_blocks import NOISE, REPO, Block, blocks, pages, same
 
-# What a block's `first` may call: waits that a reader does by eye, and another user's job.
+# What a block's `first` may call: waits that a reader does by eye, and another user's job. A wait for
+# a step reads the journal: a command of hpc-ddp takes seconds on a busy machine, and steps go on.
 PRELUDE = r"""
-told() {
-    hpc-ddp status --json "$1" | python -c "import json, sys; print(json.load(sys.stdin)[0]['$2'])"
-}
-at_step() { until [ "$(told "$1" step | tr -cd 0-9)0" -ge "${2}0" ]; do sleep 0.2; done; }
-in_state() { until [ "$(told "$1" state)" = "$2" ]; do sleep 0.5; done; }
+at_step() { python -S -c "
+import json, pathlib, sys, time
+name, attempt, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+while True:
+    runs = sorted(pathlib.Path('$HPC_DDP_RUNS', name).glob('*/journal'))
+    text = ''.join(file.read_text() for run in runs[-1:] for file in run.glob('rank-0.jsonl'))
+    events = [json.loads(line) for line in text.splitlines() if line.endswith('}')]
+    if any(e['attempt'] == attempt and e.get('step', 0) >= step for e in events):
+        break
+    time.sleep(0.1)
+" "$@"; }
 over() { while [ -n "$(squeue --noheader --name "$1")" ]; do sleep 0.5; done; }
 preempt() {
     sbatch --quiet --partition=high --nodes=2 --gpus-per-node=4 --output=/dev/null \
