@@ -97,6 +97,11 @@ class StopCallback(Callback):
         folder = self._stop.latest()
         return None if folder is None else str(folder / FILE)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop: Any = trainer.fit_loop
+        load_states = partial(_load_states, loop, loop._load_combined_loader_states)
+        vars(loop)["_load_combined_loader_states"] = load_states
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning's handler of SIGTERM broadcasts, and ranks are signalled in different steps.
         self._stop.take_signals()
@@ -194,3 +199,17 @@ def _replaced_states(trainer: Trainer, states: list[dict[str, Any]]) -> Iterator
         yield
     finally:
         del vars(loader)["_state_dicts"]
+
+
+def _load_states(loop: Any, load_states: Callable[[], None]) -> None:
+    """Tell the samplers their epoch, and have Lightning load the states of the loaders.
+
+    A loader with a state takes the order of its epoch as it is loaded; Lightning itself tells the
+    samplers later, and the rest of the epoch would be in the order of the first one.
+    """
+    for loader in loop._combined_loader.flattened:
+        for part in (loader, getattr(loader, "batch_sampler", None)):
+            sampler = getattr(part, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(loop.epoch_progress.current.processed)
+    load_states()

@@ -298,12 +298,14 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
         (("--order", "stream"), 5, 6),
         (("--order", "stream"), 16, 16),
         (("--order", "stream", "--accumulate", "2"), 3, 4),
+        (("--order", "in-turn", "--accumulate", "2"), 8, 8),
         (("--order", "in-turn", "--batch-size", "64", "--epochs", "8"), 3, 3),
     ],
     ids=[
         "a stream",
         "a stream at its end",
         "a stream, accumulated",
+        "an accumulation at the end of an epoch",
         "one batch an epoch",
     ],
 )
