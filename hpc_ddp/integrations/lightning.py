@@ -113,7 +113,10 @@ class StopCallback(Callback):
         warn_of_ranks(self._stop, trainer.world_size)
         # A checkpoint counts the batch as ready before which it was saved, and which comes again.
         loop: Any = trainer.fit_loop.epoch_loop
-        loop.batch_progress.total.ready = loop.batch_progress.total.completed
+        for progress in (loop.batch_progress.total, loop.batch_progress.current):
+            progress.ready = progress.completed
+        # Lightning adds the step of a save that comes before it counts: this one comes behind.
+        loop._batches_that_stepped -= loop.restarting
         vars(loop)["_on_before_fetch"] = partial(self._before_fetch, trainer, loop._on_before_fetch)
         steps = trainer.estimated_stepping_batches
         self._total_steps = int(steps) if math.isfinite(steps) else None

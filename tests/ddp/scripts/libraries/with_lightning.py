@@ -85,5 +85,6 @@ trainer = L.Trainer(
 )
 validation = DataLoader(data, batch_size=32) if args.stateful else None
 fit(trainer, model, loader, validation, stop=StopCallback(**OPTIONS))
+print("has logged up to step", trainer.fit_loop.epoch_loop._batches_that_stepped, flush=True)
 print("SIGTERM is ended by", signal.getsignal(signal.SIGTERM), flush=True)
 leave_weights(model)
