@@ -178,9 +178,9 @@ class StopCallback(Callback):
     def _keep_states(self, fetcher: Any) -> None:
         """Keep the states of the loaders before the next batch is fetched, if a save is due.
 
-        From a loader without a length Lightning has fetched one batch more by the time that a save
-        falls due: that one has no state, and the save comes before the batch behind it. To keep
-        the states before every batch would cost too much: they may hold a buffer of samples.
+        Lightning has fetched one batch more by then from a loader without a length: that one has no
+        state, and the save comes before the batch behind it. Keeping the states before every batch
+        would cost too much: they may hold a buffer of samples.
         """
         loader = fetcher.combined_loader
         self._states[fetcher.fetched] = deepcopy(loader._state_dicts()) if self._is_due else None
@@ -212,7 +212,7 @@ def _load_states(loop: Any, load_states: Callable[[], None]) -> None:
     """
     for loader in loop._combined_loader.flattened:
         for part in (loader, getattr(loader, "batch_sampler", None)):
-            sampler = getattr(part, "sampler", None)
+            sampler: Any = getattr(part, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(loop.epoch_progress.current.processed)
     load_states()
