@@ -16,13 +16,20 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.stop_point import StopPoint, check_step, fix_order_of_sums
+from hpc_ddp.integrations.stop_point import (
+    StopPoint,
+    check_step,
+    fix_order_of_sums,
+    warn_of_ranks,
+)
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.signals import SIGNALS
 
@@ -64,8 +71,9 @@ class StopCallback(Callback):
     def __init__(self, **options: Any) -> None:
         self._stop = StopPoint(format="lightning", **options)
         self._total_steps: int | None = None
-        self._is_due = False  # a save comes before the next batch
-        self._loaders: list[dict[str, Any]] = []  # their states, as a batch ended
+        self._is_due = False  # a save comes before one of the next batches
+        self._is_amid = False  # batches since the last step have added up gradients
+        self._states: dict[int, Any] = {}  # of the loaders before a batch, by it; None: not kept
 
     def latest(self, trainer: Trainer) -> str | None:
         """Return the newest checkpoint that verifies, for ``fit(ckpt_path=…)``; None without any.
@@ -89,6 +97,11 @@ class StopCallback(Callback):
         folder = self._stop.latest()
         return None if folder is None else str(folder / FILE)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop: Any = trainer.fit_loop
+        load_states = partial(_load_states, loop, loop._load_combined_loader_states)
+        vars(loop)["_load_combined_loader_states"] = load_states
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning's handler of SIGTERM broadcasts, and ranks are signalled in different steps.
         self._stop.take_signals()
@@ -97,11 +110,22 @@ class StopCallback(Callback):
         check_step(
             self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"
         )
+        warn_of_ranks(self._stop, trainer.world_size)
         # A checkpoint counts the batch as ready before which it was saved, and which comes again.
-        batches = trainer.fit_loop.epoch_loop.batch_progress.total
-        batches.ready = batches.completed
+        loop: Any = trainer.fit_loop.epoch_loop
+        for progress in (loop.batch_progress.total, loop.batch_progress.current):
+            progress.ready = progress.completed
+        # Lightning adds the step of a save that comes before it counts: this one comes behind.
+        loop._batches_that_stepped -= loop.restarting
+        vars(loop)["_on_before_fetch"] = partial(self._before_fetch, trainer, loop._on_before_fetch)
         steps = trainer.estimated_stepping_batches
         self._total_steps = int(steps) if math.isfinite(steps) else None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A loader that is made anew for the epoch has a new fetcher, which fetches before it
+        # learns of the hook.
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        fetcher._start_profiler = trainer.fit_loop.epoch_loop._on_before_fetch
 
     def on_train_batch_end(
         self,
@@ -111,9 +135,10 @@ class StopCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if trainer.global_step == self._stop.position.step:
+        self._is_amid = trainer.global_step == self._stop.position.step
+        if self._is_amid:
             beat()
-            return  # within an accumulation
+            return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         batch_size = getattr(trainer.train_dataloader, "batch_size", None) or 0
         self._is_due = self._stop.step(
@@ -124,39 +149,41 @@ class StopCallback(Callback):
             wait_for_all=batch_idx + 2 == trainer.num_training_batches,
             loss=loss,
         )
-        if self._is_due and (loader := _loader(trainer)):
-            self._loaders = loader._state_dicts()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # The hooks of the module and of all callbacks have ended the last batch by now, and with an
         # epoch its validation. Not at the start of the epoch: what Lightning saves there skips a
-        # batch, or an epoch. A loader's state at the end of an epoch would skip the next one.
-        waits = batch_idx == 0 and self._loaders and trainer.num_training_batches > 1
-        if self._is_due and not waits:
+        # batch, or an epoch.
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        if fetcher.fetched == index:  # the module's training_step fetches this batch by itself
+            self._keep_states(fetcher)
+        states = self._states.pop(index, None)
+        if self._is_due and not self._is_amid and states is not None:
             self._is_due = False
-            self._save(trainer)
+            self._states.clear()
+            with self._stop.checkpoint() as folder, _replaced_states(trainer, states):
+                trainer.save_checkpoint(folder / FILE)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         beat()
 
-    def _save(self, trainer: Trainer) -> None:
-        """Save all that was done before this batch. Raises as `StopPoint.checkpoint`."""
-        with self._stop.checkpoint() as folder, self._before_batch(trainer):
-            trainer.save_checkpoint(folder / FILE)
+    def _before_fetch(self, trainer: Trainer, start_profiler: Callable[[], None]) -> None:
+        """Do what comes before Lightning fetches a batch."""
+        self._keep_states(trainer.fit_loop._data_fetcher)
+        start_profiler()
 
-    @contextmanager
-    def _before_batch(self, trainer: Trainer) -> Iterator[None]:
-        """Have Lightning save the loaders as they were before this batch was fetched."""
-        loader = _loader(trainer)
-        if loader and self._loaders:
-            vars(loader)["_state_dicts"] = lambda: self._loaders
-        try:
-            yield
-        finally:
-            if loader:
-                vars(loader).pop("_state_dicts", None)
+    def _keep_states(self, fetcher: Any) -> None:
+        """Keep the states of the loaders before the next batch is fetched, if a save is due.
+
+        Lightning has fetched one batch more by then from a loader without a length: that one has no
+        state, and the save comes before the batch behind it. Keeping the states before every batch
+        would cost too much: they may hold a buffer of samples.
+        """
+        loader = fetcher.combined_loader
+        self._states[fetcher.fetched] = deepcopy(loader._state_dicts()) if self._is_due else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop.finish()
@@ -166,6 +193,26 @@ class StopCallback(Callback):
             handlers.pop(number, None)
 
 
-def _loader(trainer: Trainer) -> Any:
-    """Return what holds the training's loaders; None for a Lightning that names it otherwise."""
-    return getattr(trainer.fit_loop, "_combined_loader", None)
+@contextmanager
+def _replaced_states(trainer: Trainer, states: list[dict[str, Any]]) -> Iterator[None]:
+    """Have Lightning save `states` of the loaders in place of their present ones."""
+    loader = vars(trainer.fit_loop)["_combined_loader"]
+    vars(loader)["_state_dicts"] = lambda: states
+    try:
+        yield
+    finally:
+        del vars(loader)["_state_dicts"]
+
+
+def _load_states(loop: Any, load_states: Callable[[], None]) -> None:
+    """Tell the samplers their epoch, and have Lightning load the states of the loaders.
+
+    A loader with a state takes the order of its epoch as it is loaded; Lightning itself tells the
+    samplers later, and the rest of the epoch would be in the order of the first one.
+    """
+    for loader in loop._combined_loader.flattened:
+        for part in (loader, getattr(loader, "batch_sampler", None)):
+            sampler: Any = getattr(part, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(loop.epoch_progress.current.processed)
+    load_states()

@@ -290,6 +290,18 @@ def check_step(stop: StopPoint, step: int, call: str) -> None:
         )
 
 
+def warn_of_ranks(stop: StopPoint, ranks: int) -> None:
+    """Warn where another number of ranks has done the steps so far, and note this one."""
+    before = stop.facts.get("ranks", ranks)
+    if before != ranks:
+        stop._say(
+            f"WARNING: {before} ranks have done {stop.position.step} steps, and there are {ranks}"
+            " now: the Trainer takes them for steps of as many samples as its next ones have, so"
+            " that some samples count twice or not at all"
+        )
+    stop.facts["ranks"] = ranks
+
+
 def fix_order_of_sums(models: Iterable[Any]) -> None:
     """Have DDP add gradients in the same order before a restart and after it; all ranks call it,
     with the wrapped `models`, before the first step.

@@ -19,7 +19,12 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hpc_ddp.integrations.stop_point import StopPoint, check_step, fix_order_of_sums
+from hpc_ddp.integrations.stop_point import (
+    StopPoint,
+    check_step,
+    fix_order_of_sums,
+    warn_of_ranks,
+)
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.telemetry.metrics import TAKEN
 
@@ -70,14 +75,7 @@ class StopCallback(TrainerCallback):
             fix_order_of_sums([self._trainer.model_wrapped])
         self._stop.begin()
         check_step(self._stop, state.global_step, "train(trainer)")
-        before = self._stop.facts.get("ranks", args.world_size)
-        if before != args.world_size:
-            self._stop._say(
-                f"WARNING: {before} ranks have done {state.global_step} steps, and there are"
-                f" {args.world_size} now: the Trainer takes them for steps of as many samples as"
-                " its next ones have, so that some samples count twice or not at all"
-            )
-        self._stop.facts["ranks"] = args.world_size
+        warn_of_ranks(self._stop, args.world_size)
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._take_back(args)  # the Trainer has changed its mind, as for the best model only

@@ -254,20 +254,21 @@ def test_what_the_trainer_does_after_a_step_comes_before_a_save_of_the_run(
 
 
 @pytest.mark.more
-def test_transformers_warns_of_another_number_of_ranks(make_crew: Callable[[str], Crew]) -> None:
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_the_trainers_warn_of_another_number_of_ranks(
+    make_crew: Callable[[str], Crew], library: str
+) -> None:
     crew = make_crew("fewer")
-    go(crew, "transformers", *SLOW, "--at", "9")
-    printed = go(crew, "transformers", ranks=1)
+    go(crew, library, *SLOW, "--at", "9")
+    printed = go(crew, library, ranks=1)
     assert printed.count("WARNING: 2 ranks have done") == 1
     assert "and there are 1 now" in printed
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-    ("due", "saved"), [(19, 19), (16, 17)], ids=["amid an epoch", "at its end"]
-)
+@pytest.mark.parametrize("saved", [19, 16], ids=["amid an epoch", "at its end"])
 def test_lightning_resumes_a_stateful_loader_and_the_validations(
-    make_crew: Callable[[str], Crew], due: int, saved: int
+    make_crew: Callable[[str], Crew], saved: int
 ) -> None:
     """No batch and no epoch is lost, and a validation every seven steps stays there."""
     whole, resumed = make_crew("whole"), make_crew("resumed")
@@ -280,7 +281,7 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
         return codes, [line.split()[-1] for line in lines if "validates at" in line]
 
     assert run(whole) == ([0], ["7", "14", "21", "28", "35", "42"])
-    kill = ("--save-every-steps", str(due), *SLOW, "--at", str(saved + 3), "--signal", "9")
+    kill = ("--save-every-steps", str(saved), *SLOW, "--at", str(saved + 3), "--signal", "9")
     assert run(resumed, *kill)[0] == [-signal.SIGKILL]
     assert run(resumed) == (
         [0],
@@ -288,6 +289,63 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
     )
     assert [event["step"] for event in resumed.events("first_step")] == [1, saved + 1]
     assert [event["step"] for event in resumed.events("finished")] == [48]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("words", "due", "saved"),
+    [
+        (("--order", "stream"), 5, 6),
+        (("--order", "stream"), 16, 16),
+        (("--order", "stream", "--accumulate", "2"), 3, 4),
+        (("--order", "in-turn", "--accumulate", "2"), 8, 8),
+        (("--order", "in-turn", "--batch-size", "64", "--epochs", "8"), 3, 3),
+    ],
+    ids=[
+        "a stream",
+        "a stream at its end",
+        "a stream, accumulated",
+        "an accumulation at the end of an epoch",
+        "one batch an epoch",
+    ],
+)
+def test_lightning_trains_each_batch_of_a_stateful_loader_once(
+    make_crew: Callable[[str], Crew], words: tuple[str, ...], due: int, saved: int
+) -> None:
+    """Lightning fetches a batch ahead from a stream; its save comes a step later amid an epoch."""
+    whole, resumed = make_crew("whole"), make_crew("resumed")
+
+    def run(crew: Crew, *argv: str) -> tuple[list[int], str]:
+        argv = ("--stateful", *words, *argv)
+        started = crew.launch(1, *argv, script="libraries/with_lightning.py", **OFFLINE)
+        return started.wait(), started.output()
+
+    codes, printed = run(whole)
+    assert codes == [0], printed
+    kill = ("--save-every-steps", str(due), *SLOW, "--at", str(saved + 3), "--signal", "9")
+    codes, printed = run(resumed, *kill)
+    assert codes == [-signal.SIGKILL], printed
+    codes, printed = run(resumed)
+    assert codes == [0], printed
+    assert [event["step"] for event in resumed.events("first_step")] == [1, saved + 1]
+    (end,) = whole.events("finished")
+    assert [event["step"] for event in resumed.events("finished")] == [end["step"]]
+    assert f"has logged up to step {end['step']}" in printed
+    assert resumed.weights == whole.weights
+
+
+@pytest.mark.more
+def test_lightning_stops_amid_a_stream_of_an_ordinary_loader(
+    make_crew: Callable[[str], Crew],
+) -> None:
+    """The stream has no length, and begins anew after the stop."""
+    crew = make_crew("stopped")
+    stream = ("--order", "stream", "--epochs", "1")
+    go(crew, "lightning", *stream, *SLOW, "--at", "4", ranks=1)
+    (stop,) = crew.events("stopped")
+    assert 4 <= stop["step"] < 16
+    go(crew, "lightning", *stream, ranks=1)
+    assert [event["step"] for event in crew.events("finished")] == [stop["step"] + 16]
 
 
 @pytest.mark.more

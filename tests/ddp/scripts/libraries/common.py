@@ -31,7 +31,12 @@ parser.add_argument("--own-saves", type=int, help="the Trainer's save_steps")
 parser.add_argument("--settings", default="{}", help="more TrainingArguments, a dict")
 parser.add_argument("--plain", action="store_true", help="data that follow from the step alone")
 parser.add_argument("--stateful", action="store_true", help="Lightning's loader of torchdata")
-parser.add_argument("--order", default="shuffle", help="of Accelerate: sampler, buckets, dispatch")
+parser.add_argument("--accumulate", type=int, default=1, help="Lightning's batches a step")
+parser.add_argument(
+    "--order",
+    default="shuffle",
+    help="of Accelerate: sampler, buckets, dispatch; of Lightning: in-turn, stream",
+)
 args = parser.parse_args()
 
 RANK = int(os.environ.get("RANK", 0))

@@ -3,12 +3,13 @@
 import os
 import signal
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import torch
 from common import OPTIONS, args, disturb, leave_weights
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hpc_ddp.integrations.lightning import StopCallback, fit
@@ -18,6 +19,26 @@ warnings.filterwarnings("ignore")
 
 class Widths:
     """Hyperparameters."""
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, ...]]):
+    """Samples without a length, which a loader with a state resumes."""
+
+    def __init__(self, samples: torch.Tensor) -> None:
+        self.samples = samples
+        self.count = 0  # of those that are fetched
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        while self.count < len(self.samples):
+            self.count += 1
+            yield (self.samples[self.count - 1],)
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
 
 
 class Line(L.LightningModule):
@@ -43,15 +64,18 @@ class Line(L.LightningModule):
 
 
 L.seed_everything(1, verbose=False)
-data = TensorDataset(torch.randn(64, 4))
+samples = torch.randn(64, 4)
+data = TensorDataset(samples)
 kind: Any = StatefulDataLoader if args.stateful else DataLoader
-loader = kind(data, batch_size=args.batch_size, shuffle=True)
+source = Stream(samples) if args.order == "stream" else data
+loader = kind(source, batch_size=args.batch_size, shuffle=args.order == "shuffle")
 model = Line(Widths())
 trainer = L.Trainer(
     accelerator="cpu",
     devices=int(os.environ.get("WORLD_SIZE", 1)),
     strategy="ddp" if "RANK" in os.environ else "auto",
     max_epochs=args.epochs,
+    accumulate_grad_batches=args.accumulate,
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
@@ -61,5 +85,6 @@ trainer = L.Trainer(
 )
 validation = DataLoader(data, batch_size=32) if args.stateful else None
 fit(trainer, model, loader, validation, stop=StopCallback(**OPTIONS))
+print("has logged up to step", trainer.fit_loop.epoch_loop._batches_that_stepped, flush=True)
 print("SIGTERM is ended by", signal.getsignal(signal.SIGTERM), flush=True)
 leave_weights(model)
