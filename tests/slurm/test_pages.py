@@ -15,8 +15,8 @@ from harness import use
 
 from tests.page_blocks import NOISE, REPO, Block, blocks, pages, same
 
-# What a block's `first` may call: waits that a reader does by eye, and another user's job. A wait for
-# a step reads the journal: a command of hpc-ddp takes seconds on a busy machine, and steps go on.
+# What a block's `first` may call: waits that a reader does by eye, and another user's job. A wait
+# for a step reads the journal: a command of hpc-ddp takes seconds, in which steps go on.
 PRELUDE = r"""
 at_step() { python -S -c "
 import json, pathlib, sys, time
