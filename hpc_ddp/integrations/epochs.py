@@ -19,17 +19,22 @@ RANDOM = "random-{}.pt"  # of a rank
 
 
 class EpochStop(StopPoint):
-    """Knows how much of which epoch is done, in ``facts["epoch"]`` and ``facts["batches"]``, by how
-    many ranks, and with which random numbers it began."""
+    """Knows how much of which epoch is done, by how many ranks, and with which random numbers it
+    began."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._own_names = frozenset(RANDOM.format(rank) for rank in range(self._info.world_size))
-        self.facts = {"epoch": 0, "batches": 0}
+        self._own_facts = {"epoch": 0, "batches": 0}
         self._has_warned = self._is_within = False
         self._ended: int | None = None  # the epoch that this process has ended last
         self._begun: dict[str, Any] | None = None  # the generators as the epoch began
         self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
+
+    @property
+    def batches_done(self) -> int:
+        """Return how many batches of the epoch are done, as one begins or goes on."""
+        return int(self._own_facts["batches"])
 
     @abstractmethod
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
@@ -55,7 +60,7 @@ class EpochStop(StopPoint):
             drop_iterator(loader)
             for batch in self._batches_left(loader, epoch, done):
                 self._restore_random()
-                self.facts["batches"] += 1
+                self._own_facts["batches"] += 1
                 yield batch
             self._restore_random()
             self._end_epoch()
@@ -123,13 +128,14 @@ class EpochStop(StopPoint):
         an epoch that is over, with a warning: the loop does what stands behind its batches again,
         as the steps of a scheduler. An epoch of another number of ranks begins anew, with one."""
         ranks = self._info.world_size
-        if self.facts["batches"] and self.facts.setdefault("ranks", ranks) != ranks:
+        begun_by = self._own_facts.get("ranks", ranks)
+        if self._own_facts["batches"] and begun_by != ranks:
             self._say(
-                f"WARNING: {self.facts['ranks']} ranks have begun this epoch, and there are {ranks}"
+                f"WARNING: {begun_by} ranks have begun this epoch, and there are {ranks}"
                 " now: it begins anew, so that some samples count twice"
             )
-            self.facts["batches"] = 0
-        if epoch < self.facts["epoch"]:
+            self._own_facts["batches"] = 0
+        if epoch < self._own_facts["epoch"]:
             if not self._has_warned:
                 self._has_warned = True
                 self._say(
@@ -137,14 +143,14 @@ class EpochStop(StopPoint):
                     " done again; begin with: for epoch in range(stop.position.epoch, …)"
                 )
             return None
-        done: int = self.facts["batches"] if epoch == self.facts["epoch"] else 0
-        self.facts = {"epoch": epoch, "batches": done, "ranks": ranks}
+        done: int = self._own_facts["batches"] if epoch == self._own_facts["epoch"] else 0
+        self._own_facts = {"epoch": epoch, "batches": done, "ranks": ranks}
         return done
 
     def _end_epoch(self) -> None:
         """Note that all batches of the epoch are done."""
-        self._ended = self.facts["epoch"]
-        self.facts |= {"epoch": self._ended + 1, "batches": 0}
+        self._ended = self._own_facts["epoch"]
+        self._own_facts |= {"epoch": self._ended + 1, "batches": 0}
 
 
 def drop_iterator(loader: Any) -> None:
