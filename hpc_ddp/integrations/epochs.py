@@ -166,9 +166,14 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     sampler, in the order in which they are found."""
     parts, generators = [loader], list[torch.Generator]()
     for part in parts:
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and generator not in generators:
-            generators.append(generator)
-        inner = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))
-        parts += [sampler for sampler in inner if sampler is not None and sampler not in parts]
+        entries = [getattr(part, "generator", None), *getattr(part, "__dict__", {}).values()]
+        for entry in entries:  # a sampler's own may have any name
+            if isinstance(entry, torch.Generator) and entry not in generators:
+                generators.append(entry)
+        inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
+        # On several ranks Fabric makes a data set of the script's sampler, for one of its own.
+        inner.append(getattr(getattr(part, "dataset", None), "_sampler", None))
+        for sampler in inner:  # by identity: == of an array of indices is an array
+            if sampler is not None and all(sampler is not entry for entry in parts):
+                parts.append(sampler)
     return generators

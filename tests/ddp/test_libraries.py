@@ -83,18 +83,26 @@ def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) 
     assert stopped.weights == whole.weights
 
 
-@pytest.mark.parametrize(("order", "ranks"), [("sampler", 1), ("buckets", 2), ("dispatch", 2)])
-def test_accelerate_keeps_the_order_of_other_loaders(
-    make_crew: Callable[[str], Crew], order: str, ranks: int
+@pytest.mark.parametrize(
+    ("library", "order", "ranks"),
+    [
+        ("accelerate", "sampler", 1),
+        ("accelerate", "buckets", 2),
+        ("accelerate", "dispatch", 2),
+        pytest.param("fabric", "sampler", 2, marks=pytest.mark.more),
+    ],
+)
+def test_the_order_of_other_loaders_is_kept(
+    make_crew: Callable[[str], Crew], library: str, order: str, ranks: int
 ) -> None:
     """A stop in the second epoch, whose order a new process would not draw by itself."""
     whole, stopped = make_crew("whole"), make_crew("stopped")
     words = ("--order", order)
     at = "20" if ranks == 1 else "11"
-    go(whole, "accelerate", *words, ranks=ranks)
-    go(stopped, "accelerate", *words, *SLOW, "--at", at, ranks=ranks)
+    go(whole, library, *words, ranks=ranks)
+    go(stopped, library, *words, *SLOW, "--at", at, ranks=ranks)
     assert len(stopped.events("stopped")) == 1
-    go(stopped, "accelerate", *words, ranks=ranks)
+    go(stopped, library, *words, ranks=ranks)
     assert stopped.weights == whole.weights
 
 

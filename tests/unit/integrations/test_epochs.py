@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     TensorDataset,
 )
@@ -99,6 +100,28 @@ def test_the_generators_of_a_loader_are_the_scripts() -> None:
     second = torch.Generator()
     assert generators_of(DataLoader(data, sampler=sampler, generator=second)) == [second, generator]
     assert generators_of(DataLoader(data)) == []
+
+
+def test_the_generator_of_a_sampler_that_fabric_wraps_is_the_scripts() -> None:
+    """As it does on several ranks: its own sampler has one of indices as its data set."""
+    generator, data = torch.Generator(), TensorDataset(torch.arange(4))
+    sampler = RandomSampler(data, generator=generator)
+    indices = TensorDataset(torch.arange(4))
+    vars(indices)["_sampler"] = sampler
+    wrapper = DistributedSampler(indices, num_replicas=2, rank=0)
+    assert generators_of(DataLoader(data, sampler=wrapper)) == [generator]
+
+
+def test_the_generator_of_a_sampler_may_have_any_name() -> None:
+    generator, data = torch.Generator(), TensorDataset(torch.arange(4))
+    sampler = RandomSampler(data)
+    vars(sampler)["numbers"] = generator
+    assert generators_of(DataLoader(data, sampler=sampler)) == [generator]
+
+
+def test_indices_may_be_an_array() -> None:
+    indices: Any = torch.arange(4).numpy()
+    assert generators_of(DataLoader(TensorDataset(torch.arange(4)), sampler=indices)) == []
 
 
 def test_the_facts_of_the_script_outlast_an_epoch() -> None:

@@ -31,7 +31,11 @@ parser.add_argument("--own-saves", type=int, help="the Trainer's save_steps")
 parser.add_argument("--settings", default="{}", help="more TrainingArguments, a dict")
 parser.add_argument("--plain", action="store_true", help="data that follow from the step alone")
 parser.add_argument("--stateful", action="store_true", help="Lightning's loader of torchdata")
-parser.add_argument("--order", default="shuffle", help="of Accelerate: sampler, buckets, dispatch")
+parser.add_argument(
+    "--order",
+    default="shuffle",
+    help="or sampler, buckets, dispatch",
+)
 args = parser.parse_args()
 
 RANK = int(os.environ.get("RANK", 0))
