@@ -36,10 +36,15 @@ from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.models.ddp import fix_bucket_order
 from hpc_ddp.training.models.dtensor import gathered
 from hpc_ddp.training.options import Options
-from hpc_ddp.training.process.failure import leave_quickly
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
-from hpc_ddp.training.process.process_group import Control, LoneControl, leave, timeout_beyond
+from hpc_ddp.training.process.process_group import (
+    Control,
+    LoneControl,
+    leave,
+    leave_quickly,
+    timeout_beyond,
+)
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE, REASONS
 

@@ -200,6 +200,10 @@ class DryRun:
             if self.notified and not is_timed:  # as Slurm sets the end of a preempted job
                 is_timed, end = True, min(end, time.time() + self.spec.warn_s)
                 note_end_time(environ, end)
+                say(
+                    f"a signal: the workers may stop and save, for {self.spec.warn_s:.0f} s; a"
+                    " second one ends them at once"
+                )
             if self.is_hurried and not is_torn_down:
                 is_torn_down = True
                 say("a second signal: the workers are killed within some seconds")

@@ -20,7 +20,6 @@ from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.precision import Precision, make_deterministic
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group
-from hpc_ddp.training.process.failure import leave_quickly
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.stops.signals import REASONS
@@ -120,7 +119,7 @@ class Worker(Member):
         teardown; `reason` is a key of `REASONS`. Raises as `_end`."""
         source = self._notices.source
         self._end(Stopped(self.position.step, REASONS[reason], source or None))
-        leave_quickly()
+        process_group.leave_quickly()
         raise SystemExit(0)
 
     def _end(self, event: JournalEvent) -> None:

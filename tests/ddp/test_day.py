@@ -111,3 +111,11 @@ def test_own_batches_and_two_optimizers_go_on(
     whole, stopped = ends_whole_and_stopped(make_crew, "own_batches.py", 8, *words)
     assert stopped == whole
     assert len({line.partition(":")[2] for line in whole}) == 1
+
+
+def test_a_rank_that_finishes_late_is_waited_for(crew: Any) -> None:
+    launch = crew.launch(2, script="late_rank.py")
+    assert launch.wait() == [0, 0], launch.output()
+    output = launch.output()
+    assert output.count("DRAWN") == 2
+    assert "did not come down" not in output

@@ -16,7 +16,8 @@ from harness import DIGITS, DIGITS_ARGS, REPO, TWO_BY_TWO, Hpc, use
 @pytest.mark.more
 def test_logs_are_followed_over_a_preemption(cluster: Cluster, hpc: Hpc, tmp_path: Path) -> None:
     use(cluster)
-    job = hpc.submit("--partition", "low", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    words = ("--partition", "low", "--time", "30:00", *TWO_BY_TWO)
+    job = hpc.submit(*words, str(DIGITS), *DIGITS_ARGS)
     env = cluster.env() | {"HPC_DDP_RUNS": str(hpc.runs), "PYTHONPATH": str(REPO)}
     out = tmp_path / "followed"
     with open(out, "wb") as file:

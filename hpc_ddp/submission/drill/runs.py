@@ -28,6 +28,7 @@ from hpc_ddp.core.journal.events import (
     CheckpointRestored,
     DrillRecord,
     Finished,
+    FirstStep,
     JournalEvent,
     Stopped,
     VerdictGiven,
@@ -154,11 +155,7 @@ class _Drill:
         if code not in (0, TOO_LONG) and not (stopped and stopped.reason == StopReason.CANCELLED):
             raise self._failed()
         if last_event(events, WorkerStarted) is None:
-            raise UsageError(
-                f"{report.script} has not called start() of hpc_ddp.training; accepted: a script"
-                " that does, since a drill compares its steps",
-                hint="docs/adopt shows what to add to a script",
-            )
+            raise self._refusal("docs/adopt shows what to add to a script")
         base = self._records(self._base.run)
         report.steps = max((record.step for record in base), default=0)
         ends = [r.step for r in base if r.at == "epoch" and r.rank == 0]
@@ -282,8 +279,10 @@ class _Drill:
 
         `plan` is the recorder's. An attempt that takes longer than `_limit_s`, or without a limit
         longer than `START_S` to its call of start(), is killed, and has the code `TOO_LONG`. One
-        that runs when an error comes is killed, too. Raise OSError where the process can't be
-        started, its log not be written or its journal not be read.
+        that runs when an error comes is killed, too.
+
+        Raise UsageError once the script makes steps without a call of start(), OSError where the
+        process can't be started, its log not be written or its journal not be read.
         """
         run, spec = prepared.run, prepared.spec
         ready = run.path / "drill" / f"ready-{len(run.attempts())}"
@@ -302,10 +301,7 @@ class _Drill:
                 if now - printed_at > PRINT_EVERY_S:
                     printed_at = now
                     self._print_step(run)
-                    if self._limit_s is None and not last_event(run.events(), WorkerStarted):
-                        limit_s = START_S
-                    else:
-                        limit_s = self._limit_s or math.inf
+                    limit_s = self._limit_s or self._start_limit_s(run)
                 if now - began > limit_s:
                     return TOO_LONG
                 time.sleep(0.05)
@@ -313,6 +309,24 @@ class _Drill:
             if process.poll() is None:
                 kill(process, run)
         return process.returncode
+
+    def _start_limit_s(self, run: RunFolder) -> float:
+        """Return how many seconds a first attempt may take: no limit once its script has called
+        start(). Raise UsageError for steps before that, which a library of `hpc_ddp.integrations`
+        makes, OSError where the journal can't be read."""
+        events = run.events()
+        if last_event(events, WorkerStarted):
+            return math.inf
+        if last_event(events, FirstStep):
+            raise self._refusal("docs/other-libraries.md has a way to try one that uses a library")
+        return START_S
+
+    def _refusal(self, hint: str) -> UsageError:
+        return UsageError(
+            f"{self._result.script} has not called start() of hpc_ddp.training; accepted: a script"
+            " that does, since a drill compares its steps",
+            hint=hint,
+        )
 
     def _print_step(self, run: RunFolder) -> None:
         """Say at which step the newest attempt is, or that it is starting; raise OSError where the

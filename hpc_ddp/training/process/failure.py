@@ -7,7 +7,6 @@ time that may be short.
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import sys
@@ -121,21 +120,6 @@ class FailureHook:
         if self.info.world_size > 1:  # they may all write to one terminal
             text = textwrap.indent(text, f"[rank{self.info.rank}]: ", lambda line: True)
         sys.stderr.write(text)
-
-
-def leave_quickly() -> None:
-    """Register an exit function: it runs all the others, the script's own too, and then ends the
-    process with 0, without a teardown."""
-
-    def leave() -> None:
-        """Call the exit functions registered before, and exit with 0."""
-        atexit.unregister(leave)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-    atexit.register(leave)  # the last one registered is the first to run
 
 
 def _report_to_torchrun(error: BaseException) -> None:

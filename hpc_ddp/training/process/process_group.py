@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from hpc_ddp.training.process.environment import DistEnv
 T = TypeVar("T")
 
 TEARDOWN_S = 10.0
+WAKE_S = 1.0  # so often a Ctrl-C is noticed
 TIMEOUT_S = 1800.0  # torch's own for gloo
 NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
@@ -201,24 +203,31 @@ def on_first(control: Control, act: Callable[[], T]) -> T:
 
 
 def leave(control: Control, device: torch.device, then_exit: bool, destroys: bool = True) -> None:
-    """Tear the process group down once all ranks are here; return after `TEARDOWN_S` at the latest.
+    """Tear the process group down once all ranks are here, within `TEARDOWN_S`.
 
-    Unless it `destroys` the group, which a library made, it only waits for the ranks.
+    Unless it `destroys` the group, which a library made, it only waits for the ranks. Ranks that
+    are to exit (`then_exit`) come within that time, too; others as late as their own work has it,
+    such as the plots that rank 0 alone draws.
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by now,
-    so after that time, with a message, a process that is to exit (`then_exit`) does so, on the spot
-    and with code 0; one that has more to do goes on without it. Errors of torch are printed.
+    so after that time, with a message, a process that is to exit does so, on the spot and with code
+    0; one that has more to do goes on without it, and `leave_quickly` ends it. Errors of torch are
+    printed.
     """
+    are_here = threading.Event()
 
     def tear_down() -> None:
         """Wait for all ranks, then destroy the group if asked to."""
         devices.use(device)  # NCCL would open the first GPU, whose current one a new thread has
         control.barrier()
+        are_here.set()
         if destroys:
             dist.destroy_process_group()
 
     thread = threading.Thread(target=tear_down, daemon=True)
     thread.start()
+    while not then_exit and thread.is_alive() and not are_here.wait(WAKE_S):
+        pass  # the barrier ends with an error where a peer is gone
     thread.join(TEARDOWN_S)
     if thread.is_alive():
         say("the process group did not come down; left as it is")
@@ -226,3 +235,19 @@ def leave(control: Control, device: torch.device, then_exit: bool, destroys: boo
         sys.stderr.flush()
         if then_exit:
             os._exit(0)
+        leave_quickly()  # an exit of the interpreter would abort the process: of a thread in C++
+
+
+def leave_quickly() -> None:
+    """Register an exit function: it runs all the others, the script's own too, and then ends the
+    process without a teardown, with 0."""
+
+    def leave() -> None:
+        """Call the exit functions registered before, and exit with 0."""
+        atexit.unregister(leave)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    atexit.register(leave)  # the last one registered is the first to run

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hpc_ddp.training import start, worker
+from hpc_ddp.training import start
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.data.loader import Loader
-from hpc_ddp.training.process import member, run_directory
+from hpc_ddp.training.process import member, process_group, run_directory
 from hpc_ddp.training.stops import consensus
 from hpc_ddp.training.stops.signals import NOTICE
 
@@ -263,7 +263,7 @@ if __name__ == "__main__":
     first, count, *faults = sys.argv[1:]
     put_back(*faults or [""])
     vars(consensus)["next_period"] = lambda current, step_us: 1  # a stop comes at the next step
-    vars(worker)["leave_quickly"] = lambda: None
+    vars(process_group)["leave_quickly"] = lambda: None
     vars(run_directory)["_may_be_live"] = lambda *attempt: (
         False
     )  # the killed run was this process's

@@ -83,6 +83,7 @@ def test_a_notice_sets_the_end_and_a_second_one_tears_down(
     local_run._supervise(environ)
     assert float(attempt.end_time.read_text()) == pytest.approx(clock.now + 90, abs=1)
     assert not attempt.failed.read_text()
+    assert "a signal: the workers may stop and save, for 90 s" in capfd.readouterr().err
     local_run.is_hurried = True
     local_run._supervise(environ)
     assert attempt.failed.read_text() == "a second signal"

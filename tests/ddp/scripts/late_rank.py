@@ -1,0 +1,22 @@
+"""Rank 0 has work of its own before it finishes, for longer than a teardown may take."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from hpc_ddp.training import start
+from hpc_ddp.training.process import process_group
+
+vars(process_group)["TEARDOWN_S"] = 0.1
+run = start(seed=0, save_every_steps=1)  # so that nothing is left to save, where ranks would meet
+model = run.wrap(torch.nn.Linear(4, 1))
+run.track(model=model)
+for _ in run.steps(2):
+    run.step()
+drawn = Path("drawn")
+if run.rank == 0:
+    time.sleep(1)
+    drawn.touch()
+run.finish()
+print("DRAWN" if drawn.exists() else "TOO EARLY", flush=True)
