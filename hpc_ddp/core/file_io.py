@@ -28,7 +28,13 @@ MOST_TEXT_BYTES = 1 << 26
 MOST_BYTES, MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 30, 1 << 26, 50_000
 LONGEST_LINE = 1 << 20  # bytes; names of 5,000 nodes are a tenth of it
 ROOT, MOST_LINKS = 0, 40
+# Lines that torch prints in every rank of every job.
+NOISE = (
+    r"\[W\d{4} .*socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
+    r"|\[Gloo\] Rank \d+ is connected to \d+ peer ranks"
+)
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
+_NOISE_LINE = re.compile(rf"^.*(?:{NOISE}).*\n?", re.M)
 
 
 def patiently(act: Callable[[], T]) -> T:
@@ -208,15 +214,15 @@ def read_seconds(path: Path) -> float | None:
 
 
 def read_tail(path: Path, size_bytes: int) -> str:
-    """Return the last `size_bytes` of a log, without torch's and our own mark of the rank in front
-    of its lines; '' when it can't be read."""
+    """Return the last `size_bytes` of a log, without `NOISE`, and without torch's and our own mark
+    of the rank in front of its lines; '' when it can't be read."""
     try:
         with open_data(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
             text = file.read(size_bytes).decode(errors="replace")
     except (OSError, ValueError):
         return ""
-    return _RANK_MARK.sub("", text)
+    return _NOISE_LINE.sub("", _RANK_MARK.sub("", text))
 
 
 @contextlib.contextmanager

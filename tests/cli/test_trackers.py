@@ -48,10 +48,15 @@ def play_three_attempts(
         return dry.process.poll() is not None
 
     def stand(attempt: int) -> Path:
-        at = stands[attempt]
+        at, log = stands[attempt], dry.run.attempt(attempt).node("local-0").rank_log(0)
+
+        def has_recorded() -> bool:  # and saved
+            stands_still = log.exists() and f"STANDS AT {at}\n" in log.read_text()
+            return stands_still and at in steps(dry.run.path)
+
         recorded = f"step {at} recorded in attempt {attempt}"
-        wait_until(lambda: at in steps(dry.run.path), recorded, dry.printed, ended=has_ended)
-        return dry.run.attempt(attempt).node("local-0").rank_log(0).with_suffix(".pid")
+        wait_until(has_recorded, recorded, dry.printed, ended=has_ended)
+        return log.with_suffix(".pid")
 
     os.kill(pid_in(stand(0)), signal.SIGKILL)
     stand(1)

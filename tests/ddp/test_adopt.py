@@ -59,6 +59,11 @@ PAIRS = [
     Pair("steps", "--steps 60", 28, 60, ("model.pt",)),
 ]
 each_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+each_pair_here = pytest.mark.parametrize(
+    "pair",
+    [pair for pair in PAIRS if (DEVICE, pair.name) != ("sim", "steps")],
+    ids=lambda pair: pair.name,
+)  # the stand-in has no fused cell of a GRU
 
 
 @each_pair
@@ -90,13 +95,13 @@ def test_no_pair_is_left_out() -> None:
     DEVICE == "sim" and RELEASE < (2, 15),
     reason="torch 2.9 takes Gloo for the default, unless init_process_group is given a backend",
 )
-@each_pair
+@each_pair_here
 def test_before_runs_to_its_end(pair: Pair, crew: Any) -> None:
     assert {"epoch 1", "eval 40"} & set(re.findall(r"^(?:epoch|eval) \d+", pair.before(crew), re.M))
     assert all((crew.base / name).exists() for name in pair.leaves)
 
 
-@each_pair
+@each_pair_here
 def test_after_goes_on_in_mid_epoch_as_if_nothing_had_been(
     pair: Pair, make_crew: Callable[[str], Any]
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_best_that_is_gone_is_said(crew: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process's
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.9's own use
 @pytest.mark.parametrize("kind", ["dcp", "safetensors"])
 def test_sharded_weights_come_from_a_folder_and_go_to_one(
     make_crew: Callable[[str], Any], tmp_path: Path, kind: str

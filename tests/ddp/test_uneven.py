@@ -9,6 +9,7 @@ import pytest
 
 from hpc_ddp.core.journal.events import StepTiming
 from hpc_ddp.core.journal.stragglers import Slow, slow_rank
+from tests.devices import DEVICE
 
 
 def measure(crew: Any, ranks: int, *words: str) -> tuple[list[Any], list[Slow]]:
@@ -28,8 +29,9 @@ def test_a_rank_with_more_work_is_named(crew: Any) -> None:
     assert len(last["busy_s"]) == len(last["data_s"]) == 4
     assert last["steps"] > 0
     for event in events:
-        assert event["busy_s"][2] >= 0.06
         assert event["step_s"] >= 0.06  # all of them wait for it
+        if DEVICE == "cpu" or "busy_s" in event:  # a device may still be at its first sample
+            assert event["busy_s"][2] >= 0.06
 
 
 @pytest.mark.parametrize(

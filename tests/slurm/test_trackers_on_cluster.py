@@ -21,7 +21,12 @@ def play_three_attempts(job: Job, steps: Callable[[], list[int]]) -> None:
     `steps` has those that rank 0 has recorded so far."""
 
     def stand(attempt: int, step: int) -> None:
-        job.until(lambda: step in steps(), f"step {step} recorded in attempt {attempt}")
+        def has_recorded() -> bool:  # and saved
+            logs = job.run.logs.glob(f"attempt-{attempt}/*/rank-0.log")
+            stands_still = any(f"STANDS AT {step}\n" in log.read_text() for log in logs)
+            return stands_still and step in steps()
+
+        job.until(has_recorded, f"step {step} recorded in attempt {attempt}")
 
     stand(0, 4)
     os.kill(job.worker(0), signal.SIGKILL)

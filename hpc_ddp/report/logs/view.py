@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import open_data
+from hpc_ddp.core.file_io import NOISE, open_data
 from hpc_ddp.core.job.task_folder import trial_text
 from hpc_ddp.core.journal.enums import Action, sequel_of
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
@@ -25,11 +25,7 @@ from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFolder, spa
 POLL_S = 0.5
 ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
 
-# Lines that launchers and libraries print in every rank of every job.
-NOISE = re.compile(
-    rb"\[W\d{4} .*socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
-    rb"|\[Gloo\] Rank \d+ is connected to \d+ peer ranks"
-)
+_NOISE = re.compile(NOISE.encode())
 TORCH_MARK = re.compile(rb"^\[rank\d+\]: ?")  # torch's own, of tracebacks
 COLOURS = (36, 33, 32, 35, 34, 31)
 
@@ -173,7 +169,7 @@ class MergedView:
 
     def _is_shown(self, line: bytes) -> bool:
         """Return whether a line is shown: noise is not, unless the query is raw."""
-        return self._query.raw or not NOISE.search(line)
+        return self._query.raw or not _NOISE.search(line)
 
     def _show(self, group: AttemptLogs, is_last: bool) -> None:
         """Print the new lines of an attempt, with a heading where it begins and where it ends, once

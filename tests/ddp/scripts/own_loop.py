@@ -41,4 +41,4 @@ for step in run.steps(40):
 run.finish()
 if run.rank == 0:
     print("LAST", lines[-1]["step"], isinstance(lines[-1]["loss"], float))
-    (run.folder.path / "weights").write_bytes(net.weight.detach().numpy().tobytes())
+    (run.folder.path / "weights").write_bytes(net.weight.detach().cpu().numpy().tobytes())

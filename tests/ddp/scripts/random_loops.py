@@ -168,7 +168,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
         if loop.evaluates:
             with run.evaluating(model) as plain:
                 source: Any = shard if loop.evaluates == "shard" else own
-                sums = [plain(inputs).sum().item() for _, inputs in source]
+                sums = [plain(inputs.to(run.device)).sum().item() for _, inputs in source]
             rows.append((run.position.step, "evaluated", tuple(sums), weights()))
 
     def is_passed_over(batch: Any) -> bool:

@@ -38,5 +38,6 @@ for step in range(first, 13):
     draft.write_text(str(step))
     draft.rename(checkpoint)
     if step in (4, 8) and rank == 0:
+        print("STANDS AT", step, flush=True)
         time.sleep(600)
 print("done", flush=True)

@@ -37,6 +37,7 @@ for _ in run.steps(80):  # the ranks agree on a stop within 20, if each takes 50
     time.sleep(0.05)  # more than the pause between two lines
     run.step(loss=loss)
     if run.position.step == stop_at:
+        print("STANDS AT", stop_at, flush=True)
         while not Path(os.environ["HPC_DDP_NOTICE"]).exists():
             time.sleep(0.05)
 run.finish()

@@ -56,6 +56,11 @@ def test_any_content_is_read(tmp_path: Path) -> None:
     assert read_tail(path, 44) == "one\ntwo\nno [rank1]: three\ufffd"
     assert read_tail(path, 4) == "ree�"
     assert read_tail(path, 1000).startswith("x" * 50)
+    gloo = (
+        "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks: 1\n"
+    )
+    path.write_text(f"one\n[rank0]: {gloo}two\n{gloo}")
+    assert read_tail(path, 1000) == "one\ntwo\n"
 
 
 def test_a_disk_that_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
