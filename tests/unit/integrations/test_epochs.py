@@ -108,7 +108,7 @@ def test_the_generator_of_a_sampler_that_fabric_wraps_is_the_scripts() -> None:
     sampler = RandomSampler(data, generator=generator)
     indices = TensorDataset(torch.arange(4))
     vars(indices)["_sampler"] = sampler
-    wrapper = DistributedSampler(indices, num_replicas=2, rank=0)
+    wrapper: DistributedSampler[Any] = DistributedSampler(indices, num_replicas=2, rank=0)
     assert generators_of(DataLoader(data, sampler=wrapper)) == [generator]
 
 
