@@ -81,11 +81,8 @@ class EpochStop(StopPoint):
         """Give the generators, those of the loader among them, the state with which the epoch
         began, if it is partly done; else note theirs."""
         if done and self._begun is not None:
-            rng.restore(self._begun, self._devices)
-            for generator, state in zip(generators, self._begun["loader"], strict=False):
-                generator.set_state(state)
-        self._begun = rng.snapshot(self._devices)
-        self._begun["loader"] = [generator.get_state() for generator in generators]
+            put_states(self._begun, generators, self._devices)
+        self._begun = states_of(generators, self._devices)
 
     def _check_within(self) -> None:
         """Raise UsageError outside of a loop over `batches`."""
@@ -159,6 +156,22 @@ def drop_iterator(loader: Any) -> None:
     for part in (loader, *(getattr(loader, n, None) for n in ("_dataloader", "base_dataloader"))):
         if isinstance(part, DataLoader):
             part._iterator = None
+
+
+def states_of(
+    generators: Sequence[torch.Generator], devices: Sequence[torch.device]
+) -> dict[str, Any]:
+    """Return the states of the global generators, of those of `devices`, and of `generators`."""
+    return {**rng.snapshot(devices), "loader": [entry.get_state() for entry in generators]}
+
+
+def put_states(
+    states: dict[str, Any], generators: Sequence[torch.Generator], devices: Sequence[torch.device]
+) -> None:
+    """Put the generators into the states that `states_of` returned."""
+    rng.restore(states, devices)
+    for generator, state in zip(generators, states["loader"], strict=False):
+        generator.set_state(state)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
