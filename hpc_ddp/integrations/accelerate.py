@@ -92,7 +92,7 @@ class Stop(EpochStop):
         if not self._accelerator.sync_gradients:
             return
         samples = self._samples * self._accelerator.gradient_accumulation_steps
-        if self.step(epoch=self.facts["epoch"], samples=samples, **values):
+        if self.step(epoch=self._own_facts["epoch"], samples=samples, **values):
             with self.checkpoint() as folder:
                 self._accelerator.save_state(str(folder / STATE))
                 self._save_random(folder)

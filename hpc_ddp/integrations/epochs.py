@@ -19,17 +19,22 @@ RANDOM = "random-{}.pt"  # of a rank
 
 
 class EpochStop(StopPoint):
-    """Knows how much of which epoch is done, in ``facts["epoch"]`` and ``facts["batches"]``, by how
-    many ranks, and with which random numbers it began."""
+    """Knows how much of which epoch is done, by how many ranks, and with which random numbers it
+    began."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._own_names = frozenset(RANDOM.format(rank) for rank in range(self._info.world_size))
-        self.facts = {"epoch": 0, "batches": 0}
+        self._own_facts = {"epoch": 0, "batches": 0}
         self._has_warned = self._is_within = False
         self._ended: int | None = None  # the epoch that this process has ended last
         self._begun: dict[str, Any] | None = None  # the generators as the epoch began
         self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
+
+    @property
+    def batches_done(self) -> int:
+        """Return how many batches of the epoch are done, as one begins or goes on."""
+        return int(self._own_facts["batches"])
 
     @abstractmethod
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
@@ -55,7 +60,7 @@ class EpochStop(StopPoint):
             drop_iterator(loader)
             for batch in self._batches_left(loader, epoch, done):
                 self._restore_random()
-                self.facts["batches"] += 1
+                self._own_facts["batches"] += 1
                 yield batch
             self._restore_random()
             self._end_epoch()
@@ -76,11 +81,8 @@ class EpochStop(StopPoint):
         """Give the generators, those of the loader among them, the state with which the epoch
         began, if it is partly done; else note theirs."""
         if done and self._begun is not None:
-            rng.restore(self._begun, self._devices)
-            for generator, state in zip(generators, self._begun["loader"], strict=False):
-                generator.set_state(state)
-        self._begun = rng.snapshot(self._devices)
-        self._begun["loader"] = [generator.get_state() for generator in generators]
+            put_states(self._begun, generators, self._devices)
+        self._begun = states_of(generators, self._devices)
 
     def _check_within(self) -> None:
         """Raise UsageError outside of a loop over `batches`."""
@@ -123,13 +125,14 @@ class EpochStop(StopPoint):
         an epoch that is over, with a warning: the loop does what stands behind its batches again,
         as the steps of a scheduler. An epoch of another number of ranks begins anew, with one."""
         ranks = self._info.world_size
-        if self.facts["batches"] and self.facts.setdefault("ranks", ranks) != ranks:
+        begun_by = self._own_facts.get("ranks", ranks)
+        if self._own_facts["batches"] and begun_by != ranks:
             self._say(
-                f"WARNING: {self.facts['ranks']} ranks have begun this epoch, and there are {ranks}"
+                f"WARNING: {begun_by} ranks have begun this epoch, and there are {ranks}"
                 " now: it begins anew, so that some samples count twice"
             )
-            self.facts["batches"] = 0
-        if epoch < self.facts["epoch"]:
+            self._own_facts["batches"] = 0
+        if epoch < self._own_facts["epoch"]:
             if not self._has_warned:
                 self._has_warned = True
                 self._say(
@@ -137,14 +140,14 @@ class EpochStop(StopPoint):
                     " done again; begin with: for epoch in range(stop.position.epoch, …)"
                 )
             return None
-        done: int = self.facts["batches"] if epoch == self.facts["epoch"] else 0
-        self.facts = {"epoch": epoch, "batches": done, "ranks": ranks}
+        done: int = self._own_facts["batches"] if epoch == self._own_facts["epoch"] else 0
+        self._own_facts = {"epoch": epoch, "batches": done, "ranks": ranks}
         return done
 
     def _end_epoch(self) -> None:
         """Note that all batches of the epoch are done."""
-        self._ended = self.facts["epoch"]
-        self.facts |= {"epoch": self._ended + 1, "batches": 0}
+        self._ended = self._own_facts["epoch"]
+        self._own_facts |= {"epoch": self._ended + 1, "batches": 0}
 
 
 def drop_iterator(loader: Any) -> None:
@@ -155,14 +158,35 @@ def drop_iterator(loader: Any) -> None:
             part._iterator = None
 
 
+def states_of(
+    generators: Sequence[torch.Generator], devices: Sequence[torch.device]
+) -> dict[str, Any]:
+    """Return the states of the global generators, of those of `devices`, and of `generators`."""
+    return {**rng.snapshot(devices), "loader": [entry.get_state() for entry in generators]}
+
+
+def put_states(
+    states: dict[str, Any], generators: Sequence[torch.Generator], devices: Sequence[torch.device]
+) -> None:
+    """Put the generators into the states that `states_of` returned."""
+    rng.restore(states, devices)
+    for generator, state in zip(generators, states["loader"], strict=False):
+        generator.set_state(state)
+
+
 def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators that the script has given to a loader, its sampler or its batch
     sampler, in the order in which they are found."""
     parts, generators = [loader], list[torch.Generator]()
     for part in parts:
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and generator not in generators:
-            generators.append(generator)
-        inner = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))
-        parts += [sampler for sampler in inner if sampler is not None and sampler not in parts]
+        entries = [getattr(part, "generator", None), *getattr(part, "__dict__", {}).values()]
+        for entry in entries:  # a sampler's own may have any name
+            if isinstance(entry, torch.Generator) and entry not in generators:
+                generators.append(entry)
+        inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
+        # On several ranks Fabric makes a data set of the script's sampler, for one of its own.
+        inner.append(getattr(getattr(part, "dataset", None), "_sampler", None))
+        for sampler in inner:  # by identity: == of an array of indices is an array
+            if sampler is not None and all(sampler is not entry for entry in parts):
+                parts.append(sampler)
     return generators

@@ -95,7 +95,7 @@ class Stop(EpochStop):
                 hint="stop.load(model=model, optimizer=optimizer)",
             )
         self._check_within()
-        if self.step(epoch=self.facts["epoch"], **values):
+        if self.step(epoch=self._own_facts["epoch"], **values):
             with self.checkpoint() as folder:
                 self._fabric.save(folder / STATE, self._objects)
                 self._save_random(folder)

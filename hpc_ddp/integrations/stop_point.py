@@ -80,6 +80,7 @@ class StopPoint(Member):
         )
         super().__init__(options)
         self.facts: dict[str, Any] = {}
+        self._own_facts: dict[str, Any] = {}  # as `facts`, of a subclass: apart from the script's
         self._format = format
         self._newest: Path | None = None
         self._decision = Decision()  # which `checkpoint` carries out
@@ -110,6 +111,7 @@ class StopPoint(Member):
                 self._newest, manifest = newest
                 vars(self.position).update(manifest["position"])
                 self.facts.update(manifest["facts"])
+                self._own_facts.update(manifest["own_facts"])
         return self._newest
 
     def take_signals(self) -> None:
@@ -196,7 +198,11 @@ class StopPoint(Member):
         self._consensus.end_pause()
         began = time.monotonic()
         yield self._checkpoints.open_draft(self.position.step)
-        facts = {"position": asdict(self.position), "facts": deepcopy(self.facts)}
+        facts = {
+            "position": asdict(self.position),
+            "facts": deepcopy(self.facts),
+            "own_facts": deepcopy(self._own_facts),
+        }
         self._checkpoints.commit(self.position.step, facts, began)
         decision, self._decision = self._decision, Decision()
         self._schedule.saved()

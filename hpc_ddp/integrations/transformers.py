@@ -14,11 +14,15 @@ is the same as, where the callback is made before a long preparation of the data
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from typing import Any
 
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.integrations.epochs import RANDOM, generators_of, put_states, states_of
 from hpc_ddp.integrations.stop_point import (
     StopPoint,
     check_step,
@@ -27,8 +31,6 @@ from hpc_ddp.integrations.stop_point import (
 )
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.telemetry.metrics import TAKEN
-
-_REPLACED = ("output_dir", "save_only_model")  # arguments that differ for a save of the run
 
 
 def train(trainer: Trainer, **options: Any) -> Any:
@@ -46,17 +48,19 @@ def train(trainer: Trainer, **options: Any) -> Any:
 class StopCallback(TrainerCallback):
     """Has the Trainer save into the run's folder, and stop at the same step on all ranks.
 
-    The Trainer's own checkpoints (``save_steps``) stay where ``output_dir`` says; the argument
-    ``save_only_model`` holds for these alone. The options are those of `StopPoint`. The loss in the
-    journal is that of the Trainer's last log (``logging_steps``).
+    It saves as the next step begins: all that the Trainer does after a step, such as an evaluation
+    and a checkpoint of its own, is done by then. Those stay where ``output_dir`` says. The options
+    are those of `StopPoint`. The loss in the journal is that of the Trainer's last log
+    (``logging_steps``).
     """
 
     def __init__(self, **options: Any) -> None:
         self._stop = StopPoint(format="transformers", **options)
-        self._saving = ExitStack()  # the checkpoint that the Trainer is about to write
-        self._script_args: dict[str, Any] = {}  # the script's values, while others hold for a save
+        ranks = range(self._stop._info.world_size)
+        self._stop._own_names = frozenset(RANDOM.format(rank) for rank in ranks)
         self._is_due = False  # a save of the run is
-        self._was_busy = False  # a save was put off in the step before
+        self._states: dict[str, Any] = {}  # of the generators, as the epoch began
+        self._saved_states: dict[str, Any] | None = None  # the same, of the checkpoint
         self._values: dict[str, float] = {}
         self._trainer: Trainer | None = None
 
@@ -66,19 +70,52 @@ class StopCallback(TrainerCallback):
         Raises as `StopPoint.latest`."""
         self._trainer = trainer
         folder = self._stop.latest()
-        return None if folder is None else str(next(folder.glob("checkpoint-*")))
+        if folder is None:
+            return None
+        # Without it an EarlyStoppingCallback would have all its patience again.
+        trainer.args.restore_callback_states_from_checkpoint = True
+        if self._stop.facts["ranks"] == trainer.args.world_size:
+            path = folder / RANDOM.format(self._stop.rank)
+            self._saved_states = torch.load(path, weights_only=True)
+        return str(next(folder.glob("checkpoint-*")))
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **_: Any,
     ) -> None:
-        if self._trainer is not None:
-            fix_order_of_sums([self._trainer.model_wrapped])
+        if self._trainer is None:
+            raise UsageError(
+                "the training begins before stop.latest, which finds the run's newest checkpoint",
+                hint="trainer.train(resume_from_checkpoint=stop.latest(trainer))",
+            )
+        _check_loader(train_dataloader, args.world_size)
+        fix_order_of_sums([self._trainer.model_wrapped])
         self._stop.begin()
         check_step(self._stop, state.global_step, "train(trainer)")
         warn_of_ranks(self._stop, args.world_size)
 
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        generators, devices = generators_of(train_dataloader), [args.device]
+        if self._saved_states is not None:  # the Trainer restores them later: the order is drawn
+            put_states(self._saved_states, generators, devices)
+            self._saved_states = None
+        _set_epoch(train_dataloader, math.floor(state.epoch or 0))
+        self._states = states_of(generators, devices)
+        self._save_if_due(args)  # before the order of this epoch is drawn
+
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._take_back(args)  # the Trainer has changed its mind, as for the best model only
+        self._save_if_due(args)
 
     def on_log(
         self,
@@ -101,7 +138,7 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
+    ) -> None:
         batch_size = args.train_batch_size * args.gradient_accumulation_steps
         self._is_due = self._stop.step(
             state.global_step,
@@ -111,68 +148,66 @@ class StopCallback(TrainerCallback):
             wait_for_all=_is_long_step(args, state, state.global_step + 1),
             **self._values,
         )
-        if not _ends_epoch(state):  # else all that comes with the end of the epoch is done first
-            self._save_if_free(args, control)
-        return control
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
-        if _ends_epoch(state):
-            self._save_if_free(args, control)
-        return control
-
-    def _save_if_free(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Have the Trainer save into the run's folder, if that is due.
-
-        A save of the script's own, or an evaluation, which may decide on one or on the end of the
-        training, comes first, and the run's after the next step. Where that is such a step too,
-        the Trainer evaluates, and then saves for the run, in place of a save of the script's own.
-        """
-        is_busy = control.should_save or control.should_evaluate
-        waits, self._was_busy = is_busy and not self._was_busy, self._is_due and is_busy
-        if self._is_due and not waits and not control.should_training_stop:
-            self._script_args = {name: getattr(args, name) for name in _REPLACED}
-            args.output_dir = str(self._saving.enter_context(self._stop.checkpoint()))
-            args.save_only_model = False  # without the optimizer no training goes on
-            control.should_save = True
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        if control.should_training_stop:  # by the evaluation: a resumed Trainer would go on
-            self._take_back(args)
-        elif self._put_back(args):
-            self._is_due = False
-            self._saving.close()
-
-    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._take_back(args)
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._stop.finish()
 
-    def _take_back(self, args: TrainingArguments) -> None:
-        """Give up a checkpoint that the Trainer has not written; the next step's is due again."""
-        if self._put_back(args):
-            self._saving = ExitStack()
+    def _save_if_due(self, args: TrainingArguments) -> None:
+        """Have the Trainer save into the run's folder, if that is due, with other arguments than
+        for a checkpoint of its own."""
+        if not self._is_due or self._trainer is None:
+            return
+        self._is_due = False
+        with self._stop.checkpoint() as folder:
+            torch.save(self._states, folder / RANDOM.format(self._stop.rank))
+            replacement = {
+                "output_dir": str(folder),
+                "save_only_model": False,  # without the optimizer no training goes on
+                "save_strategy": "no",  # else it were taken for the folder of the best model
+                "push_to_hub": False,
+            }
+            script_values = {name: getattr(args, name) for name in replacement}
+            vars(args).update(replacement)
+            try:
+                self._trainer._save_checkpoint(self._trainer.model_wrapped, None)
+            finally:
+                vars(args).update(script_values)
 
-    def _put_back(self, args: TrainingArguments) -> bool:
-        """Give the arguments the script's values again; return whether they had others."""
-        was_replaced = bool(self._script_args)
-        vars(args).update(self._script_args)
-        self._script_args = {}
-        return was_replaced
+
+def _check_loader(loader: Any, ranks: int) -> None:
+    """Raise UsageError for a loader that can't skip what is done: rank 0 reads a batch for each
+    rank there, and after a resume the Trainer skips one for all of them."""
+    if (
+        isinstance(loader, DataLoaderDispatcher)
+        and not (loader.split_batches or isinstance(loader.dataset, IterableDataset))
+        and ranks > 1
+    ):
+        raise UsageError(
+            "dispatch_batches is True, and a resumed Trainer then repeats samples of such a data"
+            " set; accepted: False, or True with split_batches",
+            hint='TrainingArguments(…, accelerator_config={"dispatch_batches": False})',
+        )
 
 
-def _ends_epoch(state: TrainerState) -> bool:
-    """Return whether the last step was the last one of its epoch."""
-    return float(state.epoch or 0.5).is_integer()
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch as the Trainer does, from which samplers draw their order: a resumed one has
+    another loader around this one, which skips what is done, and does not reach them."""
+    shard = getattr(loader, "batch_sampler", None)
+    parts: list[Any] = [loader, getattr(shard, "batch_sampler", None)]
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
 def _is_long_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
-    """Return whether the script evaluates after `step`, or saves after it as the last one of its
-    epoch, as far as is known before it: a stop that falls there would have to wait."""
-    every = state.eval_steps if args.eval_strategy == "steps" else 0
+    """Return whether the script evaluates or saves after `step`, as far as is known before it: a
+    stop that falls there would have to wait."""
+    intervals = [0]
+    if args.eval_strategy == "steps":
+        intervals.append(state.eval_steps)
+    if args.save_strategy == "steps":
+        intervals.append(state.save_steps)
     if "epoch" in (args.eval_strategy, args.save_strategy) and state.epoch:
         # Of steps that accumulate batches the last one of an epoch may have fewer.
-        every = math.ceil(state.global_step / state.epoch - 1e-6)
-    return every > 0 and step % every == 0
+        intervals.append(math.ceil(state.global_step / state.epoch - 1e-6))
+    return any(every > 0 and step % every == 0 for every in intervals)

@@ -83,18 +83,29 @@ def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) 
     assert stopped.weights == whole.weights
 
 
-@pytest.mark.parametrize(("order", "ranks"), [("sampler", 1), ("buckets", 2), ("dispatch", 2)])
-def test_accelerate_keeps_the_order_of_other_loaders(
-    make_crew: Callable[[str], Crew], order: str, ranks: int
+@pytest.mark.parametrize(
+    ("library", "order", "ranks"),
+    [
+        ("accelerate", "sampler", 1),
+        ("accelerate", "buckets", 2),
+        ("accelerate", "dispatch", 2),
+        pytest.param("fabric", "sampler", 2, marks=pytest.mark.more),
+        pytest.param("transformers", "lengths", 2, marks=pytest.mark.more),
+        pytest.param("transformers", "rebalance", 2, marks=pytest.mark.more),
+        pytest.param("transformers", "split", 2, marks=pytest.mark.more),
+    ],
+)
+def test_the_order_of_other_loaders_is_kept(
+    make_crew: Callable[[str], Crew], library: str, order: str, ranks: int
 ) -> None:
     """A stop in the second epoch, whose order a new process would not draw by itself."""
     whole, stopped = make_crew("whole"), make_crew("stopped")
     words = ("--order", order)
     at = "20" if ranks == 1 else "11"
-    go(whole, "accelerate", *words, ranks=ranks)
-    go(stopped, "accelerate", *words, *SLOW, "--at", at, ranks=ranks)
+    go(whole, library, *words, ranks=ranks)
+    go(stopped, library, *words, *SLOW, "--at", at, ranks=ranks)
     assert len(stopped.events("stopped")) == 1
-    go(stopped, "accelerate", *words, ranks=ranks)
+    go(stopped, library, *words, ranks=ranks)
     assert stopped.weights == whole.weights
 
 
@@ -178,13 +189,12 @@ def test_without_a_launcher(make_crew: Callable[[str], Crew], library: str) -> N
 
 @pytest.mark.more
 def test_the_trainers_own_saves_stay_its_own(make_crew: Callable[[str], Crew]) -> None:
-    """One of a step comes first, and the run's follows after the next step, at the latest."""
+    """Also where both are due at the same step; the Trainer's alone are pushed to the Hub."""
     rare, all_steps = make_crew("rare"), make_crew("all")
-    go(rare, "transformers", *SAVE, "--own-saves", "4")
+    printed = go(rare, "transformers", *SAVE, "--own-saves", "4")
+    assert {line for line in printed.splitlines() if "pushes from" in line} == {"pushes from hf"}
     steps = [event["step"] for event in rare.events("checkpoint")]
-    assert steps[0] == 5
-    # One is later where the disk was not done; at the end of an epoch both come, the own one first.
-    assert all(step % 4 or step % 8 == 0 for step in steps)
+    assert steps[0] == 4
     own = sorted(path.name for path in (rare.base / "hf").iterdir())
     assert own == ["checkpoint-20", "checkpoint-24"]
     optimizers = [path.parts[-3] for path in rare.base.rglob("optimizer.pt")]
@@ -192,8 +202,57 @@ def test_the_trainers_own_saves_stay_its_own(make_crew: Callable[[str], Crew]) -
         f"step-{step}" for step in steps[-3:]
     )  # not save_only_model
     go(all_steps, "transformers", *SAVE, "--own-saves", "1")
-    assert all_steps.events("checkpoint")[0]["step"] == 5
+    assert all_steps.events("checkpoint")[0]["step"] == 4
     assert rare.weights == all_steps.weights
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_the_best_model_and_the_patience_outlast_a_stop(
+    make_crew: Callable[[str], Crew], strategy: str
+) -> None:
+    """Each step is evaluated, and the first one is the best: in ``greater_is_better`` the loss has
+    the wrong sign."""
+    settings = {
+        "per_device_train_batch_size": 64,
+        "num_train_epochs": 9,
+        "eval_strategy": "epoch",
+        "eval_delay": 2,
+        "save_strategy": strategy,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "learning_rate": 1e-3,
+    }
+    whole, stopped = make_crew("whole"), make_crew("stopped")
+    words = ("--settings", str(settings), "--patience", "5")
+    last = "evaluated at [2, 3, 4, 5, 6, 7] best at 2"
+    assert last in go(whole, "transformers", *words, ranks=1)
+    go(stopped, "transformers", *words, *SLOW, "--save-every-steps", "1", "--at", "4", ranks=1)
+    (stop,) = stopped.events("stopped")
+    assert 4 <= stop["step"] < 7
+    assert not list(stopped.run.checkpoints.glob("step-*.tmp-0"))
+    assert last in go(stopped, "transformers", *words, ranks=1)
+    own = [sorted(path.name for path in (crew.base / "hf").iterdir()) for crew in (whole, stopped)]
+    assert own[0] == own[1]
+    assert stopped.weights == whole.weights
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--order", "dispatch"), "dispatch_batches is True, and a resumed Trainer then repeats"),
+        (("--bare",), "the training begins before stop.latest"),
+    ],
+    ids=["which would repeat samples", "which would not resume"],
+)
+def test_a_trainer_is_refused(
+    make_crew: Callable[[str], Crew], words: tuple[str, ...], error: str
+) -> None:
+    started = launch(make_crew("refused"), "transformers", *words)
+    assert all(started.wait())
+    assert error in started.output()
 
 
 @pytest.mark.more
@@ -215,41 +274,39 @@ def test_lightning_begins_the_shuffle_of_an_epoch_again(
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("settings", "due", "saved", "printed"),
+    ("settings", "due", "printed"),
     [
-        ("{}", 16, 16, "evaluated at [] best at None"),
-        ("{'max_steps': 40, 'eval_strategy': 'epoch'}", 16, 17, "evaluated at [16, 32, 40]"),
+        ("{}", 16, "evaluated at [] best at None"),
+        ("{'max_steps': 40, 'eval_strategy': 'epoch'}", 16, "evaluated at [16, 32, 40]"),
         (
             "{'per_device_train_batch_size': 64, 'num_train_epochs': 6, 'eval_strategy': 'epoch'}",
             2,
-            3,
             "evaluated at [1, 2, 3, 4, 5, 6]",
         ),
         (
             "{'eval_strategy': 'steps', 'eval_steps': 0.25, 'save_strategy': 'best',"
             " 'load_best_model_at_end': True, 'learning_rate': 1e-3}",
             12,
-            13,
             "evaluated at [12, 24, 36, 48] best at 48",
         ),
     ],
     ids=["no evaluation", "not whole epochs", "one step an epoch", "a share of all steps"],
 )
 def test_what_the_trainer_does_after_a_step_comes_before_a_save_of_the_run(
-    make_crew: Callable[[str], Crew], settings: str, due: int, saved: int, printed: str
+    make_crew: Callable[[str], Crew], settings: str, due: int, printed: str
 ) -> None:
     """A resumed Trainer would not evaluate there any more, nor keep its best model."""
     whole, resumed = make_crew("whole"), make_crew("resumed")
     words = ("--settings", settings)
     assert printed in go(whole, "transformers", *words, ranks=1)
-    save = ("--save-every-steps", str(due), *SLOW, "--at", str(saved + 2), "--signal", "9")
+    save = ("--save-every-steps", str(due), *SLOW, "--at", str(due + 2), "--signal", "9")
     killed = launch(resumed, "transformers", *words, *save, ranks=1)
     assert killed.wait() == [-signal.SIGKILL], killed.output()
-    assert resumed.events("checkpoint")[0]["step"] == saved
+    assert resumed.events("checkpoint")[0]["step"] == due
     if "best" in settings:
         assert [path.name for path in (resumed.base / "hf").iterdir()] == ["checkpoint-12"]
     assert printed in go(resumed, "transformers", *words, ranks=1)
-    assert [event["step"] for event in resumed.events("first_step")] == [1, saved + 1]
+    assert [event["step"] for event in resumed.events("first_step")] == [1, due + 1]
     assert resumed.weights == whole.weights
 
 

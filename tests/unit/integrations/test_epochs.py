@@ -7,7 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    TensorDataset,
+)
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generators_of
@@ -17,7 +23,11 @@ from hpc_ddp.integrations.fabric import Stop
 def test_a_loop_that_begins_before_its_checkpoint_is_warned_once() -> None:
     stop: EpochStop = object.__new__(Stop)  # without the handlers of signals
     printed: list[str] = []
-    values = {"facts": {"epoch": 2, "batches": 3}, "_has_warned": False, "_say": printed.append}
+    values = {
+        "_own_facts": {"epoch": 2, "batches": 3},
+        "_has_warned": False,
+        "_say": printed.append,
+    }
     vars(stop).update(values, _info=SimpleNamespace(world_size=1))
     assert [stop._begin_epoch(epoch) for epoch in range(4)] == [None, None, 3, 0]
     (warning,) = printed
@@ -33,9 +43,10 @@ def test_a_save_before_load_is_refused() -> None:
 
 
 def make_stop(**facts: Any) -> EpochStop:
-    """Make one that has loaded the run's checkpoint, with these facts, on two ranks."""
+    """Make one that has loaded the run's checkpoint, with these facts of its own, on two ranks."""
     stop: EpochStop = object.__new__(Stop)  # without the handlers of signals
-    vars(stop).update(facts=facts, _has_warned=False, _is_within=False, _ended=None, _is_open=True)
+    vars(stop).update(facts={}, _own_facts=facts, _ended=None)
+    vars(stop).update(_has_warned=False, _is_within=False, _is_open=True)
     vars(stop).update(_info=SimpleNamespace(world_size=2), _say=lambda text: None)
     return stop
 
@@ -89,6 +100,40 @@ def test_the_generators_of_a_loader_are_the_scripts() -> None:
     second = torch.Generator()
     assert generators_of(DataLoader(data, sampler=sampler, generator=second)) == [second, generator]
     assert generators_of(DataLoader(data)) == []
+
+
+def test_the_generator_of_a_sampler_that_fabric_wraps_is_the_scripts() -> None:
+    """As it does on several ranks: its own sampler has one of indices as its data set."""
+    generator, data = torch.Generator(), TensorDataset(torch.arange(4))
+    sampler = RandomSampler(data, generator=generator)
+    indices = TensorDataset(torch.arange(4))
+    vars(indices)["_sampler"] = sampler
+    wrapper: DistributedSampler[Any] = DistributedSampler(indices, num_replicas=2, rank=0)
+    assert generators_of(DataLoader(data, sampler=wrapper)) == [generator]
+
+
+def test_the_generator_of_a_sampler_may_have_any_name() -> None:
+    generator, data = torch.Generator(), TensorDataset(torch.arange(4))
+    sampler = RandomSampler(data)
+    vars(sampler)["numbers"] = generator
+    assert generators_of(DataLoader(data, sampler=sampler)) == [generator]
+
+
+def test_indices_may_be_an_array() -> None:
+    indices: Any = torch.arange(4).numpy()
+    assert generators_of(DataLoader(TensorDataset(torch.arange(4)), sampler=indices)) == []
+
+
+def test_the_facts_of_the_script_outlast_an_epoch() -> None:
+    """Also those with a name that the class itself uses."""
+    stop = make_stop(epoch=0, batches=3)
+    stop.facts |= {"best": 0.5, "epoch": "the best one"}
+    assert stop.batches_done == 3
+    stop._begin_epoch(0)
+    stop._end_epoch()
+    stop._begin_epoch(1)
+    assert stop.facts == {"best": 0.5, "epoch": "the best one"}
+    assert stop.batches_done == 0
 
 
 def test_a_save_outside_of_the_batches_is_refused() -> None:

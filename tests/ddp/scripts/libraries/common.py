@@ -28,15 +28,13 @@ parser.add_argument("--width", type=int, default=8, help="of the hidden layer")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--batch-size", type=int, default=4, help="of Lightning, of 32 samples a rank")
 parser.add_argument("--own-saves", type=int, help="the Trainer's save_steps")
+parser.add_argument("--patience", type=int, help="of an EarlyStoppingCallback, in evaluations")
+parser.add_argument("--bare", action="store_true", help="train without the newest checkpoint")
 parser.add_argument("--settings", default="{}", help="more TrainingArguments, a dict")
 parser.add_argument("--plain", action="store_true", help="data that follow from the step alone")
 parser.add_argument("--stateful", action="store_true", help="Lightning's loader of torchdata")
 parser.add_argument("--accumulate", type=int, default=1, help="Lightning's batches a step")
-parser.add_argument(
-    "--order",
-    default="shuffle",
-    help="of Accelerate: sampler, buckets, dispatch; of Lightning: in-turn, stream",
-)
+parser.add_argument("--order", default="shuffle", help="or another one of the script's")
 args = parser.parse_args()
 
 RANK = int(os.environ.get("RANK", 0))

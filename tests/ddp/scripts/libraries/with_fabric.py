@@ -5,7 +5,7 @@ import os
 import lightning as L
 import torch
 from common import OPTIONS, args, disturb, leave_weights
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from hpc_ddp.integrations.fabric import Stop
 
@@ -30,7 +30,11 @@ net = torch.nn.Sequential(
 )
 model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-loader = fabric.setup_dataloaders(DataLoader(Noisy(), batch_size=4, shuffle=True))
+shuffled = DataLoader(Noisy(), batch_size=4, shuffle=True)
+if args.order == "sampler":
+    sampler = WeightedRandomSampler([1.0] * 64, 64, generator=torch.Generator().manual_seed(5))
+    shuffled = DataLoader(Noisy(), batch_size=4, sampler=sampler)
+loader = fabric.setup_dataloaders(shuffled)
 stop.load(model=model, optimizer=optimizer, scheduler=scheduler)
 torch.manual_seed(fabric.global_rank + stop.position.step)  # a resume restores each rank's numbers
 for epoch in range(stop.position.epoch, args.epochs):

@@ -2,13 +2,21 @@
 
 import ast
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import OPTIONS, RANK, args, disturb, leave_weights
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from hpc_ddp.integrations.transformers import train
+from hpc_ddp.integrations.transformers import StopCallback, train
 
 CONFIG = GPT2Config(
     vocab_size=32,
@@ -19,6 +27,26 @@ CONFIG = GPT2Config(
     bos_token_id=0,
     eos_token_id=0,
 )
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "shuffle": {},
+    "lengths": {"train_sampling_strategy": "group_by_length"},
+    "rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "split": {
+        "accelerator_config": {"dispatch_batches": True, "split_batches": True},
+        "per_device_train_batch_size": 8,  # of all ranks
+    },
+    "dispatch": {"accelerator_config": {"dispatch_batches": True}},
+}
+
+
+class PushingTrainer(Trainer):
+    """Prints the name of the folder whose checkpoint it would push to the Hub."""
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if RANK == 0:
+            print("pushes from", Path(checkpoint_folder).parent.name, flush=True)
+
 
 torch.manual_seed(1)
 tokens = torch.randint(32, (64, 16))
@@ -39,11 +67,20 @@ settings = TrainingArguments(
     ddp_find_unused_parameters=False,  # else DDP never packs anew
     use_cpu=True,
     seed=1,
-    **(options | ast.literal_eval(args.settings)),
+    **(options | ORDERS[args.order] | ast.literal_eval(args.settings)),
 )
 model = GPT2LMHeadModel(CONFIG)
 model.register_forward_pre_hook(lambda *_: disturb(trainer.state.global_step + 1))
-trainer: Trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data[:8])
+callbacks: list[TrainerCallback] = []
+if args.patience:
+    callbacks.append(EarlyStoppingCallback(args.patience))
+trainer: Trainer = PushingTrainer(
+    model, settings, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks
+)
+settings.push_to_hub = bool(args.own_saves)  # only now: a Trainer looks for the Hub as it is made
+if args.bare:
+    trainer.add_callback(StopCallback(**OPTIONS))
+    trainer.train()
 train(trainer, **OPTIONS)
 if RANK == 0:
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
