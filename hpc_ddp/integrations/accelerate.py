@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.epochs import EpochStop, generators_of
 from hpc_ddp.integrations.stop_point import fix_order_of_sums
+from hpc_ddp.training.data.iterable import set_epoch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,8 +69,7 @@ class Stop(EpochStop):
 
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
         self._samples = getattr(loader, "total_batch_size", 0)
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
+        set_epoch(loader, epoch)
         # Of a shuffle: one for all ranks, or what the script has given to the loader.
         shared = getattr(loader, "synchronized_generator", None)
         self._restore_order(generators_of(loader) if shared is None else [shared], done)

@@ -30,6 +30,7 @@ from hpc_ddp.integrations.stop_point import (
     fix_order_of_sums,
     warn_of_ranks,
 )
+from hpc_ddp.training.data.iterable import set_epoch
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.signals import SIGNALS
 
@@ -212,7 +213,5 @@ def _load_states(loop: Any, load_states: Callable[[], None]) -> None:
     """
     for loader in loop._combined_loader.flattened:
         for part in (loader, getattr(loader, "batch_sampler", None)):
-            sampler: Any = getattr(part, "sampler", None)
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(loop.epoch_progress.current.processed)
+            set_epoch(getattr(part, "sampler", None), loop.epoch_progress.current.processed)
     load_states()

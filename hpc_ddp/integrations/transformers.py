@@ -29,6 +29,7 @@ from hpc_ddp.integrations.stop_point import (
     fix_order_of_sums,
     warn_of_ranks,
 )
+from hpc_ddp.training.data.iterable import set_epoch
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.telemetry.metrics import TAKEN
 
@@ -80,37 +81,28 @@ class StopCallback(TrainerCallback):
         return str(next(folder.glob("checkpoint-*")))
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **values: Any
     ) -> None:
         if self._trainer is None:
             raise UsageError(
                 "the training begins before stop.latest, which finds the run's newest checkpoint",
                 hint="trainer.train(resume_from_checkpoint=stop.latest(trainer))",
             )
-        _check_loader(train_dataloader, args.world_size)
+        _check_loader(values.get("train_dataloader"), args.world_size)
         fix_order_of_sums([self._trainer.model_wrapped])
         self._stop.begin()
         check_step(self._stop, state.global_step, "train(trainer)")
         warn_of_ranks(self._stop, args.world_size)
 
     def on_epoch_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **values: Any
     ) -> None:
-        generators, devices = generators_of(train_dataloader), [args.device]
+        loader = values.get("train_dataloader")
+        generators, devices = generators_of(loader), [args.device]
         if self._saved_states is not None:  # the Trainer restores them later: the order is drawn
             put_states(self._saved_states, generators, devices)
             self._saved_states = None
-        _set_epoch(train_dataloader, math.floor(state.epoch or 0))
+        _set_epochs(loader, math.floor(state.epoch or 0))
         self._states = states_of(generators, devices)
         self._save_if_due(args)  # before the order of this epoch is drawn
 
@@ -189,14 +181,12 @@ def _check_loader(loader: Any, ranks: int) -> None:
         )
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
+def _set_epochs(loader: Any, epoch: int) -> None:
     """Set the epoch as the Trainer does, from which samplers draw their order: a resumed one has
     another loader around this one, which skips what is done, and does not reach them."""
     shard = getattr(loader, "batch_sampler", None)
-    parts: list[Any] = [loader, getattr(shard, "batch_sampler", None)]
-    for part in parts:
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
+    set_epoch(loader, epoch)
+    set_epoch(getattr(shard, "batch_sampler", None), epoch)
 
 
 def _is_long_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:

@@ -75,10 +75,10 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         skips = start > 0 and hasattr(stream, "skip")
         with rng.untouched():
             rng.seed_all(order.derive(self._seed, epoch))
-            _set_epoch(stream, epoch)
+            set_epoch(stream, epoch)
             if skips:
                 stream = stream.skip(start)
-                _set_epoch(stream, epoch)  # Hugging Face's returns one that has forgotten it
+                set_epoch(stream, epoch)  # Hugging Face's returns one that has forgotten it
             source: Iterator[Any] = iter(stream)
             for number in range(0 if skips else start):
                 self._next(source, number)
@@ -114,7 +114,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
             return self._collate([samples[place] for place in places])
 
 
-def _set_epoch(stream: Any, epoch: int) -> None:
-    """Tell a stream the epoch, if it has ``set_epoch``."""
+def set_epoch(stream: Any, epoch: int) -> None:
+    """Set the epoch of a stream or a sampler, if it has ``set_epoch``."""
     if hasattr(stream, "set_epoch"):
         stream.set_epoch(epoch)
