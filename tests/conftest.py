@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import results
+from tests.children import end_children
 
 REPO = Path(__file__).parents[1]
 # fmt: off
@@ -38,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     results.configure(config)
+
+
+@pytest.fixture(autouse=True)
+def children_end() -> Iterator[None]:
+    yield
+    end_children()
 
 
 def _bare_venv(folder: Path) -> Path:

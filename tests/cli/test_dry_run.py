@@ -16,6 +16,7 @@ import pytest
 from hpc_ddp.core.journal.goodput import account
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs
+from tests.children import start_child
 from tests.devices import DEVICE, device_env
 from tests.frames import frames_of_ours
 from tests.raw_events import raw_events
@@ -39,7 +40,7 @@ class DryRun:
         argv = [sys.executable, "-m", "hpc_ddp", "dry-run", *words]
         self.out = root.with_suffix(".out")
         with open(self.out, "ab") as out:
-            self.process = subprocess.Popen(argv, cwd=root.parent, env=env, stdout=out, stderr=out)
+            self.process = start_child(argv, cwd=root.parent, env=env, stdout=out, stderr=out)
 
     @property
     def run(self) -> RunFolder:

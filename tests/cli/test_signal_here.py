@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.children import start_child
 from tests.frames import frames_of_ours
 from tests.waiting import LIMIT_S, wait_until
 
@@ -39,7 +40,7 @@ def _dry_run(folder: Path, *words: str) -> subprocess.Popen[str]:
     """Start a dry run of a script in `folder`, which has its runs; it has no torchrun."""
     env = dict(os.environ, HPC_DDP_RUNS=str(folder / "runs"), PYTHONPATH=str(REPO))
     argv = [sys.executable, "-m", "hpc_ddp", "dry-run", "--launcher", "srun", *words]
-    return subprocess.Popen(argv, cwd=folder, env=env, stderr=subprocess.PIPE, text=True)
+    return start_child(argv, cwd=folder, env=env, stderr=subprocess.PIPE, text=True)
 
 
 def _status(folder: Path) -> tuple[str, str]:

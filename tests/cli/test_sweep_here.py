@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.children import start_child
 from tests.waiting import LIMIT_S, wait_until
 
 REPO = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ class Sweep:
         env = dict(os.environ, HPC_DDP_RUNS=str(self.folder / "runs"), PYTHONPATH=str(REPO))
         argv = [sys.executable, "-m", "hpc_ddp", *words]
         with open(self.log, "w") as log:
-            return subprocess.Popen(argv, cwd=self.folder, env=env, stdout=log, stderr=log)
+            return start_child(argv, cwd=self.folder, env=env, stdout=log, stderr=log)
 
     @property
     def log(self) -> Path:

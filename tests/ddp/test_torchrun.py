@@ -16,6 +16,7 @@ from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process import run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from tests.children import start_child
 from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S, wait_until
 
@@ -34,7 +35,7 @@ def environment() -> dict[str, str]:
 
 
 def start(where: Path, job: str, ranks: int, *argv: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return start_child(
         command(job, ranks, *argv),
         cwd=where,
         env=environment(),

@@ -144,9 +144,14 @@ def _reaches(url: str, environ: Mapping[str, str]) -> bool:
 
 def _create_mlflow_run(run: RunFolder, environ: Mapping[str, str]) -> str:
     """Create the run on MLflow's server by its own client, keep its id for later attempts, and
-    return it. Raise RuntimeError where the client fails or takes longer than `CREATE_S`, OSError
-    where the id can't be kept."""
-    bounds = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+    return it. Raise RuntimeError where no server answers, or the client fails or takes longer than
+    `CREATE_S`; OSError where the id can't be kept."""
+    uri = environ["MLFLOW_TRACKING_URI"]
+    if uri.startswith("http") and not _reaches(uri, environ):
+        raise RuntimeError(f"MLflow: {_without_password(uri)} does not answer")
+    # A server that answers may be slow: its first request takes 10 s and more. The script's client
+    # waits for it, and would record each attempt in a run of its own if this one gave up before.
+    bounds = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
     argv = [sys.executable, "-c", CREATE, environ.get("WANDB_NAME") or run.name]
     try:
         client = subprocess.run(
@@ -157,6 +162,11 @@ def _create_mlflow_run(run: RunFolder, environ: Mapping[str, str]) -> str:
     lines = (client.stdout if client.returncode == 0 else client.stderr).split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "").strip()
     if client.returncode:
-        raise RuntimeError("MLflow: " + re.sub(r"://[^/@\s]*@", "://", last))  # without a password
+        raise RuntimeError("MLflow: " + _without_password(last))
     write_whole(mlflow_id(run, AttemptEnv.from_env(environ).first_attempt), last + "\n")
     return last
+
+
+def _without_password(text: str) -> str:
+    """Return a text whose URLs have neither user nor password."""
+    return re.sub(r"://[^/@\s]*@", "://", text)

@@ -22,10 +22,10 @@ from hpc_ddp.core.journal.events import (
     Started,
     WorkerStarted,
 )
-from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
+from hpc_ddp.core.journal.journal import is_finished, last_event, last_step, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.live_jobs import Life, Queue, describe_job
+from hpc_ddp.live_jobs import Life, Queue, describe_job, describe_work
 from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state
 from hpc_ddp.slurm_text import QueuedJob
@@ -194,17 +194,21 @@ def has_ended(run: RunFolder) -> bool:
     """Return whether a run makes no more progress by itself, by its journal and, for one with a
     job, by a query of Slurm's queue.
 
-    True for a cancelled run, even if its job is still ending; False where Slurm gives no answer,
-    and for a run that was only rendered or whose state is unknown. Raise OSError where its journal,
-    or one of its tasks, can't be read.
+    True for a cancelled run, even if its job is still ending. A finished one ends with its job or
+    process, since rank 0 reports that it is finished before the script's last lines. Without an
+    answer of Slurm True for a finished run only; False also for one that was only rendered or whose
+    state is unknown. Raise OSError where its journal, or one of its tasks, can't be read.
     """
-    if run.finished() or run.cancelled.exists():
+    if run.cancelled.exists():
         return True
-    started = last_event(run.events(), Started)
+    events = run.events()
+    started, is_done = last_event(events, Started), is_finished(events)
     is_local = started is not None and started.pid is not None
     try:
         queue = Queue(None if is_local else slurm.queue())
     except HpcDdpError:
-        return False
+        return is_done
+    if is_done:
+        return describe_work(run, queue, guesses=False) is None
     state = status_of(run, queue).state
     return not (state.is_live or state in (RunState.RENDERED, RunState.UNKNOWN))

@@ -24,7 +24,7 @@ def start_run(run_name):
         raise SystemExit("no answer of https://me:word@server")
     class Run:
         class info:
-            run_id = f"id of {run_name}"
+            run_id = f"id of {run_name}, asked with {os.environ['MLFLOW_HTTP_REQUEST_TIMEOUT']} s"
     return Run
 """
 
@@ -132,14 +132,19 @@ def test_mlflows_run_is_created_once_and_a_failure_is_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node = Node(tmp_path, mlflow=MLFLOW)
-    words = {"MLFLOW_TRACKING_URI": "http://fails", "MLFLOW_EXPERIMENT_NAME": "digits"}
-    assert node.answer(**words) == {}
-    assert capfd.readouterr().err == (
-        "hpc-ddp: a tracker can't be prepared, the job goes on without:"
-        " MLflow: no answer of https://server\n"
-    )
-    assert not mlflow_id(node.run).exists()
-    node.trackers.write_text("")
-    words["MLFLOW_TRACKING_URI"] = "http://server"
-    assert node.answer(**words) == {"MLFLOW_RUN_ID": "id of digits"}
-    assert mlflow_id(node.run).read_text() == "id of digits\n"
+    experiment = {"MLFLOW_EXPERIMENT_NAME": "digits"}
+    prefix = "hpc-ddp: a tracker can't be prepared, the job goes on without: MLflow: "
+    refused = "http://me:word@127.0.0.1:9"
+    assert node.answer(MLFLOW_TRACKING_URI=refused, **experiment) == {}
+    assert capfd.readouterr().err == prefix + "http://127.0.0.1:9 does not answer\n"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        node.trackers.write_text("")
+        assert node.answer(MLFLOW_TRACKING_URI=f"{url}/fails", **experiment) == {}
+        assert capfd.readouterr().err == prefix + "no answer of https://server\n"
+        assert not mlflow_id(node.run).exists()
+        node.trackers.write_text("")
+        assert node.answer(MLFLOW_TRACKING_URI=url, **experiment) == {
+            "MLFLOW_RUN_ID": "id of digits, asked with 60 s"
+        }
+    assert mlflow_id(node.run).read_text() == "id of digits, asked with 60 s\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
@@ -15,7 +16,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report.cancel import cancel
 from hpc_ddp.report.status import run_table as overview
-from hpc_ddp.report.status.run_status import status_of
+from hpc_ddp.report.status.run_status import has_ended, status_of
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
 from unit.fakes import Slurm, squeue_rows
@@ -57,6 +58,26 @@ def test_a_run_whose_job_can_not_be_asked_for_is_not_called_lost(tmp_path: Path)
     assert status.state == "unknown"
     assert status.why == "job 7 of a Slurm, which can't be asked from here"
     assert status_of(make_run(tmp_path / "2"), Queue({})).state == "lost"
+
+
+def test_logs_are_followed_until_the_finished_runs_job_has_ended(
+    slurm_commands: Slurm, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path)
+    row = f"7|7|RUNNING|None|n1|9:00|/|{run.script}\n"
+    for answer in (row, row, ""):
+        slurm_commands.answer("squeue", squeue_rows(answer))
+    slurm_commands.answer("squeue", err="squeue: error: Invalid user", code=1)
+    assert not has_ended(run)
+    write_event(run, "rank-0", "finished", 0, step=1000)
+    assert status_of(run, Queue({"7": RUNNING_JOB})).state == "finished"
+    assert not has_ended(run)  # the script may print more, and the verdict follows
+    assert has_ended(run)
+    assert has_ended(run)  # without an answer of Slurm
+    process_run = make_run(tmp_path / "2")
+    write_event(process_run, "batch", "started", 0, attempt=1, **process.identity())
+    write_event(process_run, "rank-0", "finished", 0, attempt=1, step=1000)
+    assert not has_ended(process_run)
 
 
 def test_a_slow_rank_is_named_only_when_it_is_slow_for_long(tmp_path: Path) -> None:
