@@ -17,7 +17,15 @@ from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import Cancelled, Started, Submitted
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.live_jobs import Life, Queue, describe_job, ended_jobs, process_of, read_queue
+from hpc_ddp.live_jobs import (
+    Life,
+    Queue,
+    describe_job,
+    describe_work,
+    ended_jobs,
+    process_of,
+    read_queue,
+)
 from hpc_ddp.slurm_text import QueuedJob
 
 LOOKS = 10  # at the queue after a scancel, a second apart
@@ -28,12 +36,14 @@ def cancel(run: RunFolder) -> None:
     cancel its jobs, and wait up to `LOOKS` seconds for their end.
 
     The run's mark comes first, so that a verdict made just now sees it. A disk that takes no mark
-    is reported on stderr, and the jobs are cancelled all the same.
+    is reported on stderr, and the jobs are cancelled all the same. A finished run whose script has
+    not ended (it hangs, say) gets no mark, and stays finished.
 
     Raises
     ------
     UsageError
-        the run is finished, or another user could have written the ids of its processes and jobs
+        the run is finished and nothing works on it, or another user could have written the ids of
+        its processes and jobs
     HpcDdpError
         Slurm gives no answer or refuses, and jobs may be live; or all are ended but jobs that are
         live after the wait or may be another run's, or jobs and processes that can't be asked for
@@ -41,19 +51,20 @@ def cancel(run: RunFolder) -> None:
         the run's folder can't be read
     """
     check_executable(run)
-    if run.finished():
+    is_done = run.finished()
+    if is_done and describe_work(run, read_queue(), guesses=False) is None:
         raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
     jobs: list[JobRef] = []
     ended: list[JobRef] = []
     unclear: list[str] = []
     is_marked = True
     for folder in (run, *run.tasks()):
-        if folder.finished():
+        if folder is not run and folder.finished():
             continue
         events = folder.events()
         jobs += folder.jobs(events)
         ended += ended_jobs(folder, events)
-        is_marked &= _mark(folder, folder.jobs(events))
+        is_marked &= is_done or _mark(folder, folder.jobs(events))
         started, work = last_event(events, Started), process_of(events)
         if started and started.pid and work and work.life is Life.LIVE:
             with suppress(ProcessLookupError):  # it has ended just now

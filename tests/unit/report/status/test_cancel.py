@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
@@ -110,6 +110,24 @@ def test_a_job_that_runs_on_after_scancel_is_not_called_cancelled(
     monkeypatch.setattr(cancel_module, "time", Clock())
     with pytest.raises(HpcDdpError, match="not cancelled: job 4, running after scancel"):
         cancel(run)
+
+
+def test_a_finished_run_is_cancelled_while_its_script_goes_on(
+    slurm_commands: Slurm, run: RunFolder
+) -> None:
+    run.journal("submit").write(raw("queued", job_id="4"))
+    run.journal("rank-0").write(raw("finished", step=9))
+    row = f"4|4|RUNNING|None|n1|9:00|/|{run.script}\n"
+    for answer in (row, row, ""):
+        slurm_commands.answer("squeue", squeue_rows(answer))
+    slurm_commands.answer("scancel")
+    cancel(run)
+    assert slurm_commands.calls("scancel") == [["4"]]
+    assert run.finished()
+    assert not run.cancelled.exists()
+    with pytest.raises(UsageError, match="is finished"):
+        cancel(run)
+    assert len(slurm_commands.calls("scancel")) == 1
 
 
 def test_a_process_on_another_machine_is_not_called_cancelled(run: RunFolder) -> None:
