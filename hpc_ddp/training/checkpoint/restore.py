@@ -265,14 +265,16 @@ class Restorer:
         say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
 
     def _report_restore(self, chosen: Path | None, passed_over: list[str], took_s: float) -> None:
-        """Journal the step of the chosen checkpoint (0 without one) and those passed over, and
-        print the step; nothing where there is neither. `took_s` is the time of verifying, in
-        seconds."""
+        """Journal the step of the chosen checkpoint (0 without one) and those passed over, where
+        there is one of them; print the step, of a first attempt only that of a checkpoint.
+        `took_s` is the time of verifying, in seconds."""
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
             self._journal.write(CheckpointRestored(step, passed_over, round(took_s, 3)))
         if chosen:
             say(f"going on from step {step} of {self._run.path}")
+        elif self._attempt:
+            say(f"no checkpoint to go on from: attempt {self._attempt} begins at step 0")
 
 
 def non_finite_error(run: RunFolder, step: int) -> HpcDdpError:

@@ -56,10 +56,11 @@ def claim_run(root: Path) -> RunFolder:
 
 
 def make_saver(
-    run: RunFolder, keep: Retention | None = None, background: Any = None
+    run: RunFolder, keep: Retention | None = None, background: Any = None, attempt: int = 0
 ) -> Checkpoints:
     control, background = cast(Any, LoneRank()), cast(Any, background or LoneRank())
-    return Checkpoints(run, 0, control, background, run.journal("rank-0"), keep or Retention(2))
+    journal = run.journal("rank-0")
+    return Checkpoints(run, attempt, control, background, journal, keep or Retention(2))
 
 
 Make = Callable[..., Checkpoints]

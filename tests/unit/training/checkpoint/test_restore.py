@@ -93,6 +93,16 @@ def test_a_bad_checkpoint_is_verified_twice_and_skipped(
     assert f"going on from step {step}" in printed
 
 
+def test_a_later_attempt_without_a_checkpoint_says_that_it_begins_at_step_0(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make().restore() is None
+    assert capsys.readouterr().err == ""
+    assert make(attempt=2).restore() is None
+    expected = "hpc-ddp: no checkpoint to go on from: attempt 2 begins at step 0\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
