@@ -16,10 +16,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.epochs import EpochStop, generators_of
@@ -76,12 +76,12 @@ class Stop(EpochStop):
         yield from self._skip(loader, done) if done else loader
 
     def _skip(self, loader: Any, done: int) -> Any:
-        """Return a loader without the batches of the first `done` steps."""
+        """Return the batches of a loader behind the first `done` ones."""
         from accelerate.data_loader import DataLoaderDispatcher
 
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        if isinstance(loader, DataLoaderDispatcher) and not (loader.split_batches or is_stream):
-            done *= self._info.world_size  # rank 0 reads a batch for each rank
+        # A dispatcher can't begin behind its last batch, and fills a short one from its first one.
+        if isinstance(loader, DataLoaderDispatcher):
+            return islice(loader, done, None)
         return self._accelerator.skip_first_batches(loader, done)
 
     def save(self, **values: Any) -> None:

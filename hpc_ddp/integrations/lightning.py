@@ -112,6 +112,7 @@ class StopCallback(Callback):
             self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"
         )
         warn_of_ranks(self._stop, trainer.world_size)
+        _check_samplers(trainer)
         # A checkpoint counts the batch as ready before which it was saved, and which comes again.
         loop: Any = trainer.fit_loop.epoch_loop
         for progress in (loop.batch_progress.total, loop.batch_progress.current):
@@ -127,6 +128,13 @@ class StopCallback(Callback):
         # learns of the hook.
         fetcher: Any = trainer.fit_loop._data_fetcher
         fetcher._start_profiler = trainer.fit_loop.epoch_loop._on_before_fetch
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A sampler of torchdata with a state counts the samples of the last epoch until its first
+        # one, and a checkpoint of before would begin at the end of the new epoch.
+        for sampler in _samplers_of(trainer.fit_loop):
+            if hasattr(sampler, "yielded"):
+                sampler.yielded = 0
 
     def on_train_batch_end(
         self,
@@ -194,6 +202,29 @@ class StopCallback(Callback):
             handlers.pop(number, None)
 
 
+def _samplers_of(loop: Any) -> list[Any]:
+    """Return the samplers of the training's loaders that have a state, also those of their batch
+    samplers: Lightning puts its own there."""
+    loaders = [entry for entry in loop._combined_loader.flattened if hasattr(entry, "state_dict")]
+    parts = [part for entry in loaders for part in (entry, getattr(entry, "batch_sampler", None))]
+    samplers = [getattr(part, "sampler", None) for part in parts]
+    return [sampler for sampler in samplers if sampler is not None]
+
+
+def _check_samplers(trainer: Trainer) -> None:
+    """Raise UsageError for a loader with a state whose sampler has none, since Lightning has
+    wrapped it for several ranks: a resume would skip batches of another order."""
+    if any(
+        type(sampler).__name__ == "DistributedSamplerWrapper"
+        for sampler in _samplers_of(trainer.fit_loop)
+    ):
+        raise UsageError(
+            "a StatefulDataLoader on several ranks has shuffle=True or a sampler of its own, whose"
+            " order a resume does not find again; accepted: a DistributedSampler",
+            hint="StatefulDataLoader(…, sampler=DistributedSampler(data, shuffle=True))",
+        )
+
+
 @contextmanager
 def _replaced_states(trainer: Trainer, states: list[dict[str, Any]]) -> Iterator[None]:
     """Have Lightning save `states` of the loaders in place of their present ones."""
@@ -211,7 +242,6 @@ def _load_states(loop: Any, load_states: Callable[[], None]) -> None:
     A loader with a state takes the order of its epoch as it is loaded; Lightning itself tells the
     samplers later, and the rest of the epoch would be in the order of the first one.
     """
-    for loader in loop._combined_loader.flattened:
-        for part in (loader, getattr(loader, "batch_sampler", None)):
-            set_epoch(getattr(part, "sampler", None), loop.epoch_progress.current.processed)
+    for sampler in _samplers_of(loop):
+        set_epoch(sampler, loop.epoch_progress.current.processed)
     load_states()

@@ -22,7 +22,13 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import RANDOM, generators_of, put_states, states_of
+from hpc_ddp.integrations.epochs import (
+    RANDOM,
+    drop_iterator,
+    generators_of,
+    put_states,
+    states_of,
+)
 from hpc_ddp.integrations.stop_point import (
     StopPoint,
     check_step,
@@ -98,6 +104,7 @@ class StopCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, *_: Any, **values: Any
     ) -> None:
         loader = values.get("train_dataloader")
+        drop_iterator(loader)
         generators, devices = generators_of(loader), [args.device]
         if self._saved_states is not None:  # the Trainer restores them later: the order is drawn
             put_states(self._saved_states, generators, devices)
@@ -167,16 +174,24 @@ class StopCallback(TrainerCallback):
 
 
 def _check_loader(loader: Any, ranks: int) -> None:
-    """Raise UsageError for a loader that can't skip what is done: rank 0 reads a batch for each
-    rank there, and after a resume the Trainer skips one for all of them."""
+    """Raise UsageError for a loader that can't skip what is done.
+
+    Rank 0 reads a batch for each rank there, and after a resume the Trainer skips one for all of
+    them. With ``split_batches`` it skips the right ones, but fills a short last batch from the
+    first one behind them.
+    """
     if (
-        isinstance(loader, DataLoaderDispatcher)
-        and not (loader.split_batches or isinstance(loader.dataset, IterableDataset))
-        and ranks > 1
+        not isinstance(loader, DataLoaderDispatcher)
+        or isinstance(loader.dataset, IterableDataset)
+        or ranks == 1
     ):
+        return
+    is_even = loader._drop_last or len(loader.dataset) % ranks == 0
+    if not (loader.split_batches and is_even):
         raise UsageError(
             "dispatch_batches is True, and a resumed Trainer then repeats samples of such a data"
-            " set; accepted: False, or True with split_batches",
+            f" set; accepted: False, or True with split_batches and a multiple of {ranks} samples"
+            " (or dataloader_drop_last)",
             hint='TrainingArguments(…, accelerator_config={"dispatch_batches": False})',
         )
 

@@ -93,6 +93,7 @@ def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) 
         pytest.param("transformers", "lengths", 2, marks=pytest.mark.more),
         pytest.param("transformers", "rebalance", 2, marks=pytest.mark.more),
         pytest.param("transformers", "split", 2, marks=pytest.mark.more),
+        pytest.param("transformers", "persistent", 2, marks=pytest.mark.more),
     ],
 )
 def test_the_order_of_other_loaders_is_kept(
@@ -107,6 +108,25 @@ def test_the_order_of_other_loaders_is_kept(
     assert len(stopped.events("stopped")) == 1
     go(stopped, library, *words, ranks=ranks)
     assert stopped.weights == whole.weights
+
+
+@pytest.mark.parametrize(
+    ("order", "saved"),
+    [pytest.param("dispatch", 8, marks=pytest.mark.more), ("dispatch-odd", 3)],
+    ids=["at the end of an epoch", "before a short batch"],
+)
+def test_accelerate_dispatches_the_batches_that_are_left(
+    make_crew: Callable[[str], Crew], order: str, saved: int
+) -> None:
+    whole, resumed = make_crew("whole"), make_crew("resumed")
+    go(whole, "accelerate", "--order", order)
+    save = ("--save-every-steps", str(saved), *SLOW, "--at", str(saved + 3), "--signal", "9")
+    killed = launch(resumed, "accelerate", "--order", order, *save)
+    assert -signal.SIGKILL in killed.wait(), killed.output()
+    go(resumed, "accelerate", "--order", order)
+    first, second = [event["step"] for event in resumed.events("first_step")]
+    assert (first, second % saved) == (1, 1 % saved)
+    assert resumed.weights == whole.weights
 
 
 @pytest.mark.more
@@ -240,17 +260,19 @@ def test_the_best_model_and_the_patience_outlast_a_stop(
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("library", "words", "error"),
     [
-        (("--order", "dispatch"), "dispatch_batches is True, and a resumed Trainer then repeats"),
-        (("--bare",), "the training begins before stop.latest"),
+        ("transformers", ("--order", "dispatch"), "a resumed Trainer then repeats samples"),
+        ("transformers", ("--order", "split-odd"), "split_batches and a multiple of 2 samples"),
+        ("transformers", ("--bare",), "the training begins before stop.latest"),
+        ("lightning", ("--stateful",), "a StatefulDataLoader on several ranks has shuffle=True"),
     ],
-    ids=["which would repeat samples", "which would not resume"],
+    ids=["repeats samples", "fills the last batch", "does not resume", "draws another order"],
 )
 def test_a_trainer_is_refused(
-    make_crew: Callable[[str], Crew], words: tuple[str, ...], error: str
+    make_crew: Callable[[str], Crew], library: str, words: tuple[str, ...], error: str
 ) -> None:
-    started = launch(make_crew("refused"), "transformers", *words)
+    started = launch(make_crew("refused"), library, *words)
     assert all(started.wait())
     assert error in started.output()
 
@@ -357,6 +379,7 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
         (("--order", "stream", "--accumulate", "2"), 3, 4),
         (("--order", "in-turn", "--accumulate", "2"), 8, 8),
         (("--order", "in-turn", "--batch-size", "64", "--epochs", "8"), 3, 3),
+        (("--order", "counted"), 16, 16),
     ],
     ids=[
         "a stream",
@@ -364,6 +387,7 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
         "a stream, accumulated",
         "an accumulation at the end of an epoch",
         "one batch an epoch",
+        "a sampler with a state",
     ],
 )
 def test_lightning_trains_each_batch_of_a_stateful_loader_once(

@@ -90,6 +90,7 @@ class SaveSchedule:
     ) -> None:
         self._checkpoints, self._rank = checkpoints, rank
         self._steps = every_steps
+        self._step: int | None = None  # the newest one
         self._auto = isinstance(every, str)
         self._every = FIRST_AUTO_S if isinstance(every, str) else every
         self._between_failures_s = failure_interval_s
@@ -97,8 +98,15 @@ class SaveSchedule:
         self._slowest_before_s = slowest_save_s
 
     def after_step(self, step: int) -> bool:
-        """Return whether a save belongs to this step, by `every_steps`; the same on all ranks."""
-        return self._steps is not None and step % self._steps == 0
+        """Return whether a save belongs to this step, by `every_steps`; the same on all ranks.
+
+        Where a library counts several steps at once, it belongs to the first one from a multiple
+        on.
+        """
+        before, self._step = self._step, step
+        if self._steps is None:
+            return False
+        return step // self._steps > (step - 1 if before is None else before) // self._steps
 
     def is_due(self) -> bool:
         """Return whether rank 0's clock wants a save; False on other ranks.

@@ -27,7 +27,7 @@ class Buckets(Sampler[list[int]]):
         yield from (list(range(first, first + 4)) for first in firsts)
 
 
-settings = DataLoaderConfiguration(dispatch_batches=args.order == "dispatch" or None)
+settings = DataLoaderConfiguration(dispatch_batches=args.order.startswith("dispatch") or None)
 accelerator = Accelerator(cpu=True, dataloader_config=settings)
 stop = Stop(accelerator, **OPTIONS)
 set_seed(1)
@@ -39,7 +39,7 @@ model = torch.nn.Sequential(
 )
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-data = TensorDataset(torch.randn(64, 4))
+data = TensorDataset(torch.randn(63 if args.order.endswith("-odd") else 64, 4))
 loader: Any
 if args.order == "sampler":
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5))

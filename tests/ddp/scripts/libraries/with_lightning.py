@@ -11,6 +11,7 @@ import torch
 from common import OPTIONS, args, disturb, leave_weights
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from hpc_ddp.integrations.lightning import StopCallback, fit
 
@@ -68,7 +69,8 @@ samples = torch.randn(64, 4)
 data = TensorDataset(samples)
 kind: Any = StatefulDataLoader if args.stateful else DataLoader
 source = Stream(samples) if args.order == "stream" else data
-loader = kind(source, batch_size=args.batch_size, shuffle=args.order == "shuffle")
+sampler = StatefulDistributedSampler(data, 1, 0) if args.order == "counted" else None
+loader = kind(source, args.batch_size, shuffle=args.order == "shuffle", sampler=sampler)
 model = Line(Widths())
 trainer = L.Trainer(
     accelerator="cpu",

@@ -36,6 +36,7 @@ ORDERS: dict[str, dict[str, Any]] = {
         "accelerator_config": {"dispatch_batches": True, "split_batches": True},
         "per_device_train_batch_size": 8,  # of all ranks
     },
+    "persistent": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
     "dispatch": {"accelerator_config": {"dispatch_batches": True}},
 }
 
@@ -49,7 +50,7 @@ class PushingTrainer(Trainer):
 
 
 torch.manual_seed(1)
-tokens = torch.randint(32, (64, 16))
+tokens = torch.randint(32, (64, 16))[1 if args.order.endswith("-odd") else 0 :]
 data = [{"input_ids": row, "labels": row} for row in tokens]
 options: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -67,7 +68,7 @@ settings = TrainingArguments(
     ddp_find_unused_parameters=False,  # else DDP never packs anew
     use_cpu=True,
     seed=1,
-    **(options | ORDERS[args.order] | ast.literal_eval(args.settings)),
+    **(options | ORDERS[args.order.removesuffix("-odd")] | ast.literal_eval(args.settings)),
 )
 model = GPT2LMHeadModel(CONFIG)
 model.register_forward_pre_hook(lambda *_: disturb(trainer.state.global_step + 1))

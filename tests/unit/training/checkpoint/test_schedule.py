@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def test_pruning_keeps_the_newest_and_bad_ones(tmp_path: Path) -> None:
     prune(tmp_path, Retention(2))
     assert names_in(tmp_path) == ["step-10", "step-3", "step-4.bad-0"]
     disk.remove(tmp_path / "step-1")  # somebody else was faster
+
+
+@pytest.mark.parametrize(
+    ("steps", "due"),
+    [(range(4, 12), [5, 10]), (range(2, 21, 2), [6, 10, 16, 20]), ([6, 9, 12], [12])],
+    ids=["each", "two at once", "behind a resume"],
+)
+def test_saves_by_steps_also_where_several_are_counted_at_once(
+    steps: Sequence[int], due: list[int]
+) -> None:
+    timed = make_schedule(every_steps=5)
+    assert [step for step in steps if timed.after_step(step)] == due
 
 
 def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
