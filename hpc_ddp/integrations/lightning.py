@@ -213,14 +213,16 @@ def _samplers_of(loop: Any) -> list[Any]:
 
 def _check_samplers(trainer: Trainer) -> None:
     """Raise UsageError for a loader with a state whose sampler has none, since Lightning has
-    wrapped it for several ranks: a resume would skip batches of another order."""
+    wrapped it, for several ranks or for one under ``strategy="ddp"``: a resume would skip batches
+    of another order."""
     if any(
         type(sampler).__name__ == "DistributedSamplerWrapper"
         for sampler in _samplers_of(trainer.fit_loop)
     ):
         raise UsageError(
-            "a StatefulDataLoader on several ranks has shuffle=True or a sampler of its own, whose"
-            " order a resume does not find again; accepted: a DistributedSampler",
+            "a StatefulDataLoader has shuffle=True or a sampler of its own under a strategy of"
+            " several ranks, and a resume does not find its order again; accepted: a"
+            " DistributedSampler",
             hint="StatefulDataLoader(…, sampler=DistributedSampler(data, shuffle=True))",
         )
 

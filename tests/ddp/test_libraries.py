@@ -265,7 +265,7 @@ def test_the_best_model_and_the_patience_outlast_a_stop(
         ("transformers", ("--order", "dispatch"), "a resumed Trainer then repeats samples"),
         ("transformers", ("--order", "split-odd"), "split_batches and a multiple of 2 samples"),
         ("transformers", ("--bare",), "the training begins before stop.latest"),
-        ("lightning", ("--stateful",), "a StatefulDataLoader on several ranks has shuffle=True"),
+        ("lightning", ("--stateful",), "a StatefulDataLoader has shuffle=True or a sampler"),
     ],
     ids=["repeats samples", "fills the last batch", "does not resume", "draws another order"],
 )
@@ -352,9 +352,10 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
     """No batch and no epoch is lost, and a validation every seven steps stays there."""
     whole, resumed = make_crew("whole"), make_crew("resumed")
     script = "libraries/with_lightning.py"
+    words = ("--stateful", "--order", "in-turn")
 
     def run(crew: Crew, *argv: str) -> tuple[list[int], list[str]]:
-        started = crew.launch(1, "--stateful", *argv, script=script, **OFFLINE)
+        started = crew.launch(1, *words, *argv, script=script, **OFFLINE)
         codes = started.wait()
         lines = started.output().splitlines()
         return codes, [line.split()[-1] for line in lines if "validates at" in line]
@@ -368,6 +369,7 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
     )
     assert [event["step"] for event in resumed.events("first_step")] == [1, saved + 1]
     assert [event["step"] for event in resumed.events("finished")] == [48]
+    assert resumed.weights == whole.weights
 
 
 @pytest.mark.more
