@@ -28,6 +28,7 @@ from hpc_ddp.core.journal.events import (
     RankFailed,
     Started,
     Stopped,
+    Submitted,
     VerdictGiven,
 )
 from hpc_ddp.core.journal.journal import last_event
@@ -168,6 +169,23 @@ def describe_work(
     """
     works = (_work_on(part, queue, besides, guesses) for part in (run, *run.tasks()))
     return next(filter(None, works), None) or (_waiting_task(run, queue) if run.is_task else None)
+
+
+def describe_rest(run: RunFolder, queue: Queue) -> Work | None:
+    """Return the job or process of a finished run whose script has not ended, which may hang; None
+    where nothing is left of it.
+
+    Neither an attempt with a verdict counts, nor an allocation or a process of a plain start: these
+    go on with other work. Raises as `describe_work`.
+    """
+    events = run.events()
+    submitted = last_event(events, Submitted)
+    last = last_event(events, Started, VerdictGiven)
+    is_plain = isinstance(last, Started) and last.backend == "local"
+    is_over = isinstance(last, VerdictGiven) or is_plain
+    if is_over or (submitted is not None and submitted.backend == "salloc"):
+        return None
+    return describe_work(run, queue, guesses=False)
 
 
 def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:

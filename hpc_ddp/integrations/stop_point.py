@@ -222,6 +222,7 @@ class StopPoint(Member):
         self.begin()
         self._checkpoints.settle()
         self._checkpoints.tidy()
+        self._watchdog.end()
         self._end_journal()
         self._is_over = True
         if self._env.notice is None:
@@ -269,6 +270,7 @@ class StopPoint(Member):
     def _leave(self, reason: int) -> NoReturn:
         """Journal the stop, wait for the ranks, and raise SystemExit with 0."""
         source = self._notices.source
+        self._watchdog.end()
         self._end_journal(Stopped(self.position.step, REASONS[reason], source or None))
         self._notices.end(then_exit=True)
         leave(self._control, devices.CPU, then_exit=True, destroys=False)

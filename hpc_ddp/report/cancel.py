@@ -21,7 +21,7 @@ from hpc_ddp.live_jobs import (
     Life,
     Queue,
     describe_job,
-    describe_work,
+    describe_rest,
     ended_jobs,
     process_of,
     read_queue,
@@ -52,7 +52,7 @@ def cancel(run: RunFolder) -> None:
     """
     check_executable(run)
     is_done = run.finished()
-    if is_done and describe_work(run, read_queue(), guesses=False) is None:
+    if is_done and describe_rest(run, read_queue()) is None:
         raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
     jobs: list[JobRef] = []
     ended: list[JobRef] = []

@@ -167,13 +167,22 @@ def changed_since(code: Path, inside: Path, script: Path) -> list[str]:
     return changed
 
 
+def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """Call git in a folder, for which it fetches nothing; return what it answered. Raise
+    FileNotFoundError without git."""
+    # To fetch a missing object of a partial clone, git would run the repository's sshCommand.
+    env = os.environ | {"GIT_ALLOW_PROTOCOL": "none"}
+    return subprocess.run([*GIT, "-C", str(folder), *words], env=env, capture_output=True)
+
+
 def _work_tree(script: Path) -> Path | None:
     """Return the git work tree that `script` lies in; None without one, without git, where git
     refuses, and where the script's path leads there through a link."""
-    argv = [*GIT, "-C", str(script.parent), "rev-parse", "--show-toplevel"]
     try:
-        done = subprocess.run(argv, capture_output=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
+        done = _git(script.parent, "rev-parse", "--show-toplevel")
+    except FileNotFoundError:
+        return None
+    if done.returncode:
         return None
     root = Path(os.fsdecode(done.stdout.removesuffix(b"\n")))
     return root if script.is_relative_to(root) else None  # reached through a link: take the folder
@@ -183,11 +192,11 @@ def _git_files(root: Path, runs: Path) -> Iterator[str]:
     """Return tracked files of the work tree `root`, and untracked ones but for ignored ones and the
     folder of the `runs`, relative to it. A tracked one may be gone; one in conflict comes several
     times. Raise UsageError where git refuses."""
-    argv = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    words = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
-        argv.append(f"--exclude=/{pattern}/")
-    done = subprocess.run(argv, capture_output=True)
+        words.append(f"--exclude=/{pattern}/")
+    done = _git(root, *words)
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
         raise UsageError(

@@ -22,7 +22,7 @@ from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
-from hpc_ddp.training.stops.signals import REASONS
+from hpc_ddp.training.stops.signals import NONE, REASONS
 from hpc_ddp.training.telemetry.metrics import once_for_each_step
 from hpc_ddp.training.telemetry.profiling import Profiler, use_per_sample
 from hpc_ddp.training.telemetry.sinks import ProgressLines, TensorBoardSink
@@ -137,7 +137,10 @@ class Worker(Member):
         self._manager.save_surely()
         if not is_stop:  # a stop has no time for it, and the next start does it
             self._checkpoints.tidy()
-        self._end_journal(event)
+        self._watchdog.end()
+        # A rank that is still at work may be ended by a notice, and the next attempt repeats it.
+        all_here = is_stop or process_group.meet(self._control)
+        self._end_journal(event if all_here or self._notices.reason == NONE else None)
         for end in [sink.end for sink in (self._board, self._progress, self._profiler) if sink]:
             end()
         self._over = True

@@ -113,9 +113,12 @@ def test_own_batches_and_two_optimizers_go_on(
     assert len({line.partition(":")[2] for line in whole}) == 1
 
 
-def test_a_rank_that_finishes_late_is_waited_for(crew: Any) -> None:
-    launch = crew.launch(2, script="late_rank.py")
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_rank_that_finishes_late_is_waited_for(crew: Any, late: str) -> None:
+    """The run is finished once all ranks are."""
+    launch = crew.launch(2, late, script="late_rank.py")
     assert launch.wait() == [0, 0], launch.output()
     output = launch.output()
     assert output.count("DRAWN") == 2
+    assert "UNFINISHED" in output
     assert "did not come down" not in output

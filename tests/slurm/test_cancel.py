@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from cluster import Cluster
 from harness import BACKENDS, ONE_BY_TWO, SCRIPTS, WALK, Hpc, Job, use
@@ -68,6 +71,35 @@ def test_cancel_between_two_attempts(hpc: Hpc, cluster: Cluster, way: str, backe
     _cancel(hpc, way, job)
     assert job.end() == "CANCELLED", job.output()
     _stays_cancelled(hpc, way, job)
+    assert len(job.run.attempts()) == 1
+
+
+HANGS = """
+import time
+import torch
+from hpc_ddp.training import start
+run = start(seed=0)
+run.wrap(torch.nn.Linear(2, 2))
+for _ in run.steps(3):
+    run.step()
+run.finish()
+time.sleep(3600)
+"""
+
+
+@pytest.mark.more
+def test_a_finished_run_whose_script_hangs_is_cancelled(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path
+) -> None:
+    use(cluster)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    job = hpc.submit("--nodes", "1", str(tmp_path / "hangs.py"))
+    job.event("finished")
+    assert job.state() == "RUNNING"
+    hpc("cancel", job.id)
+    assert job.end() == "CANCELLED", job.output()
+    (status,) = json.loads(hpc("status", "--json", job.id).stdout)
+    assert status["state"] == "finished", job.output()
     assert len(job.run.attempts()) == 1
 
 

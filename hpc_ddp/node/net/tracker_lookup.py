@@ -46,8 +46,11 @@ NO_EXPERIMENT = (
     " mlflow.set_experiment"
 )
 # The process leaves the run open: its end would mark it as finished.
+# Nothing is imported from the working directory, which others may write.
 CREATE = """
-import os, sys, mlflow
+import os, sys
+sys.path[:] = [path for path in sys.path if path]
+import mlflow
 print("\\n" + mlflow.start_run(run_name=sys.argv[1]).info.run_id, flush=True)
 os._exit(0)
 """

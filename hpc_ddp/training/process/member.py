@@ -125,8 +125,7 @@ class Member:
             self._checked_values |= values.keys()
 
     def _end_journal(self, event: JournalEvent | None = None) -> None:
-        """Watch no more, and on rank 0 write out all values, and the event if there is one."""
-        self._watchdog.end()
+        """On rank 0 write out all values, and the event if there is one."""
         if self.rank == 0:
             self._metrics.flush()
             self._journal.drain()

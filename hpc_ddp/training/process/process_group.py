@@ -202,6 +202,25 @@ def on_first(control: Control, act: Callable[[], T]) -> T:
     return result
 
 
+def meet(control: Control) -> bool:
+    """Wait for all ranks, as late as their own work has it, such as the plots that rank 0 alone
+    draws; return whether all came: False where one is gone. Signals are handled meanwhile."""
+    errors: list[RuntimeError] = []
+
+    def wait() -> None:
+        """Wait in the barrier; keep its error."""
+        try:
+            control.barrier()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(WAKE_S)
+    return not errors
+
+
 def leave(control: Control, device: torch.device, then_exit: bool, destroys: bool = True) -> None:
     """Tear the process group down once all ranks are here, within `TEARDOWN_S`.
 

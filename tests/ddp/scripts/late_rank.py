@@ -1,5 +1,6 @@
-"""Rank 0 has work of its own before it finishes, for longer than a teardown may take."""
+"""A rank has work of its own before it finishes, for longer than a teardown may take."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -15,8 +16,9 @@ run.track(model=model)
 for _ in run.steps(2):
     run.step()
 drawn = Path("drawn")
-if run.rank == 0:
+if run.rank == int(sys.argv[1]):
     time.sleep(1)
     drawn.touch()
+    print("FINISHED" if run.folder.finished() else "UNFINISHED", flush=True)
 run.finish()
 print("DRAWN" if drawn.exists() else "TOO EARLY", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,43 @@ def test_a_broken_git_index_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"git can't list the files of .*index") as error:
         snapshot.take(script, run, ())
     assert str(tmp_path) in str(error.value.hint)
+
+
+def test_git_fetches_nothing_for_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To fetch a missing tree of a partial clone would run a command of the clone's owner."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    repository, ran = tmp_path / "clone", tmp_path / "ran"
+
+    def git(*words: str) -> str:
+        argv = ["git", "-c", "user.name=n", "-c", "user.email=a@b", "-C", str(repository), *words]
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+    for name in ("d/e/f", "top/train.py"):
+        (repository / name).parent.mkdir(parents=True)
+        (repository / name).write_text("1")
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--message=x")
+    git("sparse-checkout", "init", "--cone", "--sparse-index")
+    git("sparse-checkout", "set", "top")
+    tree = git("rev-parse", "HEAD:d")
+    settings = {
+        "core.repositoryformatversion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.url": "ssh://x/y",
+        "remote.origin.promisor": "true",
+        "remote.origin.fetch": "+refs/heads/*:refs/remotes/origin/*",
+        "core.sshCommand": f"touch {ran}; false",
+    }
+    for name, text in settings.items():
+        git("config", name, text)
+    (repository / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    with suppress(UsageError):
+        snapshot.take(repository / "top" / "train.py", run, ())
+    assert not ran.exists()
 
 
 def test_a_later_start_brings_its_own_library(tmp_path: Path) -> None:

@@ -129,9 +129,11 @@ def test_one_node_looks_and_no_one_for_what_is_set(
 
 
 def test_mlflows_run_is_created_once_and_a_failure_is_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path, mlflow=MLFLOW)
+    (tmp_path / "mlflow.py").write_text("raise SystemExit('of the working directory')")
+    monkeypatch.chdir(tmp_path)
     experiment = {"MLFLOW_EXPERIMENT_NAME": "digits"}
     prefix = "hpc-ddp: a tracker can't be prepared, the job goes on without: MLflow: "
     refused = "http://me:word@127.0.0.1:9"

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report import cancel as cancel_module
 from hpc_ddp.report.cancel import cancel
+from hpc_ddp.report.status.run_status import has_ended
 from tests.raw_events import raw
 from unit.fakes import Clock, Slurm, squeue_rows
 
@@ -128,6 +130,25 @@ def test_a_finished_run_is_cancelled_while_its_script_goes_on(
     with pytest.raises(UsageError, match="is finished"):
         cancel(run)
     assert len(slurm_commands.calls("scancel")) == 1
+
+
+@pytest.mark.parametrize("kind", ["a plain start", "an allocation", "with a verdict"])
+def test_other_work_than_a_finished_runs_is_left_alone(
+    slurm_commands: Slurm, run: RunFolder, kind: str
+) -> None:
+    """A process or an allocation goes on with the next run."""
+    backend = {"a plain start": "local", "an allocation": "salloc"}.get(kind, "slurm")
+    holder = process.identity() if backend == "local" else {"host": "n1", "job_id": "4"}
+    run.journal("submit").write(raw("submitted", backend=backend))
+    run.journal("batch").write(raw("started", backend=backend, **holder))
+    run.journal("rank-0").write(raw("finished", step=9))
+    if kind == "with a verdict":
+        run.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
+    slurm_commands.answer("squeue", squeue_rows(f"4|4|RUNNING|None|n1|9:00|/|{run.script}\n"))
+    with pytest.raises(UsageError, match="is finished"):
+        cancel(run)
+    assert slurm_commands.calls("scancel") == []
+    assert has_ended(run)
 
 
 def test_a_process_on_another_machine_is_not_called_cancelled(run: RunFolder) -> None:
