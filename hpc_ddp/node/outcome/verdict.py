@@ -289,13 +289,14 @@ def too_many_silent(
     spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
 ) -> str | None:
     """Return why no attempt may follow those that ended without a verdict; None when one may, and
-    before the first attempt.
+    before the first attempt. A superseded attempt without progress counts as one without: Slurm has
+    started the job again by itself, as after each node that goes down.
 
     `events` and `numbers` (ascending) are those of the attempts since the run's last submit;
     `most_requeues` is the operators' limit, inf without one.
     """
     verdicts = [event for event in events if isinstance(event, VerdictGiven)]
-    judged = {verdict.attempt for verdict in verdicts}
+    judged = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED or v.progress}
     saved = {event.attempt for event in events if isinstance(event, CheckpointSaved)}
     noticed = {event.attempt for event in events if isinstance(event, NoticeGiven)}
     silent = [number for number in numbers if number not in judged]

@@ -208,6 +208,24 @@ def test_ends_without_a_verdict_are_bounded(
     assert why in (reason or "") if why else reason is None
 
 
+@pytest.mark.parametrize(
+    ("progress", "spec", "why"),
+    [
+        (False, {}, "10 attempts in a row"),
+        (False, {"max_requeues": 1}, "max-requeues is 1"),
+        (True, {"max_requeues": 1}, None),
+    ],
+)
+def test_starts_by_slurm_itself_are_bounded(
+    progress: bool, spec: dict[str, Any], why: str | None
+) -> None:
+    """The job may take a node of its own down each time, but not the first one."""
+    fields = {"cause": "superseded", "action": "none", "progress": progress}
+    events = [event_of("verdict", number, **fields) for number in range(10)]
+    reason = too_many_silent(JobSpec("t.py", **spec), math.inf, events, range(10))
+    assert why in reason if reason and why else reason is None
+
+
 def test_ends_without_a_verdict_are_in_a_row_where_nothing_else_is_between() -> None:
     """Of twenty attempts each second one ended well, after a notice and with a checkpoint."""
     events = [
