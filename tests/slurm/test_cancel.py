@@ -79,7 +79,7 @@ import time
 import torch
 from hpc_ddp.training import start
 run = start(seed=0)
-run.wrap(torch.nn.Linear(2, 2))
+run.track(model=run.wrap(torch.nn.Linear(2, 2)))
 for _ in run.steps(3):
     run.step()
 run.finish()
