@@ -306,8 +306,7 @@ def too_many_silent(
         return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
     row = takewhile(lambda number: number in silent and number not in saved, reversed(numbers))
     # Slurm ends a preempted job that takes too long, and with it the batch shell: no crash of ours.
-    crashes = len([number for number in row if number not in noticed])
-    if crashes > most_in_a_row(spec):
+    if (crashes := sum(number not in noticed for number in row)) > most_in_a_row(spec):
         return f"{crashes} attempts in a row ended without a verdict, and without a checkpoint"
     return None
 
