@@ -171,21 +171,15 @@ def describe_work(
     return next(filter(None, works), None) or (_waiting_task(run, queue) if run.is_task else None)
 
 
-def describe_rest(run: RunFolder, queue: Queue) -> Work | None:
-    """Return the job or process of a finished run whose script has not ended, which may hang; None
-    where nothing is left of it.
-
-    Neither an attempt with a verdict counts, nor an allocation or a process of a plain start: these
-    go on with other work. Raises as `describe_work`.
-    """
-    events = run.events()
-    submitted = last_event(events, Submitted)
+def leaves_nothing(events: Sequence[JournalEvent]) -> bool:
+    """Return whether no job or process of a finished run can go on, by its journal: its newest
+    attempt has a verdict. Nor does an allocation or the process of a plain start count, which go on
+    with other work."""
     last = last_event(events, Started, VerdictGiven)
     is_plain = isinstance(last, Started) and last.backend == "local"
-    is_over = isinstance(last, VerdictGiven) or is_plain
-    if is_over or (submitted is not None and submitted.backend == "salloc"):
-        return None
-    return describe_work(run, queue, guesses=False)
+    submitted = last_event(events, Submitted)
+    in_allocation = submitted is not None and submitted.backend == "salloc"
+    return isinstance(last, VerdictGiven) or is_plain or in_allocation
 
 
 def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:

@@ -112,7 +112,7 @@ class StopCallback(Callback):
             self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"
         )
         warn_of_ranks(self._stop, trainer.world_size)
-        _check_samplers(trainer)
+        _check_samplers(trainer.fit_loop)
         # A checkpoint counts the batch as ready before which it was saved, and which comes again.
         loop: Any = trainer.fit_loop.epoch_loop
         for progress in (loop.batch_progress.total, loop.batch_progress.current):
@@ -211,14 +211,11 @@ def _samplers_of(loop: Any) -> list[Any]:
     return [sampler for sampler in samplers if sampler is not None]
 
 
-def _check_samplers(trainer: Trainer) -> None:
+def _check_samplers(loop: Any) -> None:
     """Raise UsageError for a loader with a state whose sampler has none, since Lightning has
     wrapped it, for several ranks or for one under ``strategy="ddp"``: a resume would skip batches
     of another order."""
-    if any(
-        type(sampler).__name__ == "DistributedSamplerWrapper"
-        for sampler in _samplers_of(trainer.fit_loop)
-    ):
+    if "DistributedSamplerWrapper" in {type(sampler).__name__ for sampler in _samplers_of(loop)}:
         raise UsageError(
             "a StatefulDataLoader has shuffle=True or a sampler of its own under a strategy of"
             " several ranks, and a resume does not find its order again; accepted: a"

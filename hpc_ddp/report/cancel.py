@@ -15,14 +15,15 @@ from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import Cancelled, Started, Submitted
-from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.journal import is_finished, last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import (
     Life,
     Queue,
     describe_job,
-    describe_rest,
+    describe_work,
     ended_jobs,
+    leaves_nothing,
     process_of,
     read_queue,
 )
@@ -51,9 +52,7 @@ def cancel(run: RunFolder) -> None:
         the run's folder can't be read
     """
     check_executable(run)
-    is_done = run.finished()
-    if is_done and describe_rest(run, read_queue()) is None:
-        raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
+    is_done = _is_done(run)
     jobs: list[JobRef] = []
     ended: list[JobRef] = []
     unclear: list[str] = []
@@ -83,6 +82,18 @@ def cancel(run: RunFolder) -> None:
             f"of run {run.path} not cancelled: {'; '.join(unclear)}",
             hint="scancel, or kill, where it is",
         )
+
+
+def _is_done(run: RunFolder) -> bool:
+    """Return whether a run is finished, and its script has not ended; raise UsageError for a
+    finished one on which nothing works, OSError where its journal can't be read."""
+    events = run.events()
+    is_done = is_finished(events)
+    if is_done and (
+        leaves_nothing(events) or describe_work(run, read_queue(), guesses=False) is None
+    ):
+        raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
+    return is_done
 
 
 def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> list[str]:

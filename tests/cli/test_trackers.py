@@ -105,8 +105,9 @@ def test_mlflow_has_one_run(tmp_path: Path, mlflow_url: str, script: str) -> Non
 
     url = {"MLFLOW_TRACKING_URI": mlflow_url, "MLFLOW_EXPERIMENT_NAME": "digits"}
     run, printed = play_three_attempts(tmp_path, script, "mlflow", steps, **url)
-    assert len(recorded_at(mlflow_url)) == 1, printed
-    (recorded,) = recorded_at(mlflow_url).items()
+    runs = recorded_at(mlflow_url)
+    assert len(runs) == 1, printed
+    (recorded,) = runs.items()
     assert recorded == ((run / "mlflow-run").read_text().strip(), STEPS[script])
     assert "recorded offline" not in printed
     assert not files_with(SECRET, tmp_path / "cwd")

@@ -89,8 +89,8 @@ class SaveSchedule:
         failure_interval_s: float = PRIOR_S,
     ) -> None:
         self._checkpoints, self._rank = checkpoints, rank
-        self._steps = every_steps
-        self._step: int | None = None  # the newest one
+        self._every_steps = every_steps
+        self._newest_step: int | None = None  # the newest one
         self._auto = isinstance(every, str)
         self._every = FIRST_AUTO_S if isinstance(every, str) else every
         self._between_failures_s = failure_interval_s
@@ -103,10 +103,11 @@ class SaveSchedule:
         Where a library counts several steps at once, it belongs to the first one from a multiple
         on.
         """
-        before, self._step = self._step, step
-        if self._steps is None:
+        before, self._newest_step = self._newest_step, step
+        if self._every_steps is None:
             return False
-        return step // self._steps > (step - 1 if before is None else before) // self._steps
+        before = step - 1 if before is None else before
+        return step // self._every_steps > before // self._every_steps
 
     def is_due(self) -> bool:
         """Return whether rank 0's clock wants a save; False on other ranks.

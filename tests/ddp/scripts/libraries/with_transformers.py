@@ -50,7 +50,7 @@ class PushingTrainer(Trainer):
 
 
 torch.manual_seed(1)
-tokens = torch.randint(32, (64, 16))[1 if args.order.endswith("-odd") else 0 :]
+tokens = torch.randint(32, (63 if args.order.endswith("-odd") else 64, 16))
 data = [{"input_ids": row, "labels": row} for row in tokens]
 options: dict[str, Any] = {
     "per_device_train_batch_size": 4,
