@@ -23,6 +23,7 @@ from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.job.option_declaration import default_of, key_of
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.user import home_folder
 from hpc_ddp.live_jobs import Queue, describe_work, read_queue
 from hpc_ddp.report.cancel import cancel
 from hpc_ddp.report.logs.files import log_files
@@ -211,7 +212,7 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     cwd = Path.cwd()
     layer = (_set_fields(spec) if spec else {}) | settings
     sweep = layer.pop("sweep", None)
-    merged = config.load(_as_file(layer) | _sweep(sweep), cwd, Path.home())
+    merged = config.load(_as_file(layer) | _sweep(sweep), cwd, home_folder())
     root = runs_root(merged)
     prepared = plan_new(merged, cwd, root).write()
     with contextlib.ExitStack() as stack:

@@ -287,7 +287,7 @@ def claim_start(run: RunFolder) -> None:
         os.close(claim)
         raise UsageError(
             f"run {run.path} is being started by another process just now",
-            hint=f"hpc-ddp status {run.id}",
+            hint=f"hpc-ddp status {run.quoted}",
         ) from None
     except OSError:  # no locks here: what the journal says has to do
         pass
@@ -326,7 +326,7 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     if work is None:
         return
     if work.life is Life.LIVE:
-        raise UsageError(f"run {run.path} is at work: {work}", hint=f"hpc-ddp cancel {run.id}")
+        raise UsageError(f"run {run.path} is at work: {work}", hint=f"hpc-ddp cancel {run.quoted}")
     if is_silent or not is_forced:
         again = "the same command again, once Slurm answers"
         force = "look there: hpc-ddp status; if that job is over for good, add --force"
@@ -365,7 +365,7 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
             raise HpcDdpError(
                 f"job {holder.id} of cluster {holder.cluster} may run {run.path}, and can't be"
                 " asked from here",
-                hint=f"if it is over: hpc-ddp submit --force --run {run.path}",
+                hint=f"if it is over: hpc-ddp submit --force --run {run.quoted}",
             ) from None
         if is_forgotten:
             return False

@@ -74,6 +74,6 @@ def _stems(*folders: Path) -> Callable[[click.Context, str], list[CompletionItem
 
 _OFFERED = {
     **dict.fromkeys(("run", "runs", "run_text"), runs),
-    "site": _stems(folder("templates") / "sites", Path.home() / ".config" / "hpc-ddp"),
+    "site": _stems(folder("templates") / "sites", Path(os.path.expanduser("~/.config/hpc-ddp"))),
     "fabric": _stems(folder("templates") / "fabrics"),
 }

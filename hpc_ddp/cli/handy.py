@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,7 +120,8 @@ def attach(
     """
     if py_spy and command:
         raise UsageError(
-            "--py-spy can't be combined with a command", hint=f"hpc-ddp attach {run} --py-spy"
+            "--py-spy can't be combined with a command",
+            hint=f"hpc-ddp attach {shlex.quote(run)} --py-spy",
         )
     words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()

@@ -31,6 +31,7 @@ from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
+from hpc_ddp.core.user import home_folder
 from hpc_ddp.report import tables
 from hpc_ddp.report.status.run_table import local_trials
 from hpc_ddp.slurm import NoAnswerError, own_cluster
@@ -177,7 +178,7 @@ def _plan(
     run_text = options.pop("run_text")
     layer = settings_of(options) | forced
     cwd = Path.cwd()
-    settings = config.load(layer, cwd, Path.home())
+    settings = config.load(layer, cwd, home_folder())
     project = config.find_project_file(cwd)
     if project and project.parent != cwd:
         say(f"settings: {project}")
@@ -236,7 +237,7 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     if prepared.spec.sweep and prepared.spec.backend == "local":
         click.echo(f"\n{local_trials(prepared.run)}", err=True)
     if code == CAN_GO_ON and prepared.spec.backend == "local":
-        say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(path)}")
+        say(f"stopped; go on with: hpc-ddp dry-run --run {prepared.run.quoted}")
     if as_json:
         click.echo(json.dumps({"exit_code": code, "run": path}))
     sys.exit(code)
@@ -317,7 +318,7 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     cwd = Path.cwd()
     # A killed attempt has to end: a project file may restart workers within one.
     forced = {"backend": "local", "max-restarts": 0, "elastic": False}
-    settings = config.load(settings_of(options) | forced, cwd, Path.home())
+    settings = config.load(settings_of(options) | forced, cwd, home_folder())
     report = run_drill(settings, cwd, runs_root(settings), steps, say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:
@@ -338,7 +339,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
     model is trained on all GPUs of the allocation, or of this machine, and killed once; a table
     for an issue shows what works. Exit code 1 where something does not.
     """
-    settings = config.load(settings_of(options), Path.cwd(), Path.home())
+    settings = config.load(settings_of(options), Path.cwd(), home_folder())
     if settings.recognised:
         say(f"site: {settings.recognised}")
     if train:
@@ -387,11 +388,11 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
         if not (name and equals):
             raise UsageError(
                 f"--set {text} is not of the form NAME=VALUE",
-                hint=f"hpc-ddp rerun {run} --set lr=0.1",
+                hint=f"hpc-ddp rerun {shlex.quote(run)} --set lr=0.1",
             )
         changes[name] = value
     layer, cwd = settings_of(options), Path.cwd()
-    settings = config.load(layer, cwd, Path.home())
+    settings = config.load(layer, cwd, home_folder())
     root = runs_root(settings)
     old = find_run(root, run, own_cluster)
     plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)

@@ -6,6 +6,7 @@ Its commands let HpcDdpError and OSError through: `main.Group` prints them and s
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import click
 
 from hpc_ddp.cli.common import say
+from hpc_ddp.core.user import home_folder
 from hpc_ddp.submission.settings import config, operators, sites
 from hpc_ddp.submission.settings import trust as settings_trust
 from hpc_ddp.submission.site_detect import cluster, infer
@@ -34,12 +36,12 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     to edit. For a site that hpc-ddp knows it holds only what the known file does not. Nothing is
     submitted.
     """
-    home = Path.home()
+    home = home_folder()
     recognised = None if name else sites.recognised(home, os.environ)
     name = name or (recognised[0] if recognised else "site")
     shipped = sites.shipped_keys(name)
     if shipped:
-        say(f"{name} is known (hpc-ddp site show {name}): its keys are left out here")
+        say(f"{name} is known (hpc-ddp site show {shlex.quote(name)}): its keys are left out here")
     description = infer.describe(cluster.probe(os.environ), shipped)
     text = description.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
@@ -53,7 +55,7 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
 @site.command("list")
 def list_() -> None:
     """List the site files: yours, and those that come with hpc-ddp. `*` marks the site in use."""
-    home = Path.home()
+    home = home_folder()
     in_use = sites.files(_chosen(home), home, operators.site_file(os.environ))
     for path in sites.all_files(home):
         click.echo(f"{'*' if path in in_use else ' '} {path.stem:16} {sites.title(path) or path}")
@@ -63,7 +65,7 @@ def list_() -> None:
 @click.argument("name", required=False)
 def show(name: str | None) -> None:
     """Print the files of site NAME (default: the site in use); the first has precedence."""
-    home = Path.home()
+    home = home_folder()
     for path in sites.files(name or _chosen(home), home, operators.site_file(os.environ)):
         click.echo(f"# --- {path}\n{path.read_text()}")
 

@@ -24,6 +24,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_seconds
@@ -34,7 +35,7 @@ from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.journal.journal import first_attempt
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach

@@ -24,6 +24,7 @@ from typing import Any
 from hpc_ddp.core import process
 from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
 from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.job.options import JobSpec
@@ -34,7 +35,7 @@ from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.process import NOTICES
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.batch import attempt_env, next_port, note_end_time
 from hpc_ddp.node.child_process import expand
 from hpc_ddp.node.net.network import LOOPBACK, free_port

@@ -14,6 +14,8 @@ if __name__ == "__main__":
     umask = os.umask(0o022)
     os.umask(umask | 0o022)
     os.environ.setdefault("HPC_DDP_UMASK", f"{umask:o}")
+    if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH leaves this file's folder out
+        sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     ended = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:])
     if isinstance(ended, int):
         sys.exit(ended)

@@ -92,7 +92,7 @@ def _is_done(run: RunFolder) -> bool:
     if is_done and (
         leaves_nothing(events) or describe_work(run, read_queue(), guesses=False) is None
     ):
-        raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
+        raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.quoted}")
     return is_done
 
 
@@ -148,7 +148,9 @@ def _live_jobs(
     for job in jobs:
         queued = queue.find(job, run)
         if queued and queue.life(job, run) is not Life.OVER:
-            if _is_allocation(run) or _is_of_run(run, job, queued):
+            if _is_allocation(run):
+                targets += [] if job.is_among(ended) else [job]  # the run has left it
+            elif _is_of_run(run, job, queued):
                 targets.append(job)
             else:
                 unclear.append(f"job {job.id} is live, and perhaps not of this run ({queued.name})")

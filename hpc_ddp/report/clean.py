@@ -188,8 +188,8 @@ def _read_state(run: RunFolder, queue: Queue, fingerprint: _Fingerprint) -> tupl
         state = RunState.UNREADABLE
     if state is RunState.UNREADABLE or (state is RunState.LOST and age_s < SILENT_S):
         raise UsageError(
-            f"run {run.id} is {state}: it may be at work on another cluster, or be repaired",
-            hint=f"hpc-ddp explain {run.id}; a day after its last event it may be deleted",
+            f"run {run.path} is {state}: it may be at work on another cluster, or be repaired",
+            hint=f"hpc-ddp explain {run.quoted}; a day after its last event it may be deleted",
         )
     return state, age_s
 
@@ -203,8 +203,8 @@ def _check_deletable(run: RunFolder, root: Path, queue: Queue) -> None:
     """
     if run.is_task:
         raise UsageError(
-            f"{run.id} is a task of an array, which is deleted as one",
-            hint=f"hpc-ddp clean {run.id.partition('/')[0]}",
+            f"{run.path} is a task of an array, which is deleted as one",
+            hint=f"hpc-ddp clean {RunFolder(run.whole).quoted}",
         )
     # A link on the way would lead to files of others.
     if run.path.resolve() != root.resolve() / run.path.parent.name / run.path.name:
@@ -216,7 +216,7 @@ def _check_deletable(run: RunFolder, root: Path, queue: Queue) -> None:
             f"{run.path} has a job.json, but is no run of hpc-ddp", hint="rm -r deletes it"
         )
     if work := describe_work(run, queue):
-        raise UsageError(f"run {run.id} is at work: {work}", hint=f"hpc-ddp cancel {run.id}")
+        raise UsageError(f"run {run.path} is at work: {work}", hint=f"hpc-ddp cancel {run.quoted}")
 
 
 def _is_from_hpc_ddp(run: RunFolder) -> bool:

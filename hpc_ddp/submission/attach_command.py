@@ -8,11 +8,12 @@ from pathlib import Path
 
 from hpc_ddp import slurm
 from hpc_ddp.core import process
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container
 
 # The first Python that runs there: this one, or the worker's; as the batch script has it.
@@ -53,14 +54,16 @@ def command(
     check_executable(run)
     attempts = run.attempts()
     if not attempts:
-        some = next((f"hpc-ddp attach {task.id}" for task in run.tasks()), None)
-        hint = some or f"hpc-ddp explain {run.id}"
-        raise HpcDdpError(f"run {run.id} has no worker to attach to", hint=hint)
+        some = next((f"hpc-ddp attach {task.quoted}" for task in run.tasks()), None)
+        hint = some or f"hpc-ddp explain {run.quoted}"
+        raise HpcDdpError(f"run {run.path} has no worker to attach to", hint=hint)
     attempt = attempts[-1]
     info = attempt.info
     job = JobRef.of(info.get("job_id"), info.get("cluster"))
     if not (slurm.show_job(job).state == "RUNNING" if job else process.is_live(attempt.info)):
-        raise HpcDdpError(f"run {run.id} does not run here now", hint=f"hpc-ddp explain {run.id}")
+        raise HpcDdpError(
+            f"run {run.path} does not run here now", hint=f"hpc-ddp explain {run.quoted}"
+        )
     pid_file = _pid_file(attempt, node, rank)
     inside = [str(run.lib / "node.py"), "attach", str(pid_file), *words]
     if not job:

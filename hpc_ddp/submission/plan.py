@@ -6,7 +6,6 @@ restart.py. `Plan.write` makes the folder and returns a `PreparedRun`, which a b
 
 from __future__ import annotations
 
-import getpass
 import os
 import shutil
 import time
@@ -24,6 +23,7 @@ from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.user import user_name
 from hpc_ddp.live_jobs import check_idle, claim_start
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.script.render import Rendering
@@ -179,7 +179,7 @@ def new_folder(root: Path, spec: JobSpec) -> RunFolder:
     folder = root / spec.job_name
     # Of a colleague, in a shared folder; also a link that leads to a folder of this user.
     if os.path.lexists(folder) and folder.lstat().st_uid != os.geteuid():
-        folder = root / f"{spec.job_name}-{getpass.getuser()}"
+        folder = root / f"{spec.job_name}-{user_name()}"
     return RunFolder(folder / run_id)
 
 

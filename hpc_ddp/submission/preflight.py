@@ -107,7 +107,7 @@ def table_of(prepared: PreparedRun) -> str:
     if not path.exists():
         raise HpcDdpError(
             "no feature was tried: the workers ended before",
-            hint=f"hpc-ddp explain {prepared.run.path}",
+            hint=f"hpc-ddp explain {prepared.run.quoted}",
         )
     return path.read_text()
 

@@ -78,8 +78,8 @@ def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) 
     for name in changes:
         if name in old.sweep:
             raise UsageError(
-                f"{name} is a parameter of the sweep {run.id}",
-                hint=f"a new sweep; or one of its trials: hpc-ddp rerun {run.id}/task-0 --set …",
+                f"{name} is a parameter of the sweep {run.path}",
+                hint=f"a new sweep; or of one trial: hpc-ddp rerun {run.task(0).quoted} --set …",
             )
     if not run.lib.exists():
         raise UsageError(
@@ -205,7 +205,9 @@ def _unfinished(run: RunFolder, spec: JobSpec) -> str:
     indexes = spec.indexes(task.index for task in run.tasks())
     unfinished = [str(index) for index in indexes if not run.task(index).finished()]
     if not unfinished:
-        raise UsageError(f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.id}")
+        raise UsageError(
+            f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.quoted}"
+        )
     return ",".join(unfinished) + _bound(spec)
 
 

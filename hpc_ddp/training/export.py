@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,7 +64,7 @@ def export(
     """
     folder = _choose(RunFolder(run.absolute()), step, best)
     if problem := checkpoints.verify(folder):
-        raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {run}")
+        raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {shlex.quote(str(run))}")
     reader = open_checkpoint(folder).reader
     sizes, prefix = _sizes_of(reader, name, folder), f"{name}."
 

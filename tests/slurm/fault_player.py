@@ -15,9 +15,9 @@ from cluster_machine import Process
 from faults import KINDS, LANES, Fault, Lane
 from harness import Job
 
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.checkpoints import published
 from hpc_ddp.core.process import live_pid
-from hpc_ddp.core.run_folder import AttemptFolder
 from tests.raw_events import raw_events
 
 STEPPING_S = 5.0  # a run whose last metrics are older than this takes no steps

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -77,11 +76,7 @@ def sync_commands(run: RunFolder) -> list[str]:
     for place in ("", "task-*/"):
         records = run.path.glob(f"{place}wandb/offline-run-*/*.wandb")
         if any(not path.with_suffix(".wandb.synced").exists() for path in records):
-            commands.append(f"wandb sync {_quoted(run)}/{place}wandb/offline-run-*")
+            commands.append(f"wandb sync {run.quoted}/{place}wandb/offline-run-*")
         if any(run.path.glob(f"{place}comet/*.zip")):
-            commands.append(f"comet upload {_quoted(run)}/{place}comet/*.zip")
+            commands.append(f"comet upload {run.quoted}/{place}comet/*.zip")
     return commands
-
-
-def _quoted(run: RunFolder) -> str:
-    return shlex.quote(str(run.path))

@@ -120,7 +120,7 @@ def _look(
 def _logged_in_at(package: str) -> str:
     """Return the server of `wandb login --host`, '' without one."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
-    settings = read_word(Path(folder).expanduser() / "settings")
+    settings = read_word(Path(os.path.expanduser(folder)) / "settings")
     url = re.search(r"^base_url\s*=\s*(\S+)", settings, re.M)
     return url[1] if url and package == "wandb" else ""
 

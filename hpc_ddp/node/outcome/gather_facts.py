@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently
@@ -18,7 +19,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.trackers import sync_commands
 from hpc_ddp.core.journal.enums import Action, Cause, sequel_of
 from hpc_ddp.core.journal.events import JournalEvent, Submitted, VerdictGiven
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
 from hpc_ddp.node.outcome.verdict import (
     AttemptFacts,
@@ -50,7 +51,7 @@ def check_budget(run: RunFolder, spec: JobSpec) -> None:
     """
     over_text = over_budget(spec, _gpu_hours(run, spec))
     if over_text:
-        hint = f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS"
+        hint = f"hpc-ddp submit --run {RunFolder(run.whole).quoted} --budget-gpu-hours HOURS"
         _give_up(run, Cause.BUDGET, over_text, hint)
 
 
@@ -72,7 +73,7 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     numbers = [number for number in numbers if number >= first]
     why = too_many_silent(spec, run.most_requeues, since_submit(events), numbers)
     if why:
-        hint = f"hpc-ddp submit --run {run.whole} goes on all the same"
+        hint = f"hpc-ddp submit --run {RunFolder(run.whole).quoted} goes on all the same"
         _give_up(run, Cause.NODE_LOST, why, hint)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 import time
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_seconds, write_json
@@ -21,7 +21,7 @@ from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes, keep_off
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
@@ -145,7 +145,7 @@ def _fate(run: RunFolder, job_id: str) -> str:
             raise HpcDdpError(
                 f"how job {job_id}, which has queued this one, has ended is not known any more, so"
                 f" that it may have been cancelled: {error.message}",
-                hint=f"hpc-ddp submit --run {_quoted(run)} goes on",
+                hint=f"hpc-ddp submit --run {run.quoted} goes on",
             ) from None
 
 
@@ -249,7 +249,7 @@ def go_on(
         return _end_link(run, attempt, environ, facts, decided)
     if decided.action == Action.REQUEUE:
         if INTERACTIVE in environ:  # an allocation is no batch job: nothing to requeue
-            say(f"go on with: hpc-ddp submit --backend salloc --run {_quoted(run)}")
+            say(f"go on with: hpc-ddp submit --backend salloc --run {run.quoted}")
             return CAN_GO_ON
         return _requeue(run, attempt, environ, facts)
     if decided.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
@@ -351,7 +351,7 @@ def end_as_failed(environ: dict[str, str], code: int) -> int:
 
 def _left_to_the_user(run: RunFolder) -> int:
     """Print the command that continues a run; return `CAN_GO_ON`."""
-    say(f"could not be requeued; go on with: hpc-ddp submit --run {_quoted(run)}")
+    say(f"could not be requeued; go on with: hpc-ddp submit --run {run.quoted}")
     return CAN_GO_ON
 
 
@@ -380,7 +380,3 @@ def _end_link(
         except HpcDdpError as error:  # it will find the verdict, and not start
             say(error.message)
     return decided.exit_code
-
-
-def _quoted(run: RunFolder) -> str:
-    return shlex.quote(str(run.path))

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
+from hpc_ddp.core.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_tail
 from hpc_ddp.core.file_owners import is_executable
@@ -32,7 +33,7 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.fields import read_fields
 from hpc_ddp.core.journal.journal import last_event, last_step
-from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.slurm_text import Record
 

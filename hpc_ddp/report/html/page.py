@@ -56,8 +56,8 @@ def render(run: RunFolder, templates: Path) -> str:
     spec = _spec_of(run)
     if spec and spec.array and not run.is_task:
         raise UsageError(
-            f"run {run.id} is an array; accepted: one of its tasks",
-            hint=f"hpc-ddp report {run.id}/task-0; of all tasks: hpc-ddp status {run.id}",
+            f"run {run.path} is an array; accepted: one of its tasks",
+            hint=f"hpc-ddp report {run.task(0).quoted}; of all tasks: hpc-ddp status {run.quoted}",
         )
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates),

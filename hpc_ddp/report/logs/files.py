@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -65,7 +64,9 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     if not attempts:
         if rank is not None:
             return []
-        raise UsageError(f"run {run.id} has printed nothing yet", hint=f"hpc-ddp explain {run.id}")
+        raise UsageError(
+            f"run {run.path} has printed nothing yet", hint=f"hpc-ddp explain {run.quoted}"
+        )
     nodes = [node for a in attempts if attempt in (None, a.number) for node in a.nodes()]
     paths = [path for node in nodes if (path := node.rank_log(rank or 0)).exists()]
     if paths:
@@ -73,7 +74,7 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     if is_standalone(run.events()):
         raise UsageError(
             f"run {run.path} was started by hand: its output went to its terminal",
-            hint=f"hpc-ddp explain {shlex.quote(str(run.path))}",
+            hint=f"hpc-ddp explain {run.quoted}",
         )
     ranks = {p.stem.removeprefix("rank-") for p in run.logs.glob("attempt-*/*/rank-*.log")}
     in_attempt = f" in attempt {attempt}" if attempt is not None else ""
@@ -81,7 +82,7 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
         f"no log of rank {rank or 0}{in_attempt}"
         f"; ranks: {', '.join(sorted(ranks, key=int)) or 'none yet'}"
         f"; attempts: {', '.join(str(a.number) for a in attempts)}",
-        hint=f"hpc-ddp logs {run.id}",
+        hint=f"hpc-ddp logs {run.quoted}",
     )
 
 

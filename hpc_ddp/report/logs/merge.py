@@ -12,10 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.file_io import MOST_TEXT_BYTES, open_data
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import events_of
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.logs.files import LogFile
 
 LIST_EVERY = 10  # polls between two looks for new ranks

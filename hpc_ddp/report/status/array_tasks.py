@@ -144,7 +144,7 @@ class Ranking:
         head = "best" if is_over else "best so far"
         return (
             f"{head}: task {self.best.index} ({trial}), with the {order} {metric}, {number}\n"
-            f"again: hpc-ddp rerun {run.id}/task-{self.best.index}"
+            f"again: hpc-ddp rerun {run.task(self.best.index).quoted}"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.user import home_folder
 from hpc_ddp.submission.plan import Plan
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings.config import Layer, Settings
@@ -100,7 +101,7 @@ def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | N
 def _short(path: str) -> str:
     """Return a path relative to the working directory, or to the home folder as ``~/…``, where it
     lies there; another one as it is."""
-    for base, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
+    for base, sign in ((Path.cwd(), ""), (home_folder(), "~/")):
         if Path(path).is_relative_to(base):
             return sign + str(Path(path).relative_to(base))
     return path

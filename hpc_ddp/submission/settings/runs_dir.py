@@ -10,6 +10,7 @@ from string import Template
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run
+from hpc_ddp.core.user import home_folder
 from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission.settings.config import PROJECT_FILE, Settings, load
 
@@ -39,7 +40,7 @@ def runs_folder(option: str | None, is_strict: bool = False) -> Path:
     filled in raises it, as in `runs_root`.
     """
     layer = {"runs-dir": option} if option else {}
-    return runs_root(load(layer, Path.cwd(), Path.home(), is_strict))
+    return runs_root(load(layer, Path.cwd(), home_folder(), is_strict))
 
 
 def run_of(text: str, option: str | None) -> RunFolder:

@@ -17,6 +17,7 @@ from typing import Any
 
 from hpc_ddp.core import file_io, file_owners
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.user import home_folder
 from hpc_ddp.submission.resources import is_shipped
 
 if sys.version_info >= (3, 11):
@@ -142,7 +143,7 @@ def _accepted() -> dict[str, Any]:
     UsageError
         the record itself can't be read, is not the user's alone, or is broken
     """
-    path = Path.home() / RECORD
+    path = home_folder() / RECORD
     try:
         content, status = _open(path)
         values = json.loads(content)
@@ -161,7 +162,7 @@ def _accepted() -> dict[str, Any]:
 
 def _write(values: dict[str, Any]) -> None:
     """Replace the record in one step; raise HpcDdpError where the disk refuses."""
-    path = Path.home() / RECORD
+    path = home_folder() / RECORD
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from typing import NamedTuple
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_time
+from hpc_ddp.core.user import user_name
 
 Record = Mapping[str, str]
 
@@ -80,7 +80,7 @@ def probe(environ: Mapping[str, str]) -> ClusterFacts:
         partitions=slurm.show_all("partition"),
         nodes=slurm.show_all("node"),
         qos=slurm.show_qos(),
-        accounts=slurm.show_accounts(getpass.getuser()),
+        accounts=slurm.show_accounts(user_name()),
         scratch=_scratch(environ),
         runs=environ.get("HPC_DDP_RUNS", ""),
         containers=_containers(),

@@ -199,7 +199,7 @@ class Restorer:
         names = on_first(self.control, self._find_names)
         damage = self._damage_of(folder) if folder.name in names else "it is not there"
         if damage:
-            raise HpcDdpError(f"{folder}: {damage}", hint=f"hpc-ddp verify {self._run.path}")
+            raise HpcDdpError(f"{folder}: {damage}", hint=f"hpc-ddp verify {self._run.quoted}")
         return self._open(folder)
 
     def _find_names(self) -> list[str]:

@@ -80,7 +80,7 @@ class LaunchEnv:
             hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
             profile=_parse(environ, "HPC_DDP_PROFILE", _window, "two steps, like 10:15"),
             backend=environ.get("HPC_DDP_BACKEND") or None,
-            runs=Path(environ.get("HPC_DDP_RUNS") or "runs").expanduser().absolute(),
+            runs=Path(os.path.expanduser(environ.get("HPC_DDP_RUNS") or "runs")).absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -113,3 +115,19 @@ def test_what_trainings_leave_behind_is_no_code(
         *("best.pt", "small.pt", "train.py"),
     ]
     assert not capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
+def test_the_library_is_imported_with_pythonsafepath(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    snapshot.carry_library(run)
+    part = run.lib / "hpc_ddp" / "node" / "where.py"
+    part.write_text("def main(words):\n    print(__file__)\n    return 0\n")
+    ended = subprocess.run(
+        [sys.executable, str(run.lib / "node.py"), "where"],
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.stdout.strip(), ended.stderr) == (str(part), "")

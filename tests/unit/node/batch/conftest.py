@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp import slurm
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.outcome import excluded_nodes, gather_facts, requeue
 from unit.fakes import Clock, Slurm, stop_clock

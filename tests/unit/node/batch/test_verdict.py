@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import verdict
 from hpc_ddp.node.outcome import end_step

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.attempt_folder import AttemptFolder
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net import place as place_module
 from hpc_ddp.node.net.place import Place, node_index
 from unit.node.fakes import place_of

@@ -151,6 +151,23 @@ def test_other_work_than_a_finished_runs_is_left_alone(
     assert has_ended(run)
 
 
+@pytest.mark.parametrize("has_stopped", [True, False])
+def test_the_allocation_of_a_stopped_run_goes_on(
+    slurm_commands: Slurm, run: RunFolder, has_stopped: bool
+) -> None:
+    run.journal("submit").write(raw("submitted", backend="salloc"))
+    run.journal("batch").write(raw("started", backend="salloc", job_id="4"))
+    if has_stopped:
+        run.journal("batch").write(raw("verdict", cause="interrupted", action="none", why=""))
+    slurm_commands.answer("squeue", squeue_rows("4|4|RUNNING|None|n1|9:00|/|(null)\n"))
+    slurm_commands.answer("squeue")
+    slurm_commands.answer("scontrol", HERE)
+    slurm_commands.answer("scancel")
+    cancel(run)
+    assert slurm_commands.calls("scancel") == ([] if has_stopped else [["4"]])
+    assert run.cancelled.exists()
+
+
 def test_a_process_on_another_machine_is_not_called_cancelled(run: RunFolder) -> None:
     run.journal("local").write(raw("started", backend="local", host="elsewhere", pid=1, began="1"))
     with pytest.raises(HpcDdpError, match="not cancelled: process 1 on elsewhere, which can't be"):

@@ -1,0 +1,151 @@
+"""Paths of one attempt of a run, and of one node in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.core.file_io import patiently, read_json
+from hpc_ddp.core.job.job_ref import JobRef
+
+
+@dataclass(frozen=True)
+class NodeFolder:
+    """One node's part of an attempt, as the supervisor sees it that is a Slurm task there: of all
+    the node's workers, or of `rank` alone."""
+
+    path: Path
+    rank: int | None = None
+
+    @property
+    def notice(self) -> Path:
+        """Written by the supervisor, and only by it: the workers' signal was a notice."""
+        return self.path / f"notice{self._task}"
+
+    @property
+    def record(self) -> Path:
+        """How this node's torchrun, or this task's worker, ended, as JSON."""
+        return self.path / f"record{self._task}.json"
+
+    @property
+    def failures(self) -> Path:
+        """The failed workers, by torchrun's report to the supervisor; or why there are none."""
+        return self.path / f"failures{self._task}.json"
+
+    @property
+    def printed(self) -> Path:
+        """When which rank's log had which size: lines of unix seconds, rank and bytes."""
+        return self.path / f"printed{self._task}"
+
+    @property
+    def _task(self) -> str:
+        return "" if self.rank is None else f"-{self.rank}"
+
+    def pids(self) -> list[Path]:
+        """Return the files with the process ids of the workers that have started; of one `rank`,
+        its own. [] before; where the folder can't be listed OSError or [], by Python's version."""
+        return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
+
+    def records(self) -> list[Path]:
+        """Return the files in which the node's tasks have recorded their ends so far, by name."""
+        return sorted(self.path.glob("record*.json"))
+
+    @property
+    def agent_log(self) -> Path:
+        """The output of this node's torchrun."""
+        return self.path / "agent.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.path / f"rank-{rank}.log"
+
+    def stacks(self, rank: int) -> Path:
+        """Where each thread of a rank was when it hung; empty if it ended otherwise."""
+        return self.path / f"stack-rank-{rank}.txt"
+
+    def flight(self, rank: int) -> Path:
+        """The last collectives of a rank that hung; torch's ``torchfrtrace`` compares them."""
+        return self.path / f"flight-rank-{rank}"
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """One start of a run, ``logs/attempt-<k>``."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name.removeprefix("attempt-"))
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``);
+        and the names of its nodes, ``nodes``. {} where the file is missing or damaged."""
+        return read_json(self.path / "attempt.json")
+
+    @property
+    def link(self) -> JobRef | None:
+        """The next job of the chain, as the attempt's job has queued it; None without one."""
+        text = read_json(self.path / "next.json").get("job_id")
+        return JobRef.parse(str(text)) if text else None
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Names of the attempt's nodes, in the order of the ranks.
+
+        Raises OSError where the disk is away for longer than `patiently` waits, and ValueError or
+        KeyError where the file is damaged.
+        """
+        return tuple(json.loads(patiently((self.path / "attempt.json").read_text))["nodes"])
+
+    @property
+    def notice(self) -> Path:
+        """Holds a word once the batch shell has one to pass on; empty before.
+
+        It exists from the start: opening a file that exists asks an NFS server for its
+        newest content, while a look-up of a missing name may be answered from a cache.
+        """
+        return self.path / "notice"
+
+    @property
+    def end_time(self) -> Path:
+        """Holds the end of the job's time in unix seconds, once Slurm has another one than at the
+        attempt's start; empty before (see `notice`)."""
+        return self.path / "end-time"
+
+    @property
+    def failed(self) -> Path:
+        """Holds the name of a node whose workers failed; empty before (see `notice`)."""
+        return self.path / "failed"
+
+    @property
+    def fabric(self) -> Path:
+        """Holds the interconnect that the first node has found; empty before (see `notice`)."""
+        return self.path / "fabric"
+
+    @property
+    def secret(self) -> Path:
+        """Holds what the attempt's agents sign with; its owner alone may read it."""
+        return self.path / "secret"
+
+    @property
+    def port_taken(self) -> Path:
+        """Exists once the port of torchrun's rendezvous turned out to be in use."""
+        return self.path / "port-taken"
+
+    def node(self, name: str, rank: int | None = None) -> NodeFolder:
+        """Return the folder of a node, or of its Slurm task for `rank`; nothing is made."""
+        return NodeFolder(self.path / name, rank)
+
+    def nodes(self) -> list[NodeFolder]:
+        """Return the folders of the nodes so far, by name; raise OSError where they can't be
+        listed."""
+        return [NodeFolder(path) for path in sorted(self.path.iterdir()) if path.is_dir()]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return what the nodes, or their tasks, have recorded of their ends so far. A record that
+        is damaged or can't be read is left out; raise OSError where the nodes can't be listed."""
+        records = [read_json(path) for node in self.nodes() for path in node.records()]
+        return [record for record in records if "code" in record]
