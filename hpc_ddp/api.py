@@ -23,7 +23,6 @@ from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.job.option_declaration import default_of, key_of
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.core.user import home_folder
 from hpc_ddp.live_jobs import Queue, describe_work, read_queue
 from hpc_ddp.report.cancel import cancel
 from hpc_ddp.report.logs.files import log_files
@@ -32,6 +31,7 @@ from hpc_ddp.submission import backends
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_root
+from hpc_ddp.submission.user import home_folder
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
 

@@ -31,7 +31,6 @@ from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
-from hpc_ddp.core.user import home_folder
 from hpc_ddp.report import tables
 from hpc_ddp.report.status.run_table import local_trials
 from hpc_ddp.slurm import NoAnswerError, own_cluster
@@ -43,6 +42,7 @@ from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.snapshot import changed_since
+from hpc_ddp.submission.user import home_folder
 
 
 class Forward:

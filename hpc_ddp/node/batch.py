@@ -24,10 +24,10 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_seconds
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
@@ -38,7 +38,7 @@ from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
-from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
+from hpc_ddp.node.net.network import first_port, free_port, reach
 from hpc_ddp.node.outcome import end_step, requeue
 from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
@@ -67,6 +67,7 @@ def queue_next(environ: dict[str, str]) -> None:
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     if not run.finished() and not restarts:
         array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
+        requeue.record_late_link(run, own_job, environ)
         is_link = requeue.is_link(run, own_job)
         requeue.check_wanted(run, restarts, is_link, own_job, array)
         check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
@@ -103,6 +104,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     if cluster and own_job.is_of(cluster):  # this node's, and not of another one that it can ask
         own_job = replace(own_job, cluster=cluster)
     array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
+    patiently(partial(requeue.record_late_link, run, own_job, environ))
     is_link = patiently(partial(requeue.is_link, run, array or own_job))
     if patiently(run.finished):
         if restarts or is_link:  # Slurm may restart a job that was just through
@@ -130,7 +132,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         env,
         restarts=restarts,
         head=reach(nodes, 0, spec.host_suffix),
-        port=free_port(_first_port(job_id)),
+        port=free_port(first_port(job_id)),
         cpus=_check_cpus(spec, environ),
     ).to_env()
     return values | tracker_env(run, environ, env.first_attempt)
@@ -201,12 +203,6 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
 
 def _own_job(environ: dict[str, str]) -> JobRef:
     return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
-
-
-def _first_port(job_id: str) -> int:
-    """Return the port to try first: jobs are spread over the range, so that two on one node rarely
-    meet."""
-    return FIRST_PORT + int(job_id) * 7 % (LAST_PORT - FIRST_PORT)
 
 
 def export_lines(values: dict[str, str]) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from string import Template
 
 from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.attempt_folder import NodeFolder
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.workers.worker import started_by
 

@@ -24,9 +24,9 @@ from typing import Any
 from hpc_ddp.core import process
 from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
 from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.sweep import trial_args

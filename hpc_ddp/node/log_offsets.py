@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hpc_ddp.core.attempt_folder import NodeFolder
 from hpc_ddp.core.console.terminal import write_output
+from hpc_ddp.core.job.attempt_folder import NodeFolder
 
 LIST_EVERY = 10  # looks; listing a folder costs an NFS server more than asking for sizes
 

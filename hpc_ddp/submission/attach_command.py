@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hpc_ddp import slurm
 from hpc_ddp.core import process
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_owners import check_executable
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder

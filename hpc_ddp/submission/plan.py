@@ -23,7 +23,6 @@ from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.core.user import user_name
 from hpc_ddp.live_jobs import check_idle, claim_start
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.script.render import Rendering
@@ -31,6 +30,7 @@ from hpc_ddp.submission.settings.config import (
     Settings,
     job_spec,
 )
+from hpc_ddp.submission.user import user_name
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def test_its_trials_are_named_and_the_best_one_can_be_repeated(tmp_path: Path) -
     assert sweep.process.wait(LIMIT_S) == 0, sweep.log.read_text()
     rows = [["1", "3", "finished"], ["2", "2", "finished"], ["0", "1", "finished"]]
     best = "best: task 1 (score=3), with the highest score, 3"
-    again = f"rerun {sweep.path.name}/task-1"
+    again = f"rerun {sweep.path}/task-1"
     for printed in (sweep.log.read_text(), sweep.call("status", str(sweep.path))):
         lines = printed[printed.index("task  score") :].splitlines()
         assert [line.split()[:3] for line in lines[1:4]] == rows

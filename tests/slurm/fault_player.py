@@ -15,8 +15,8 @@ from cluster_machine import Process
 from faults import KINDS, LANES, Fault, Lane
 from harness import Job
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.checkpoints import published
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.process import live_pid
 from tests.raw_events import raw_events
 

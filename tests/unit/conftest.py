@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core import file_io
-from hpc_ddp.core.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from tests.raw_events import raw

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.fabric import Found, configured, settings
 from hpc_ddp.node.net.network import LOOPBACK, interface_to, reach

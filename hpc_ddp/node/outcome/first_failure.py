@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.attempt_folder import NodeFolder
 from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR, ERROR_LINE, MISMATCH
 from hpc_ddp.core.file_io import read_tail
+from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.core.journal.events import RankFailed, parse_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.workers.worker import AGAIN

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.trackers import sync_commands
 from hpc_ddp.core.journal.enums import Action, Cause, sequel_of

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_seconds, write_json
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import VerdictGiven
@@ -77,6 +78,23 @@ def own_id(environ: dict[str, str]) -> str:
 def is_link(run: RunFolder, job: JobRef) -> bool:
     """Tell whether a job was queued by the job before it, and not by a person."""
     return job.is_among(run.links())
+
+
+def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> None:
+    """Record a job as the link of the one that it waited for, which was killed before it could: its
+    sbatch answered late. Nothing for a job that the run knows, as each that a person submits.
+
+    Raise OSError if the run's folder can't be read or written.
+    """
+    dependency = re.fullmatch(r"afterany:(\d+)", environ.get("SLURM_JOB_DEPENDENCY", ""))
+    jobs = run.jobs(run.events())
+    if not dependency or job.is_among(jobs) or not JobRef(dependency[1]).is_among(jobs):
+        return
+    attempts = run.attempts()
+    if attempts and attempts[-1].info.get("job_id") == dependency[1]:
+        write_json(attempts[-1].path / "next.json", {"job_id": str(job)})
+    else:
+        write_json(run.early_links, {**read_json(run.early_links), dependency[1]: str(job)})
 
 
 def check_wanted(

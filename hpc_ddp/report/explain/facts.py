@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
-from hpc_ddp.core.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_tail
 from hpc_ddp.core.file_owners import is_executable
+from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import (
     JournalEvent,

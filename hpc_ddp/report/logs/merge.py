@@ -12,8 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.file_io import MOST_TEXT_BYTES, open_data
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import events_of
 from hpc_ddp.core.run_folder import RunFolder

@@ -9,11 +9,11 @@ from typing import Any
 
 from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.user import home_folder
 from hpc_ddp.submission.plan import Plan
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
+from hpc_ddp.submission.user import home_folder
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from string import Template
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run
-from hpc_ddp.core.user import home_folder
 from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission.settings.config import PROJECT_FILE, Settings, load
+from hpc_ddp.submission.user import home_folder
 
 
 def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:

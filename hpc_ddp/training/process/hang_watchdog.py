@@ -22,8 +22,8 @@ import torch.distributed as torch_distributed
 from torch._C import _distributed_c10d
 
 from hpc_ddp.core import process
-from hpc_ddp.core.attempt_folder import NodeFolder
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.training.data.order import Position
 
 dist: Any = torch_distributed  # some of what is used here has no types

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import write_json
+from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.run_folder import RunFolder
 from tests.raw_events import typed

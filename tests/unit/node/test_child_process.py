@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.child_process import expand, split, worker_launch
 from hpc_ddp.node.outcome import oom as oom_module

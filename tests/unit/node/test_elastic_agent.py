@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from hpc_ddp.core.attempt_folder import NodeFolder
+from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import elastic_agent as agent
 from hpc_ddp.node.net.place import Place

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import NodeFolder
+from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.node import log_offsets
 from hpc_ddp.node.log_offsets import Growth
 from unit.fakes import stop_clock

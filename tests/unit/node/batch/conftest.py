@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp import slurm
-from hpc_ddp.core.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch

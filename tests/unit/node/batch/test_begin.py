@@ -76,13 +76,6 @@ def test_a_short_attempt_is_warned_in_its_last_tenth(
     assert replace(AttemptEnv.from_env(exports), end_time=when, warn_s=env.warn_s) == env
 
 
-def test_ports_are_spread_over_the_range() -> None:
-    ports = [batch._first_port(str(number)) for number in range(20_000)]
-    assert (min(ports), ports[1] - ports[0]) == (10000, 7)
-    assert max(ports) < 32768
-    assert len(set(ports)) > 15_000
-
-
 @pytest.mark.parametrize(
     ("restarts", "link", "begins"),
     [("", False, False), ("0", False, False), ("1", False, True), ("", True, True)],

@@ -15,8 +15,8 @@ import pytest
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import end_step
 from hpc_ddp.node.outcome.end_step import ENDED_S, KEPT_S, guard

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder

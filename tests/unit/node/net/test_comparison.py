@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node.net import fabric
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.fabric import Found

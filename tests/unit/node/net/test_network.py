@@ -75,3 +75,10 @@ def test_loopback_leads_to_itself() -> None:
     assert network.interface_to("::1") is None  # none of IPv4
     assert network.address_of("lo") == "127.0.0.1"
     assert network.address_of("no-such0") is None
+
+
+def test_ports_are_spread_over_the_range() -> None:
+    ports = [network.first_port(str(number)) for number in range(20_000)]
+    assert (min(ports), ports[1] - ports[0]) == (10000, 7)
+    assert max(ports) < 32768
+    assert len(set(ports)) > 15_000

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.net.place import Place

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import links
 from hpc_ddp.node.preflight.links import Listener, partners

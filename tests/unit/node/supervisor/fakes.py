@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node.child_process import torchrun_launch
 from hpc_ddp.node.supervisor import Signals, Supervisor
 from unit.node.fakes import NoSignals, place_of

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.outcome import oom as oom_module

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.attempt_folder import AttemptFolder
 from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.supervisor import Signals
 from tests.raw_events import raw_events

@@ -264,5 +264,5 @@ def test_an_array_has_no_page_and_its_task_has(tmp_path: Path) -> None:
     task.run.path.rename(sweep.run.task(1).path)
     with pytest.raises(UsageError, match="is an array; accepted: one of its tasks") as caught:
         sweep.page()
-    assert f"hpc-ddp status {sweep.run.id}" in str(caught.value.hint)
+    assert f"hpc-ddp status {sweep.run.path}" in str(caught.value.hint)
     assert "--lr=0.2" in check(page.render(sweep.run.task(1), TEMPLATES)).text

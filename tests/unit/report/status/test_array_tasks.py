@@ -68,7 +68,7 @@ def test_trials_are_ranked(
     assert [task.index for task in ranking.tasks] == order
     assert ranking.text(sweep) == (
         f"best: task {order[0]} (lr=0.{order[0]}), with the {metric}\n"
-        f"again: hpc-ddp rerun 20261124/task-{order[0]}"
+        f"again: hpc-ddp rerun {sweep.path}/task-{order[0]}"
     )
     rows = table(ranking.tasks).splitlines()[1:]
     assert [int(row.split()[0]) for row in rows] == order

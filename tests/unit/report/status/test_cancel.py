@@ -158,7 +158,7 @@ def test_the_allocation_of_a_stopped_run_goes_on(
     run.journal("submit").write(raw("submitted", backend="salloc"))
     run.journal("batch").write(raw("started", backend="salloc", job_id="4"))
     if has_stopped:
-        run.journal("batch").write(raw("verdict", cause="interrupted", action="none", why=""))
+        run.journal("batch").write(raw("verdict", cause="notice", action="none", why=""))
     slurm_commands.answer("squeue", squeue_rows("4|4|RUNNING|None|n1|9:00|/|(null)\n"))
     slurm_commands.answer("squeue")
     slurm_commands.answer("scontrol", HERE)

@@ -11,7 +11,7 @@ from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
-from hpc_ddp.node.outcome.requeue import check_wanted, is_link, own_id
+from hpc_ddp.node.outcome.requeue import check_wanted, is_link, own_id, record_late_link
 from tests.raw_events import raw
 from unit.fakes import Slurm
 
@@ -52,6 +52,37 @@ def test_a_job_that_the_job_before_it_has_queued_is_a_link(run: RunFolder) -> No
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
     assert is_link(run, JobRef("8"))
     assert not is_link(run, JobRef("7"))
+
+
+@pytest.mark.parametrize("has_attempt", [True, False])
+@pytest.mark.parametrize("has_verdict", [True, False])
+def test_a_job_whose_id_came_too_late_is_a_link(
+    tmp_path: Path, slurm_commands: Slurm, has_attempt: bool, has_verdict: bool
+) -> None:
+    """The job before it was cancelled while its sbatch waited for an answer."""
+    run = RunFolder(tmp_path / "run").make()
+    run.journal("submit").write(raw("queued", job_id="7"))
+    if has_attempt:
+        run.claim_attempt({"job_id": "7"}, is_live=lambda info: False)
+    if has_attempt and has_verdict:
+        run.journal("batch").write(raw("verdict", cause="preempted", action="requeue", why=""))
+    record_late_link(run, JobRef("8"), {"SLURM_JOB_DEPENDENCY": "afterany:7"})
+    assert is_link(run, JobRef("8"))
+    assert run.jobs(run.events()) == [JobRef("7"), JobRef("8")]
+    slurm_commands.answer("scontrol", "   JobState=CANCELLED Reason=None\n")
+    if has_attempt and has_verdict:  # a person's scancel of the job before says so in its verdict
+        check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+    else:
+        with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
+            check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+
+
+@pytest.mark.parametrize("dependency", ["afterany:6", "afterok:7", "afterany:7:9", ""])
+def test_a_persons_dependency_makes_no_link(run: RunFolder, dependency: str) -> None:
+    record_late_link(run, JobRef("8"), {"SLURM_JOB_DEPENDENCY": dependency})
+    run.journal("submit").write(raw("queued", job_id="9"))
+    record_late_link(run, JobRef("9"), {"SLURM_JOB_DEPENDENCY": "afterany:7"})
+    assert run.links() == []
 
 
 @pytest.mark.parametrize(
