@@ -35,11 +35,20 @@ from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.signals import SIGNALS
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning" in sys.modules:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 else:  # the same library by its older name: a Trainer takes callbacks of its own package only
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
 
+# They load a checkpoint of their own over the run's.
+FINDERS = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+# At the start of an epoch they set what their checkpoint does not have; a second call changes
+# nothing.
+SET_AT_EPOCH_START = (
+    callbacks.GradientAccumulationScheduler,
+    callbacks.StochasticWeightAveraging,
+)
 FILE = "lightning.ckpt"
+FROZEN = "hpc_ddp_frozen"  # in a checkpoint
 MOST_ARGS = 4  # of Trainer.fit, without ckpt_path
 
 
@@ -74,6 +83,7 @@ class StopCallback(Callback):
         self._total_steps: int | None = None
         self._is_due = False  # a save comes before one of the next batches
         self._is_amid = False  # batches since the last step have added up gradients
+        self._frozen: dict[str, list[str]] | None = None  # of the loaded checkpoint
         self._states: dict[int, Any] = {}  # of the loaders before a batch, by it; None: not kept
 
     def latest(self, trainer: Trainer) -> str | None:
@@ -98,6 +108,15 @@ class StopCallback(Callback):
         folder = self._stop.latest()
         return None if folder is None else str(folder / FILE)
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for callback in vars(trainer)["callbacks"]:
+            if isinstance(callback, FINDERS):
+                name = type(callback).__name__
+                raise UsageError(
+                    f"a {name} is among the callbacks, and loads its own checkpoint over the run's",
+                    hint=f"remove the {name}; call lightning.pytorch.tuner.Tuner before fit",
+                )
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop: Any = trainer.fit_loop
         load_states = partial(_load_states, loop, loop._load_combined_loader_states)
@@ -113,6 +132,7 @@ class StopCallback(Callback):
         )
         warn_of_ranks(self._stop, trainer.world_size)
         _check_samplers(trainer.fit_loop)
+        _load_late_states(trainer.fit_loop)
         # A checkpoint counts the batch as ready before which it was saved, and which comes again.
         loop: Any = trainer.fit_loop.epoch_loop
         for progress in (loop.batch_progress.total, loop.batch_progress.current):
@@ -122,6 +142,22 @@ class StopCallback(Callback):
         vars(loop)["_on_before_fetch"] = partial(self._before_fetch, trainer, loop._on_before_fetch)
         steps = trainer.estimated_stepping_batches
         self._total_steps = int(steps) if math.isfinite(steps) else None
+        if self._frozen is not None:
+            _freeze_again(pl_module, self._frozen)
+        if trainer.fit_loop.restarted_mid_epoch:
+            loop = trainer.fit_loop
+            start_epoch = partial(_start_epoch_again, trainer, loop.on_advance_start)
+            vars(loop)["on_advance_start"] = start_epoch
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[FROZEN] = _frozen_parts(pl_module)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._frozen = checkpoint.get(FROZEN)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A loader that is made anew for the epoch has a new fetcher, which fetches before it
@@ -135,6 +171,12 @@ class StopCallback(Callback):
         for sampler in _samplers_of(trainer.fit_loop):
             if hasattr(sampler, "yielded"):
                 sampler.yielded = 0
+        # Lightning steps no ReduceLROnPlateau at the end of a resumed epoch, whose metrics may be
+        # of before. Those that are there are of now.
+        configs = trainer.lr_scheduler_configs
+        monitors = {config.monitor for config in configs if config.reduce_on_plateau}
+        if monitors <= set(trainer.callback_metrics):
+            vars(trainer.fit_loop)["_restarting"] = False
 
     def on_train_batch_end(
         self,
@@ -222,6 +264,46 @@ def _check_samplers(loop: Any) -> None:
             " DistributedSampler",
             hint="StatefulDataLoader(…, sampler=DistributedSampler(data, shuffle=True))",
         )
+
+
+def _frozen_parts(module: LightningModule) -> dict[str, list[str]]:
+    """Return the names of the parameters that get no gradient, and of the BatchNorms that keep
+    their statistics: a callback such as BaseFinetuning sets both, and its checkpoint has neither.
+    """
+    parameters = [name for name, value in module.named_parameters() if not value.requires_grad]
+    norms = [
+        name
+        for name, part in module.named_modules()
+        if not getattr(part, "track_running_stats", True)
+    ]
+    return {"parameters": parameters, "norms": norms}
+
+
+def _freeze_again(module: LightningModule, frozen: dict[str, list[str]]) -> None:
+    """Freeze the parameters and BatchNorms of a checkpoint, and no others."""
+    for name, value in module.named_parameters():
+        value.requires_grad_(name not in frozen["parameters"])
+    for name, part in module.named_modules():
+        if hasattr(part, "track_running_stats"):
+            part.track_running_stats = name not in frozen["norms"]
+
+
+def _start_epoch_again(trainer: Trainer, start_epoch: Callable[[], None]) -> None:
+    """Begin the rest of an epoch as Lightning does, which calls no hook for its start, and set up
+    what needs the hook."""
+    del vars(trainer.fit_loop)["on_advance_start"]
+    start_epoch()
+    for callback in vars(trainer)["callbacks"]:
+        if isinstance(callback, SET_AT_EPOCH_START):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def _load_late_states(loop: Any) -> None:
+    """Load the states of loaders that Lightning has made before its checkpoint: where
+    ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``."""
+    if loop._combined_loader_states_to_load:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
 
 
 @contextmanager
