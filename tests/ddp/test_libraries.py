@@ -266,8 +266,15 @@ def test_the_best_model_and_the_patience_outlast_a_stop(
         ("transformers", ("--order", "split-odd"), "split_batches and a multiple of 2 samples"),
         ("transformers", ("--bare",), "the training begins before stop.latest"),
         ("lightning", ("--stateful",), "a StatefulDataLoader has shuffle=True or a sampler"),
+        ("lightning", ("--part", "finder"), "a LearningRateFinder is among the callbacks"),
     ],
-    ids=["repeats samples", "fills the last batch", "does not resume", "draws another order"],
+    ids=[
+        "repeats samples",
+        "fills the last batch",
+        "does not resume",
+        "draws another order",
+        "a finder",
+    ],
 )
 def test_a_trainer_is_refused(
     make_crew: Callable[[str], Crew], library: str, words: tuple[str, ...], error: str
@@ -382,6 +389,13 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
         (("--order", "in-turn", "--accumulate", "2"), 8, 8),
         (("--order", "in-turn", "--batch-size", "64", "--epochs", "8"), 3, 3),
         (("--order", "counted"), 16, 16),
+        *[
+            (("--order", "in-turn", "--part", part), step, step)
+            for part in ("unfreeze", "average", "plateau", "cycle")
+            for step in (16, 20)
+        ],
+        (("--order", "in-turn", "--part", "accumulate"), 4, 4),
+        (("--order", "in-turn", "--part", "accumulate"), 7, 7),
     ],
     ids=[
         "a stream",
@@ -390,6 +404,13 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
         "an accumulation at the end of an epoch",
         "one batch an epoch",
         "a sampler with a state",
+        *[
+            f"{part}, {where}"
+            for part in ("unfreezing", "averaging weights", "a plateau scheduler", "a cycle")
+            for where in ("at the end of an epoch", "amid one")
+        ],
+        "a schedule of accumulations, at the end of an epoch",
+        "a schedule of accumulations, amid one",
     ],
 )
 def test_lightning_trains_each_batch_of_a_stateful_loader_once(

@@ -9,6 +9,8 @@ from typing import Any
 import lightning as L
 import torch
 from common import OPTIONS, args, disturb, leave_weights
+from lightning.pytorch import callbacks
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -46,7 +48,11 @@ class Line(L.LightningModule):
     def __init__(self, widths: Widths) -> None:
         super().__init__()
         self.save_hyperparameters()  # an object, which torch.load refuses with weights_only
+        self.first = torch.nn.Linear(4, 4) if args.part == "unfreeze" else torch.nn.Identity()
         self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layer(self.first(x)), x.sum(1, keepdim=True))
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         disturb(self.global_step + 1)
@@ -54,14 +60,43 @@ class Line(L.LightningModule):
         if args.plain:
             seed = 2 * self.global_step + self.global_rank
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
-        return torch.nn.functional.mse_loss(self.layer(x), x.sum(1, keepdim=True))
+        loss: torch.Tensor = self(x)
+        return loss
 
     def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
         if index == 0 and not self.trainer.sanity_checking:
             print("validates at", self.global_step, flush=True)
+        self.log("val", self(batch[0]))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
+    def configure_optimizers(self) -> Any:
+        weights = self.layer.parameters() if args.part == "unfreeze" else self.parameters()
+        optimizer = torch.optim.Adam(weights, lr=0.1)
+        if args.part == "plateau":
+            plateau = ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+            return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val"}
+        if args.part == "cycle":
+            cycle = OneCycleLR(optimizer, 0.1, int(self.trainer.estimated_stepping_batches))
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+        if args.part == "average":
+            return [optimizer], [ExponentialLR(optimizer, 0.9)]
+        return optimizer
+
+
+class Unfreeze(callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.first, optimizer, lr=0.01)
+
+
+PARTS: dict[str | None, list[Any]] = {
+    "accumulate": [callbacks.GradientAccumulationScheduler({0: 4, 1: 2, 2: 1})],
+    "unfreeze": [Unfreeze()],
+    "average": [callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1)],
+    "finder": [callbacks.LearningRateFinder(num_training_steps=5)],
+}
 
 
 L.seed_everything(1, verbose=False)
@@ -78,6 +113,7 @@ trainer = L.Trainer(
     strategy="ddp" if "RANK" in os.environ else "auto",
     max_epochs=args.epochs,
     accumulate_grad_batches=args.accumulate,
+    callbacks=PARTS.get(args.part, []),
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
