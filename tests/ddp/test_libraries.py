@@ -391,9 +391,10 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
         (("--order", "counted"), 16, 16),
         *[
             (("--order", "in-turn", "--part", part), step, step)
-            for part in ("unfreeze", "average", "plateau", "cycle")
+            for part in ("unfreeze", "plateau", "cycle")
             for step in (16, 20)
         ],
+        (("--order", "in-turn", "--part", "average"), 3, 3),
         (("--order", "in-turn", "--part", "accumulate"), 4, 4),
         (("--order", "in-turn", "--part", "accumulate"), 7, 7),
     ],
@@ -406,9 +407,10 @@ def test_lightning_resumes_a_stateful_loader_and_the_validations(
         "a sampler with a state",
         *[
             f"{part}, {where}"
-            for part in ("unfreezing", "averaging weights", "a plateau scheduler", "a cycle")
+            for part in ("unfreezing", "a plateau scheduler", "a cycle")
             for where in ("at the end of an epoch", "amid one")
         ],
+        "averaging of weights",
         "a schedule of accumulations, at the end of an epoch",
         "a schedule of accumulations, amid one",
     ],

@@ -94,7 +94,7 @@ class Unfreeze(callbacks.BaseFinetuning):
 PARTS: dict[str | None, list[Any]] = {
     "accumulate": [callbacks.GradientAccumulationScheduler({0: 4, 1: 2, 2: 1})],
     "unfreeze": [Unfreeze()],
-    "average": [callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1)],
+    "average": [callbacks.StochasticWeightAveraging(0.02, 1, annealing_epochs=2)],
     "finder": [callbacks.LearningRateFinder(num_training_steps=5)],
 }
 
