@@ -53,6 +53,7 @@ class Stop(EpochStop):
         super().__init__(format="accelerate", **options)
         self._accelerator = accelerator
         self._samples = 0  # of all ranks in a batch
+        self._loaded: dict[str, int] = {}  # by kind: objects at `load`
 
     def load(self, *models: Any) -> int:
         """Load the newest checkpoint that verifies; return the number of steps done, 0 without any.
@@ -62,6 +63,7 @@ class Stop(EpochStop):
         `StopPoint.latest`.
         """
         fix_order_of_sums(models)
+        self._loaded = self._count_objects()
         if folder := self.latest():
             self._accelerator.load_state(str(folder / STATE))
             self._load_random(folder)
@@ -82,20 +84,50 @@ class Stop(EpochStop):
         # A dispatcher can't begin behind its last batch, and fills a short one from its first one.
         if isinstance(loader, DataLoaderDispatcher):
             return islice(loader, done, None)
-        return self._accelerator.skip_first_batches(loader, done)
+        rest = self._accelerator.skip_first_batches(loader, done)
+        # Without these `gather_for_metrics` counts what fills up the last batch.
+        vars(rest)["_drop_last"] = getattr(loader, "_drop_last", False)
+        for name in ("batch_size", "split_batches", "num_processes"):
+            for kind in ("sampler", "batch_sampler"):
+                whole, skipping = getattr(loader, kind, None), getattr(rest, kind, None)
+                if hasattr(whole, name) and not hasattr(skipping, name) and skipping:
+                    setattr(skipping, name, getattr(whole, name))
+        return rest
+
+    def _count_objects(self) -> dict[str, int]:
+        """Return how many objects a checkpoint of the Accelerator has, by their kind."""
+        kinds = {
+            "models": "models",
+            "optimizers": "optimizers",
+            "schedulers": "schedulers",
+            "custom_objects": "objects of register_for_checkpointing",
+        }
+        return {text: len(getattr(self._accelerator, f"_{name}")) for name, text in kinds.items()}
 
     def save(self, **values: Any) -> None:
         """End a batch: the run saves, and stops when it has to; nothing within an accumulation.
-        `values` as in `step`. Raises as `step` and `checkpoint`, UsageError outside of `batches`;
-        errors of ``save_state`` and ``torch.save`` come through."""
+        `values` as in `step`. Raises as `step` and `checkpoint`, UsageError outside of `batches`
+        and for an object that was prepared after `load`; errors of ``save_state`` and
+        ``torch.save`` come through."""
         self._check_within()
         if not self._accelerator.sync_gradients:
             return
+        self._check_objects()
         samples = self._samples * self._accelerator.gradient_accumulation_steps
         if self.step(epoch=self._own_facts["epoch"], samples=samples, **values):
             with self.checkpoint() as folder:
                 self._accelerator.save_state(str(folder / STATE))
                 self._save_random(folder)
+
+    def _check_objects(self) -> None:
+        """Raise UsageError where an object came after `load`: it would begin anew at a resume."""
+        for kind, count in self._count_objects().items():
+            if count > self._loaded.get(kind, count):
+                raise UsageError(
+                    f"the Accelerator got {kind} after stop.load, which a resume does not restore;"
+                    " accepted: before it",
+                    hint="accelerator.prepare(…) and register_for_checkpointing(…), then stop.load",
+                )
 
     @property
     def _devices(self) -> list[torch.device]:

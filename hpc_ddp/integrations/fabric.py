@@ -48,7 +48,8 @@ class Stop(EpochStop):
         number of steps done, 0 without any.
 
         All ranks call it after ``fabric.setup``. `objects` have a ``state_dict``: the model, the
-        optimizer, a scheduler. Raises as `StopPoint.latest`, and UsageError for other objects.
+        optimizer, a scheduler. Fabric's scaler of gradients belongs to it by itself. Raises as
+        `StopPoint.latest`, and UsageError for other objects.
         """
         for name, entry in objects.items():
             if isinstance(getattr(entry, "_dataloader", entry), DataLoader):
@@ -63,6 +64,9 @@ class Stop(EpochStop):
                     " state_dict and load_state_dict, each by a name of its own",
                     hint="plain values: stop.facts",
                 )
+        precision: Any = self._fabric.strategy.precision
+        if getattr(precision, "scaler", None) is not None:  # of float16
+            objects.setdefault("precision", precision)
         self._objects = objects
         models = (model for model in objects.values() if isinstance(model, torch.nn.Module))
         fix_order_of_sums(models)

@@ -112,21 +112,44 @@ def test_the_order_of_other_loaders_is_kept(
 
 @pytest.mark.parametrize(
     ("order", "saved"),
-    [pytest.param("dispatch", 8, marks=pytest.mark.more), ("dispatch-odd", 3)],
-    ids=["at the end of an epoch", "before a short batch"],
+    [
+        pytest.param("dispatch", 8, marks=pytest.mark.more),
+        ("dispatch-odd", 3),
+        pytest.param("shuffle-odd", 3, marks=pytest.mark.more),
+    ],
+    ids=["dispatched, at the end of an epoch", "dispatched, before a short batch", "short batch"],
 )
-def test_accelerate_dispatches_the_batches_that_are_left(
+def test_accelerate_goes_on_with_the_batches_that_are_left(
     make_crew: Callable[[str], Crew], order: str, saved: int
 ) -> None:
+    """What fills up a short last batch is not among the gathered samples."""
     whole, resumed = make_crew("whole"), make_crew("resumed")
-    go(whole, "accelerate", "--order", order)
+
+    def ends(printed: str) -> list[str]:
+        return [line for line in printed.splitlines() if "ends with" in line]
+
+    of_whole = ends(go(whole, "accelerate", "--order", order))
     save = ("--save-every-steps", str(saved), *SLOW, "--at", str(saved + 3), "--signal", "9")
     killed = launch(resumed, "accelerate", "--order", order, *save)
     assert -signal.SIGKILL in killed.wait(), killed.output()
-    go(resumed, "accelerate", "--order", order)
+    of_resumed = ends(go(resumed, "accelerate", "--order", order))
+    assert len(of_resumed) == len(of_whole)
+    # An epoch without batches that are left has no last one.
+    assert set(of_resumed) - {"epoch 0 ends with 0 samples"} <= set(of_whole)
     first, second = [event["step"] for event in resumed.events("first_step")]
     assert (first, second % saved) == (1, 1)
     assert resumed.weights == whole.weights
+
+
+@pytest.mark.more
+def test_fabric_keeps_the_scaler_of_float16(make_crew: Callable[[str], Crew]) -> None:
+    whole, stopped = make_crew("whole"), make_crew("stopped")
+    half = ("--part", "half")
+    go(whole, "fabric", *half)
+    go(stopped, "fabric", *half, *SLOW, "--at", "9")
+    assert stopped.events("stopped")
+    go(stopped, "fabric", *half)
+    assert stopped.weights == whole.weights
 
 
 @pytest.mark.more
@@ -267,6 +290,7 @@ def test_the_best_model_and_the_patience_outlast_a_stop(
         ("transformers", ("--bare",), "the training begins before stop.latest"),
         ("lightning", ("--stateful",), "a StatefulDataLoader has shuffle=True or a sampler"),
         ("lightning", ("--part", "finder"), "a LearningRateFinder is among the callbacks"),
+        ("accelerate", ("--part", "late"), "objects of register_for_checkpointing after stop.load"),
     ],
     ids=[
         "repeats samples",
@@ -274,9 +298,10 @@ def test_the_best_model_and_the_patience_outlast_a_stop(
         "does not resume",
         "draws another order",
         "a finder",
+        "registers too late",
     ],
 )
-def test_a_trainer_is_refused(
+def test_what_does_not_resume_is_refused(
     make_crew: Callable[[str], Crew], library: str, words: tuple[str, ...], error: str
 ) -> None:
     started = launch(make_crew("refused"), library, *words)

@@ -34,7 +34,7 @@ parser.add_argument("--settings", default="{}", help="more TrainingArguments, a 
 parser.add_argument("--plain", action="store_true", help="data that follow from the step alone")
 parser.add_argument("--stateful", action="store_true", help="Lightning's loader of torchdata")
 parser.add_argument("--accumulate", type=int, default=1, help="Lightning's batches a step")
-parser.add_argument("--part", help="of Lightning: one that changes the training by the epoch")
+parser.add_argument("--part", help="a part of the library that the script uses")
 parser.add_argument("--order", default="shuffle", help="or another one of the script's")
 args = parser.parse_args()
 

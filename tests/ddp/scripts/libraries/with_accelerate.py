@@ -50,6 +50,9 @@ else:
     loader = DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 stop.load(model)
+if args.part == "late":
+    accelerator.register_for_checkpointing(torch.optim.lr_scheduler.ExponentialLR(optimizer, 1))
+samples = 0
 for epoch in range(stop.position.epoch, args.epochs):
     for (x,) in stop.batches(loader, epoch):
         disturb(stop.position.step + 1)
@@ -58,7 +61,9 @@ for epoch in range(stop.position.epoch, args.epochs):
         accelerator.backward(loss)
         optimizer.step()
         scheduler.step()
+        samples = len(accelerator.gather_for_metrics(x))
         stop.save(loss=loss, total_steps=args.epochs * len(loader))
+    print(f"epoch {epoch} ends with {samples} samples")
 stop.finish()
 leave_weights(accelerator.unwrap_model(model))
 accelerator.end_training()

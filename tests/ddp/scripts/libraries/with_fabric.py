@@ -1,10 +1,12 @@
 """A loop with Lightning Fabric: dropout, shuffled data with noise, and a scheduler of epochs."""
 
 import os
+from typing import Any
 
 import lightning as L
 import torch
 from common import OPTIONS, args, disturb, leave_weights
+from lightning.fabric.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from hpc_ddp.integrations.fabric import Stop
@@ -18,7 +20,15 @@ class Noisy(Dataset[torch.Tensor]):
         return index / 64 + 0.1 * torch.randn(4)
 
 
-fabric = L.Fabric(accelerator="cpu", strategy="ddp", devices=int(os.environ["WORLD_SIZE"]))
+# A scale that grows until a gradient overflows, and a step is skipped.
+scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+half: Any = [MixedPrecision("16-mixed", "cpu", scaler)]
+fabric = L.Fabric(
+    accelerator="cpu",
+    strategy="ddp",
+    devices=int(os.environ["WORLD_SIZE"]),
+    plugins=half if args.part == "half" else None,
+)
 stop = Stop(fabric, **OPTIONS)
 fabric.launch()
 torch.manual_seed(1)
