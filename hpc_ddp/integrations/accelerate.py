@@ -84,15 +84,15 @@ class Stop(EpochStop):
         # A dispatcher can't begin behind its last batch, and fills a short one from its first one.
         if isinstance(loader, DataLoaderDispatcher):
             return islice(loader, done, None)
-        rest = self._accelerator.skip_first_batches(loader, done)
+        resumed = self._accelerator.skip_first_batches(loader, done)
         # Without these `gather_for_metrics` counts what fills up the last batch.
-        vars(rest)["_drop_last"] = getattr(loader, "_drop_last", False)
-        for name in ("batch_size", "split_batches", "num_processes"):
-            for kind in ("sampler", "batch_sampler"):
-                whole, skipping = getattr(loader, kind, None), getattr(rest, kind, None)
-                if hasattr(whole, name) and not hasattr(skipping, name) and skipping:
-                    setattr(skipping, name, getattr(whole, name))
-        return rest
+        vars(resumed)["_drop_last"] = getattr(loader, "_drop_last", False)
+        for kind in ("sampler", "batch_sampler"):
+            sampler, skip_sampler = getattr(loader, kind, None), getattr(resumed, kind, None)
+            for name in ("batch_size", "split_batches", "num_processes"):
+                if skip_sampler and hasattr(sampler, name) and not hasattr(skip_sampler, name):
+                    setattr(skip_sampler, name, getattr(sampler, name))
+        return resumed
 
     def _count_objects(self) -> dict[str, int]:
         """Return how many objects a checkpoint of the Accelerator has, by their kind."""

@@ -270,19 +270,19 @@ def _frozen_parts(module: LightningModule) -> dict[str, list[str]]:
     """Return the names of the parameters that get no gradient, and of the BatchNorms that keep
     their statistics: a callback such as BaseFinetuning sets both, and its checkpoint has neither.
     """
-    parameters = [name for name, value in module.named_parameters() if not value.requires_grad]
+    weights = [name for name, weight in module.named_parameters() if not weight.requires_grad]
     norms = [
         name
         for name, part in module.named_modules()
         if not getattr(part, "track_running_stats", True)
     ]
-    return {"parameters": parameters, "norms": norms}
+    return {"parameters": weights, "norms": norms}
 
 
 def _freeze_again(module: LightningModule, frozen: dict[str, list[str]]) -> None:
     """Freeze the parameters and BatchNorms of a checkpoint, and no others."""
-    for name, value in module.named_parameters():
-        value.requires_grad_(name not in frozen["parameters"])
+    for name, weight in module.named_parameters():
+        weight.requires_grad_(name not in frozen["parameters"])
     for name, part in module.named_modules():
         if hasattr(part, "track_running_stats"):
             part.track_running_stats = name not in frozen["norms"]
