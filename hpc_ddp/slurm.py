@@ -31,9 +31,8 @@ class NoAnswerError(HpcDdpError):
     """A command of Slurm got no answer; it may have been carried out all the same."""
 
 
-def _options_of(script: Path, more: Sequence[str]) -> dict[str, str]:
-    """Return the options of a batch script and of sbatch's command line (`more`), with their
-    values. A script that can't be read has none."""
+def options_of(script: Path, more: Sequence[str] = ()) -> dict[str, str]:
+    """Return a batch script's options, none where it can't be read, and those of `more` words."""
     try:
         text = script.read_text(errors="replace")
     except OSError:  # sbatch's own error is better
@@ -150,7 +149,7 @@ def sbatch(
     Slurm gives the job sbatch's umask: on a node the user's, which `node.entry` has replaced.
     """
     umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)
-    settled = _options_of(script, options)
+    settled = options_of(script, options)
     if cluster and "clusters" in settled:
         options = (*options, f"--clusters={cluster}")
     argv = ["sbatch", "--parsable", *options, str(script)]
@@ -241,9 +240,13 @@ def forbid_requeue(job: str | JobRef) -> None:
     _patiently(["scontrol", *_at(job), "update", f"JobId={_id(job)}", "Requeue=0"])
 
 
+def release(job: JobRef) -> None:
+    """Let a job start that the user's ``--hold`` holds; raises as `forbid_requeue`."""
+    _patiently(["scontrol", *_at(job), "release", _id(job)])
+
+
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
-    """Keep a waiting job off some nodes; replaces what it was kept off before. Raise HpcDdpError
-    where Slurm refuses, or gives no answer for PATIENCE_S."""
+    """Keep a waiting job off `nodes`, and no others; raises as `forbid_requeue`."""
     _patiently(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
@@ -251,7 +254,7 @@ def why_refused(script: Path, *options: str) -> str:
     """Return why a script would never start with these options, or why Slurm gave no answer; '' if
     it would. Nothing is submitted."""
     try:
-        env = submit_env(os.environ, _options_of(script, options))
+        env = submit_env(os.environ, options_of(script, options))
         _run(["sbatch", "--test-only", *options, str(script)], env=env)
     except HpcDdpError as error:
         return error.message

@@ -39,7 +39,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import first_port, free_port, reach
-from hpc_ddp.node.outcome import end_step, requeue
+from hpc_ddp.node.outcome import chain, end_step, requeue
 from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
 from hpc_ddp.node.workers.worker import die_with_parent
@@ -58,20 +58,20 @@ def queue_next(environ: dict[str, str]) -> None:
     """Queue a chain's next job before this one's set-up lines, unless `begin` will refuse this one.
 
     Nothing for a finished run, and for a job that Slurm has restarted: that has queued its link
-    already. `requeue.check_wanted` may delete the mark ``cancelled``. A refused sbatch is printed.
+    already. `chain.check_wanted` may delete the mark ``cancelled``. A refused sbatch is printed.
 
-    Raise HpcDdpError as `requeue.check_wanted`, if the budget is used (which is journalled), or for
+    Raise HpcDdpError as `chain.check_wanted`, if the budget is used (which is journalled), or for
     a broken job.json; OSError if the run's folder can't be read or written.
     """
     run, own_job = _run_of(environ), _own_job(environ)
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     if not run.finished() and not restarts:
         array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
-        requeue.record_late_link(run, own_job, environ)
-        is_link = requeue.is_link(run, own_job)
-        requeue.check_wanted(run, restarts, is_link, own_job, array)
+        chain.record_late_link(run, own_job, environ)
+        is_link = chain.is_link(run, own_job)
+        chain.check_wanted(run, restarts, is_link, own_job, array)
         check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
-        requeue.queue_early(run, environ)
+        chain.queue_early(run, environ)
 
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
@@ -81,7 +81,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         return _begin(environ)
     except HpcDdpError:
         with contextlib.suppress(OSError):  # the refusal is what has to be read
-            requeue.take_back_early(_run_of(environ), environ)
+            chain.take_back_early(_run_of(environ), environ)
         raise
 
 
@@ -104,13 +104,13 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     if cluster and own_job.is_of(cluster):  # this node's, and not of another one that it can ask
         own_job = replace(own_job, cluster=cluster)
     array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
-    patiently(partial(requeue.record_late_link, run, own_job, environ))
-    is_link = patiently(partial(requeue.is_link, run, array or own_job))
+    patiently(partial(chain.record_late_link, run, own_job, environ))
+    is_link = patiently(partial(chain.is_link, run, array or own_job))
     if patiently(run.finished):
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    patiently(partial(requeue.check_wanted, run, restarts, is_link, own_job, array))
+    patiently(partial(chain.check_wanted, run, restarts, is_link, own_job, array))
     patiently(partial(check_budget, run, spec))
     patiently(partial(check_silent_ends, run, spec))
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
@@ -124,7 +124,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(own_job, run)
     if spec.continue_by == "resubmit":
-        requeue.queue_next_link(run, attempt, environ)
+        chain.queue_next_link(run, attempt, environ)
     end_time = _end_of(ask(job_id))
     end = math.inf if end_time is None else end_time
     env = attempt_env(run, attempt, len(nodes), job_id, end if math.isfinite(end) else None, spec)

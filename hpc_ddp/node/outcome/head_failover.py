@@ -17,7 +17,7 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.node import batch
-from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome import chain
 
 if TYPE_CHECKING:
     from hpc_ddp.node.net.place import Place
@@ -87,7 +87,7 @@ def _end_job(environ: dict[str, str]) -> None:
         say(error.message)
     if _nodes_left(environ):
         with suppress(HpcDdpError):  # then the job ends at its time limit
-            slurm.cancel([requeue.own_id(environ)])
+            slurm.cancel([chain.own_id(environ)])
 
 
 def _nodes_left(environ: dict[str, str]) -> list[str]:

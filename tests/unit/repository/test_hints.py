@@ -5,11 +5,13 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
+import click
+
 import hpc_ddp
 from hpc_ddp.cli.main import main
 
 _QUOTED = re.compile(r"quote|shlex\.join")
-_NAMES = "|".join(main.list_commands(None))
+_NAMES = "|".join(main.list_commands(click.Context(main)))
 _COMMAND = re.compile(rf"hpc-ddp ({_NAMES})( -{{0,2}}[a-z][a-z-]*)* $")  # the text before a value
 
 
@@ -26,7 +28,7 @@ def _unquoted_words(path: Path) -> list[str]:
     return words
 
 
-def test_values_in_commands_are_quoted():
+def test_values_in_commands_are_quoted() -> None:
     package = Path(hpc_ddp.__file__).parent
     words = [word for path in sorted(package.rglob("*.py")) for word in _unquoted_words(path)]
     assert words == []

@@ -9,7 +9,7 @@ import pytest
 from hpc_ddp import slurm
 from hpc_ddp.core.journal import journal
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import excluded_nodes, requeue
+from hpc_ddp.node.outcome import chain, excluded_nodes, requeue
 from hpc_ddp.node.outcome.requeue import go_on
 from hpc_ddp.node.outcome.verdict import Verdict
 from unit.fakes import Clock, stop_clock
@@ -33,7 +33,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The messages to the user."""
     lines: list[str] = []
-    monkeypatch.setattr(requeue, "say", lines.append)
+    for module in (chain, requeue):
+        monkeypatch.setattr(module, "say", lines.append)
     monkeypatch.setattr(excluded_nodes, "say", lines.append)
     return lines
 

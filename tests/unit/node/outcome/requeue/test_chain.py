@@ -10,7 +10,7 @@ from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.requeue import queue_next_link
+from hpc_ddp.node.outcome.chain import queue_next_link
 from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
 from unit.fakes import Clock, Slurm
@@ -60,6 +60,36 @@ def test_a_link_that_was_not_queued_at_the_start_is_at_the_end(
     assert end(continue_by="resubmit") == 0
     assert end(continue_by="resubmit") == 0  # it waits already
     assert len(slurm_commands.calls("sbatch")) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "released"),
+    [
+        ("--hold", [], True),
+        ("--begin=2030-01-01", ["--begin=now"], False),
+        ("--hol\n#SBATCH --beg=noon", ["--begin=now"], True),
+        ("--hint=nomultithread", [], False),
+    ],
+)
+def test_a_job_in_place_of_a_requeue_does_not_wait_as_the_first_one(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    options: str,
+    words: list[str],
+    released: bool,
+) -> None:
+    run.script.write_text(f"#!/bin/bash\n#SBATCH {options}\n")
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
+    slurm_commands.answer("sbatch", "8\n")
+    slurm_commands.answer("scontrol")
+    assert end() == 0
+    (argv,) = slurm_commands.calls("sbatch")
+    assert [word for word in argv if word.startswith("--begin")] == words
+    releases = [argv for argv in slurm_commands.calls("scontrol") if "release" in argv]
+    assert releases == ([["release", "8"]] if released else [])
 
 
 def test_a_chain_without_a_next_job_is_left_to_the_user(

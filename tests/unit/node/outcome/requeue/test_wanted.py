@@ -10,8 +10,8 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import requeue
-from hpc_ddp.node.outcome.requeue import check_wanted, is_link, own_id, record_late_link
+from hpc_ddp.node.outcome import chain
+from hpc_ddp.node.outcome.chain import check_wanted, is_link, own_id, record_late_link
 from tests.raw_events import raw
 from unit.fakes import Slurm
 
@@ -149,10 +149,10 @@ def test_a_job_that_was_refused_does_not_end_the_chain(
     """The refused job had queued a job of its own before its set-up lines."""
     slurm_commands.answer("scancel")
     write_json(run.early_links, {"5": "6"})
-    requeue.take_back_early(run, {"SLURM_JOB_ID": "5"})
+    chain.take_back_early(run, {"SLURM_JOB_ID": "5"})
     assert slurm_commands.calls("scancel") == [["6"]]
     assert read_json(run.early_links) == {}
-    requeue.take_back_early(run, {"SLURM_JOB_ID": "5"})
+    chain.take_back_early(run, {"SLURM_JOB_ID": "5"})
     write_json(run.early_links, {"5": "6"})
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
     slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
