@@ -179,8 +179,11 @@ def test_a_controller_that_is_restarted(hpc: Hpc, cluster: Cluster, undisturbed:
 def test_a_requeue_that_is_refused(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str
 ) -> None:
-    """As where the administrator has taken the right away from the job."""
-    job = hpc.submit("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    """As where the administrator has taken the right away from the job. The new one does not wait
+    as the first one did."""
+    held = ("--backend", backend, "--sbatch=--hold")
+    job = hpc.submit(*held, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    cluster.run("scontrol", "release", str(job.id))
     job.at_step(20)
     cluster.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
     job.preempt()
