@@ -64,7 +64,7 @@ def queue_next(environ: dict[str, str]) -> None:
     a broken job.json; OSError if the run's folder can't be read or written.
     """
     run, own_job = _run_of(environ), _own_job(environ)
-    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    restarts = requeue.restarts_of(environ)
     if not run.finished() and not restarts:
         array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
         chain.record_late_link(run, own_job, environ)
@@ -98,7 +98,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
-    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    restarts = requeue.restarts_of(environ)
     own_job = _own_job(environ)
     cluster = slurm.own_cluster()
     if cluster and own_job.is_of(cluster):  # this node's, and not of another one that it can ask

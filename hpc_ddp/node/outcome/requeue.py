@@ -44,6 +44,17 @@ def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Jo
         return None
 
 
+def restarts_of(environ: dict[str, str]) -> int:
+    """Return how often Slurm has started this job again.
+
+    Slurm sets SLURM_RESTART_COUNT in such a job alone. Another one may have it from a job in which
+    a person has called sbatch: so Slurm is asked, and without an answer the variable counts.
+    """
+    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    job = ask(environ["SLURM_JOB_ID"]) if restarts else None
+    return job.restarts if job else restarts
+
+
 def ask_settled(job_id: str) -> Job | None:
     """Return Slurm's record of a job, or None, as `ask` does, once it is neither suspended nor
     being set up, however long that lasts: such a job says nothing of how its step has ended, and

@@ -99,6 +99,7 @@ class Rendering:
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
+            "is_array": bool(spec.array),
             "trials": [trial_args(trial) for trial in spec.trials],
             "preflight": spec.preflight,
             "container": self.entry.command,

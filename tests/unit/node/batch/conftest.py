@@ -11,7 +11,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.outcome import chain, excluded_nodes, gather_facts, requeue
 from unit.fakes import Clock, Slurm, stop_clock
-from unit.node.batch.fakes import END, show_job
+from unit.node.batch.fakes import END, answer_scontrol, show_job
 
 
 @pytest.fixture
@@ -30,13 +30,7 @@ def run(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def controller(slurm_commands: Slurm, clock: Clock) -> Slurm:
     """Slurm with a running job of two nodes."""
-
-    def answer(text: str) -> None:
-        slurm_commands.answer_by(
-            "scontrol", f"[ $2 = hostnames ] && printf 'n1\\nn2\\n' || cat <<'x'\n{text}x\n"
-        )
-
-    answer(show_job())
+    answer_scontrol(slurm_commands, show_job())
     return slurm_commands
 
 

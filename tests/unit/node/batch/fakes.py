@@ -10,6 +10,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import parse_job
+from unit.fakes import Slurm
 
 SHOWN_JOB = """\
 JobId=7 JobName=x
@@ -24,6 +25,13 @@ JobId=7 JobName=x
 def show_job(state: str = "RUNNING", restarts: int = 0, preempted: str = "None") -> str:
     """Return what `scontrol show job` prints."""
     return SHOWN_JOB.format(state=state, restarts=restarts, preempted=preempted)
+
+
+def answer_scontrol(slurm: Slurm, text: str) -> None:
+    """Have scontrol answer about the job with `text` from now on, and with two names of nodes."""
+    shown = slurm.folder / "shown-job"
+    shown.write_text(text)
+    slurm.answer_by("scontrol", f"[ $2 = hostnames ] && printf 'n1\\nn2\\n' || cat {shown}")
 
 
 END = parse_job(show_job()).end_time or 0.0

@@ -22,12 +22,13 @@ from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin
 from tests.raw_events import raw, raw_events
 from unit.fakes import Clock, Slurm, stop_clock
-from unit.node.batch.fakes import END, job_environ, show_job, write_spec
+from unit.node.batch.fakes import END, answer_scontrol, job_environ, show_job, write_spec
 from unit.report.written_runs import linked
 
 
 def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
     write_spec(run, nodes=2, host_suffix="-ib", signal="USR1@90", fabric="efa")
+    answer_scontrol(controller, show_job(restarts=3))
     exports = begin(job_environ(run, SLURM_RESTART_COUNT="3", SLURM_CLUSTER_NAME="c"))
     assert exports is not None
     port = int(exports.pop("HPC_DDP_PORT"))
@@ -87,6 +88,7 @@ def test_a_finished_run_is_not_begun_again(
     run.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     if link:
         write_json(attempt.path / "next.json", {"job_id": "7"})
+    answer_scontrol(controller, show_job(restarts=int(restarts or 0)))
     environ = job_environ(run, SLURM_RESTART_COUNT=restarts)
     if begins:
         assert begin(environ) is None
@@ -96,10 +98,21 @@ def test_a_finished_run_is_not_begun_again(
             begin(environ)
 
 
+def test_the_restarts_of_a_job_in_which_sbatch_was_called_are_not_its_own(
+    controller: Slurm, run: RunFolder
+) -> None:
+    """Slurm leaves SLURM_RESTART_COUNT as it is in a job that it has not started again."""
+    exports = begin(job_environ(run, SLURM_RESTART_COUNT="2"))
+    assert exports is not None
+    assert exports["HPC_DDP_RESTARTS"] == "0"
+    assert run.attempt(0).info["restarts"] == 0
+
+
 def test_a_run_that_was_cancelled_is_not_requeued_back_to_life(
     controller: Slurm, run: RunFolder
 ) -> None:
     run.cancelled.touch()
+    answer_scontrol(controller, show_job(restarts=1))
     with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
         begin(job_environ(run, SLURM_RESTART_COUNT="1"))
     assert begin(job_environ(run)) is not None  # somebody's own sbatch lifts the mark
@@ -211,6 +224,7 @@ def test_a_link_queues_the_next_one_before_its_set_up(controller: Slurm, run: Ru
     batch.queue_next(job_environ(run))
     assert read_json(run.early_links) == {"7": "8"}
     assert linked(run, "8").resolve() == run.path
+    answer_scontrol(controller, show_job(restarts=1))
     batch.queue_next(job_environ(run, SLURM_RESTART_COUNT="1"))
     assert begin(job_environ(run)) is not None
     assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}

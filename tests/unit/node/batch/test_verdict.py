@@ -19,7 +19,7 @@ from hpc_ddp.node.outcome import end_step
 from hpc_ddp.node.outcome.gather_facts import judge
 from tests.raw_events import raw, raw_events
 from unit.fakes import Clock, Slurm
-from unit.node.batch.fakes import show_job, step_environ, write_record
+from unit.node.batch.fakes import answer_scontrol, show_job, step_environ, write_record
 
 
 def test_a_good_end_is_finished(
@@ -168,6 +168,7 @@ def test_each_call_of_the_batch_script(
     assert call("no such") == 2
     assert printed[-1] == "unknown call ['no such']"
     run.journal("batch", 1).write(raw("verdict", cause="finished", action="none", why=""))
+    answer_scontrol(controller, show_job(restarts=1))
     assert call("begin", SLURM_RESTART_COUNT="1") == 0
     assert capsys.readouterr().out == "exit 0\n"
 
