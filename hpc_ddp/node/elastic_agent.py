@@ -319,6 +319,8 @@ def main(argv: list[str]) -> ForkedScript:
     signal.signal(signal.SIGTERM, lambda *_: None)
     die_with_parent()  # or the workers of a supervisor that is killed would go on by themselves
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun's options, by their names there: --torchrun has them
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
     try:
         server = start_server(argv)

@@ -109,7 +109,7 @@ class AllocationBackend(SlurmBackend):
                 "the allocation back-end runs inside an allocation, and this shell is in none",
                 hint=f"salloc --nodes {prepared.spec.nodes}, then the same command again",
             )
-        env = {**os.environ, INTERACTIVE: "1"}
+        env = {**os.environ, INTERACTIVE: os.environ["SLURM_JOB_ID"]}
         argv = ["bash", str(prepared.run.script)]
         # A session of its own: Ctrl-C is for this process, which passes on a notice.
         return StartedRun(

@@ -37,11 +37,19 @@ def test_submitit(hpc: Hpc, undisturbed: Job) -> None:
 def test_a_rendered_script_by_hand(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, tmp_path: Path
 ) -> None:
+    """From a shell in another job, a task of an array that was started again: sbatch passes on what
+    Slurm has told that one. A signal to all processes, as to a script with a handler, is no end."""
     done = hpc("render", "--json", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
     run = RunFolder(Path(json.loads(done.stdout)["run"]))
-    printed = cluster.run("sbatch", "--parsable", str(run.script), cwd=tmp_path).stdout
-    job = Job(cluster, printed.strip(), run)
+    around = ("SLURM_RESTART_COUNT=2", "SLURM_ARRAY_JOB_ID=1", "SLURM_ARRAY_TASK_ID=3")
+    argv = ("env", *around, "HPC_DDP_INTERACTIVE=1", "sbatch", "--parsable", str(run.script))
+    job = Job(cluster, cluster.run(*argv, cwd=tmp_path).stdout.strip(), run)
+    job.at_step(20)
+    cluster.run("scancel", "--full", "--signal=USR1", job.id)
+    job.event("first_step", attempt=1)
+    job.preempt()
     assert job.end() == "COMPLETED", job.output()
+    assert len(run.attempts()) == 3
     assert _ran_on_two_nodes(job)
     assert same_weights(job, undisturbed)
 

@@ -16,6 +16,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_seconds
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.chain import own_id, queue_next_link
@@ -197,15 +198,20 @@ def _end_link(
 ) -> int:
     """End one job of a chain: the next one waits already; cancel it if nothing is left to do.
 
-    If the run continues, a missing next job is queued, and one that waits is kept off bad nodes.
-    Return the exit code: then 0, or `CAN_GO_ON` without a next job; else the verdict's own.
+    If the run continues, a missing next job is queued, and one that waits is kept off bad nodes;
+    one that a person has cancelled is not replaced. Return the exit code: then 0, or `CAN_GO_ON`
+    without a next job; else the verdict's own.
     Refusals of Slurm are printed. Raise OSError if the run's folder can't be read or written.
     """
     link = attempt.link
     if decided.action == Action.REQUEUE:
+        give_up = _last_moment(attempt, environ)
+        if link and _is_cancelled(link, give_up):
+            say(f"job {link.id}, which was to go on, has been cancelled")
+            return _left_to_the_user(run)
         if link and facts.bad_nodes:
-            keep_off(run, link.id, _last_moment(attempt, environ))
-        link = link or queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
+            keep_off(run, link.id, give_up)
+        link = link or queue_next_link(run, attempt, environ, give_up)
         return 0 if link else _left_to_the_user(run)
     if link and decided.cause != Cause.SUPERSEDED:
         try:
@@ -213,3 +219,14 @@ def _end_link(
         except HpcDdpError as error:  # it will find the verdict, and not start
             say(error.message)
     return decided.exit_code
+
+
+def _is_cancelled(link: JobRef, give_up: float) -> bool:
+    """Return whether a job that waited has been cancelled, or is forgotten; False without an answer
+    of Slurm until `give_up`."""
+    try:
+        return slurm.show_job(link.id, give_up).is_cancelled
+    except slurm.NoAnswerError:
+        return False
+    except HpcDdpError:
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,7 @@ def test_the_end_of_a_link_keeps_or_cancels_the_next(
     cancelled: list[list[str]],
 ) -> None:
     slurm_commands.answer("scancel")
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("PENDING", 0))
     if link:
         write_json(run.attempt(0).path / "next.json", {"job_id": link})
     assert end(decided, continue_by="resubmit") == code
@@ -57,6 +59,7 @@ def test_a_link_that_was_not_queued_at_the_start_is_at_the_end(
 ) -> None:
     slurm_commands.answer("sbatch", "8\n")
     slurm_commands.answer("sbatch", err="no", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("PENDING", 0))
     assert end(continue_by="resubmit") == 0
     assert end(continue_by="resubmit") == 0  # it waits already
     assert len(slurm_commands.calls("sbatch")) == 1
@@ -90,6 +93,30 @@ def test_a_job_in_place_of_a_requeue_does_not_wait_as_the_first_one(
     assert [word for word in argv if word.startswith("--begin")] == words
     releases = [argv for argv in slurm_commands.calls("scontrol") if "release" in argv]
     assert releases == ([["release", "8"]] if released else [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ({"out": SHOWN_JOB.format("CANCELLED", 0)}, 75),
+        ({"err": "Invalid job id specified", "code": 1}, 75),
+        ({"err": "Unable to contact slurm controller", "code": 1}, 0),
+    ],
+)
+def test_a_chain_whose_next_job_was_cancelled_is_left_to_the_user(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    clock: Clock,
+    answer: dict[str, Any],
+    code: int,
+) -> None:
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    slurm_commands.answer("scontrol", **answer)
+    assert end(continue_by="resubmit", HPC_DDP_END_TIME=f"{clock.now + 60}") == code
+    assert slurm_commands.calls("sbatch") == []
+    assert (printed[:1] == ["job 8, which was to go on, has been cancelled"]) is (code == 75)
 
 
 def test_a_chain_without_a_next_job_is_left_to_the_user(
