@@ -62,8 +62,8 @@ def clean(
     """Delete old runs, or the RUNs that are named, of any age; lists them and asks first.
 
     A finished run is deleted completely. An unfinished one loses the checkpoints before the last
-    good one; all that it needs to go on stays. Queued and live runs are never touched. With
-    --json there is no question: it only lists, unless there is --yes.
+    good one, but for those of keep_every; all that it needs to go on stays. Queued and live runs
+    are never touched. With --json there is no question: it only lists, unless there is --yes.
     """
     # Without one of the settings it might be another folder, whose runs would be deleted.
     root = runs_folder(runs_dir, is_strict=True)

@@ -207,6 +207,13 @@ def published(folder: Path) -> list[Path]:
     return [path for path in candidates(folder) if "." not in path.name]
 
 
+def milestones(folder: Path, every: int | None) -> set[Path]:
+    """Return the first one of every `every` steps of the checkpoints `published` returns, with its
+    errors; none for None."""
+    firsts = {step_of(path) // every: path for path in published(folder)} if every else {}
+    return set(firsts.values())
+
+
 def all_of(folder: Path) -> list[Path]:
     """Return all checkpoints, by name, also those that are half-written, damaged or on their way
     out; [] for a folder that does not exist. Raise OSError where it can't be listed."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import check_links, written_by_owner
+from hpc_ddp.core.file_io import check_links, read_json, written_by_owner
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -115,10 +115,28 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
             f" jobs of that number: {runs}",
             hint="name the run by its id, the last part of its folder",
         )
+    if waiting := _waiting_task(root, text):
+        raise UsageError(
+            f"task {waiting.index} of {waiting.whole} has not begun, and has no folder yet",
+            hint="scancel JOB_INDEX cancels it; squeue --me names the array's job",
+        )
     raise UsageError(
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
         hint="list the runs with `hpc-ddp status`",
     )
+
+
+def _waiting_task(root: Path, text: str) -> RunFolder | None:
+    """Return the folder that a person means by ``ARRAY/task-N``, of an array that is there; None
+    for other words."""
+    if "\0" in text or not re.fullmatch(r".*[^/]/task-\d+", text, flags=re.DOTALL):
+        return None
+    array, _, task = text.rpartition("/")
+    arrays = [Path(array), *root.glob(f"[!.]*/{glob.escape(array)}")]
+    folders = (
+        path for path in arrays if is_trusted(path) and read_json(path / "job.json").get("array")
+    )
+    return next((RunFolder(path.resolve() / task) for path in folders), None)
 
 
 def is_trusted(path: Path) -> bool:

@@ -258,8 +258,8 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _old_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints up to the step of the last good one, also broken ones, but without it
-    and the best. The newest are read through until one is good.
+    """Return the checkpoints up to the step of the last good one, also broken ones, but without it,
+    the best, and those of ``keep_every``. The newest are read through until one is good.
 
     [] where there are less than two, or none is good: a disk in trouble may make all look bad.
     Raise OSError where the folder can't be listed.
@@ -270,8 +270,10 @@ def _old_checkpoints(folder: Path) -> list[Path]:
     for good in checkpoints.candidates(folder):
         if checkpoints.verify(good) is None:
             step = checkpoints.step_of(good)
-            best = (checkpoints.read_manifest(good).get("best") or {}).get("step")
-            exempt = (good, folder / f"step-{best}")
+            manifest = checkpoints.read_manifest(good)
+            best, every = (manifest.get("best") or {}).get("step"), manifest.get("keep_every")
+            milestones = checkpoints.milestones(folder, every if isinstance(every, int) else None)
+            exempt = {good, folder / f"step-{best}", *milestones}
             return [p for p in paths if checkpoints.step_of(p) <= step and p not in exempt]
     return []
 

@@ -325,6 +325,7 @@ class Checkpoints(Restorer):
             "format": checkpoints.FORMAT,
             "step": content.step,
             "world_size": self._background.world_size,
+            "keep_every": self._keep.every,
             **content.facts,
         }
         self.before_publishing(content.step)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_ddp.core.checkpoints import candidates, published, step_of
+from hpc_ddp.core.checkpoints import candidates, milestones, published, step_of
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
@@ -174,8 +174,7 @@ def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
     newest_first = published(folder)
     stays = set(newest_first[: keep.last])
     stays |= {path for path in newest_first if step_of(path) in pinned}
-    if keep.every:
-        stays |= set({step_of(path) // keep.every: path for path in newest_first}.values())
+    stays |= milestones(folder, keep.every)
     for path in candidates(folder):
         if path not in stays:
             remove(path)

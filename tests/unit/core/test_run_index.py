@@ -11,6 +11,7 @@ import pytest
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Queued, Started
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, find_run, link_job
@@ -115,3 +116,13 @@ def test_a_task_of_an_array_is_found_by_its_job_id(tmp_path: Path) -> None:
     link_job(JobRef("7"), array.run)
     array.run.journal("submit").write(Queued("7"))
     assert find_run(tmp_path, "7_1") == task
+
+
+@pytest.mark.parametrize("array", ["0-3", None])
+def test_a_task_that_waits_with_its_array_is_explained(tmp_path: Path, array: str | None) -> None:
+    run = make_run(tmp_path)
+    run.job_json.write_text(JobSpec("train.py", array=array).to_json())
+    error = "task 3 of .* has not begun" if array else "no run "
+    for text in (f"{run.id}/task-3", f"{run.path}/task-3"):
+        with pytest.raises(UsageError, match=error):
+            find_run(tmp_path, text)

@@ -29,13 +29,13 @@ REPO = Path(__file__).parents[3]
 DAY_S = 86400.0
 
 
-def checkpoint(run: RunFolder, name: str, good: bool = True, best: int | None = None) -> Path:
+def checkpoint(run: RunFolder, name: str, good: bool = True, **facts_of_run: Any) -> Path:
     folder = run.checkpoints / name
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"x" * 1000)
     facts = checkpoints.facts_of(folder / "data")
     manifest: dict[str, Any] = {"files": {"data": {"size": facts.size, "crc32": facts.crc32}}}
-    manifest["best"] = None if best is None else {"step": best, "value": 1.0}
+    manifest |= facts_of_run
     manifest["crc32"] = checkpoints.manifest_crc(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     if not good:
@@ -100,7 +100,7 @@ def test_a_finished_run_goes_with_what_leads_to_it(root: Path, make: Any) -> Non
 
 def test_the_last_good_checkpoint_of_an_unfinished_run_stays(root: Path, make: Any) -> None:
     run = make("1", end="failed", steps=[3, 6])
-    checkpoint(run, "step-9", best=3)
+    checkpoint(run, "step-9", best={"step": 3, "value": 1.0})
     checkpoint(run, "step-12", good=False)
     checkpoint(run, "step-6.old-0")
     checkpoint(run, "step-9.tmp-gone")
@@ -111,6 +111,12 @@ def test_the_last_good_checkpoint_of_an_unfinished_run_stays(root: Path, make: A
         *("step-3", "step-9", "step-12", "step-3-of-mine")
     }
     assert deleted_by(root, run) == set()
+
+
+def test_the_first_checkpoints_of_keep_every_stay(root: Path, make: Any) -> None:
+    run = make("1", end="failed", steps=[4, 8, 12, 18])
+    checkpoint(run, "step-19", keep_every=10)
+    assert {Path(path).name for path in deleted_by(root, run)} == {"step-8", "step-18"}
 
 
 def test_all_checkpoints_stay_if_none_is_good(root: Path, make: Any) -> None:
