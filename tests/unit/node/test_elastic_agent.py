@@ -317,3 +317,18 @@ def test_agents_that_know_the_secret_meet_in_the_order_of_their_nodes(
     assert {result.bootstrap_store_info.master_addr for result in infos} == {"127.0.0.9"}
     for handler in handlers:
         handler.shutdown()
+
+
+def test_torchrun_takes_no_option_from_the_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: list[list[str]] = []
+
+    def launch(argv: list[str], place: Place, server: None) -> None:
+        options.append([name for name in os.environ if name.startswith("PET_")])
+
+    monkeypatch.setenv("PET_NO_PYTHON", "1")
+    monkeypatch.setattr(agent, "launch", launch)
+    with pytest.raises(LeftError):
+        agent.main(["train.py"])
+    assert options == [[]]
