@@ -15,8 +15,8 @@ from hpc_ddp.core.run_folder import RunFolder
 
 # The variables whose names differ from their field's: torchrun's options and templates use them.
 NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
-# In the batch script's environment, beside those of the attempt.
-# The allocation that the script runs in, without Slurm's requeue; unset in a batch job.
+# In the batch script's environment, beside those of the attempt: the allocation that the script
+# runs in, without Slurm's requeue; unset in a batch job.
 INTERACTIVE = "HPC_DDP_INTERACTIVE"
 
 

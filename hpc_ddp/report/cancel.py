@@ -14,7 +14,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.job_ref import JobRef
-from hpc_ddp.core.journal.events import Cancelled, Started, Submitted
+from hpc_ddp.core.journal.events import Cancelled, Started, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import is_finished, last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import (
@@ -149,7 +149,7 @@ def _live_jobs(
         queued = queue.find(job, run)
         if queued and queue.life(job, run) is not Life.OVER:
             if _is_allocation(run):
-                targets += [] if job.is_among(ended) else [job]  # the run has left it
+                targets += [] if _has_stopped(run) else [job]
             elif _is_of_run(run, job, queued):
                 targets.append(job)
             else:
@@ -185,6 +185,12 @@ def _is_allocation(run: RunFolder) -> bool:
     last submit. Raise OSError where the journal can't be read."""
     submitted = last_event(run.events(), Submitted)
     return submitted is not None and submitted.backend == "salloc"
+
+
+def _has_stopped(run: RunFolder) -> bool:
+    """Return whether the newest attempt of a run has its verdict. Raise OSError where the journal
+    can't be read."""
+    return isinstance(last_event(run.events(), Started, VerdictGiven), VerdictGiven)
 
 
 def _is_of_run(run: RunFolder, job: JobRef, queued: QueuedJob) -> bool:

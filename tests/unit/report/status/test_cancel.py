@@ -151,14 +151,16 @@ def test_other_work_than_a_finished_runs_is_left_alone(
     assert has_ended(run)
 
 
-@pytest.mark.parametrize("has_stopped", [True, False])
+@pytest.mark.parametrize("action", ["requeue", "none", ""])
 def test_the_allocation_of_a_stopped_run_goes_on(
-    slurm_commands: Slurm, run: RunFolder, has_stopped: bool
+    slurm_commands: Slurm, run: RunFolder, action: str
 ) -> None:
+    """After a notice its verdict is a requeue, which an allocation leaves to the user."""
+    has_stopped = bool(action)
     run.journal("submit").write(raw("submitted", backend="salloc"))
     run.journal("batch").write(raw("started", backend="salloc", job_id="4"))
     if has_stopped:
-        run.journal("batch").write(raw("verdict", cause="notice", action="none", why=""))
+        run.journal("batch").write(raw("verdict", cause="notice", action=action, why=""))
     slurm_commands.answer("squeue", squeue_rows("4|4|RUNNING|None|n1|9:00|/|(null)\n"))
     slurm_commands.answer("squeue")
     slurm_commands.answer("scontrol", HERE)
