@@ -25,7 +25,7 @@ import re
 import shlex
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -207,10 +207,10 @@ def published(folder: Path) -> list[Path]:
     return [path for path in candidates(folder) if "." not in path.name]
 
 
-def milestones(folder: Path, every: int | None) -> set[Path]:
-    """Return the first one of every `every` steps of the checkpoints `published` returns, with its
-    errors; none for None."""
-    firsts = {step_of(path) // every: path for path in published(folder)} if every else {}
+def milestones(newest_first: Sequence[Path], every: int | None) -> set[Path]:
+    """Return the first one of every `every` steps of checkpoints as `published` returns them; none
+    for None."""
+    firsts = {step_of(path) // every: path for path in newest_first} if every else {}
     return set(firsts.values())
 
 

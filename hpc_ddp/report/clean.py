@@ -272,7 +272,8 @@ def _old_checkpoints(folder: Path) -> list[Path]:
             step = checkpoints.step_of(good)
             manifest = checkpoints.read_manifest(good)
             best, every = (manifest.get("best") or {}).get("step"), manifest.get("keep_every")
-            milestones = checkpoints.milestones(folder, every if isinstance(every, int) else None)
+            every = every if isinstance(every, int) else None
+            milestones = checkpoints.milestones(checkpoints.published(folder), every)
             exempt = {good, folder / f"step-{best}", *milestones}
             return [p for p in paths if checkpoints.step_of(p) <= step and p not in exempt]
     return []

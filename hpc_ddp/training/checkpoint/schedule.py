@@ -174,7 +174,7 @@ def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
     newest_first = published(folder)
     stays = set(newest_first[: keep.last])
     stays |= {path for path in newest_first if step_of(path) in pinned}
-    stays |= milestones(folder, keep.every)
+    stays |= milestones(newest_first, keep.every)
     for path in candidates(folder):
         if path not in stays:
             remove(path)
