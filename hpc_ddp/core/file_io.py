@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
+WORD_BYTES = 1 << 16
 # Read of one small file, and of all journal files of a run: a sparse file of terabytes must neither
 # fill the memory nor take hours. Of another user's run much less, since any number may be made.
 MOST_TEXT_BYTES = 1 << 26
@@ -198,9 +199,13 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
 
 def read_word(path: Path) -> str:
     """Return the text of a `notice` or `failed` file without blanks around it; '' when it is empty
-    or can't be read."""
+    or can't be read. An open is all that it asks of the disk."""
     try:
-        return path.read_text(errors="replace").strip()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(file, WORD_BYTES).decode(errors="replace").strip()
+        finally:
+            os.close(file)
     except OSError:
         return ""
 

@@ -15,6 +15,7 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.watch.peer_links import Task
 from hpc_ddp.node.workers.worker import started_by
 
 AGENT_WORDS = 4  # python -u node.py elastic_agent
@@ -62,6 +63,7 @@ class Launch:
     """
 
     name: str  # of the supervisor among those of the attempt: the node's, and a worker's rank
+    task: Task  # its number among them
     folder: NodeFolder  # the files of the supervisor
     command: Sequence[str]
     env: Mapping[str, str]  # the child's variables beside those of every launch
@@ -88,6 +90,7 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
     conf = ",".join([*confs, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
     return Launch(
         name=place.node,
+        task=Task(place.index, len(place.nodes)),
         folder=place.attempt.node(place.node),
         command=[*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script],
         env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
@@ -108,6 +111,7 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     node_of = [] if rank else [place.nodes[peer // per_node] for peer in range(size)]
     return Launch(
         name=f"{place.node}-{rank}",
+        task=Task(rank, size, per_node),
         folder=place.attempt.node(place.node, rank),
         command=started_by(command[0], command[1:]),
         env=_variables(place, rank, size),

@@ -16,16 +16,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from hpc_ddp.core.attempt_env import AttemptEnv
@@ -36,48 +34,22 @@ from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import signal_recorded
 from hpc_ddp.node.child_process import LAUNCHES, Launch, expand
-from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.node.net import tracker_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import first_failure, head_failover, oom
+from hpc_ddp.node.watch.attempt_watch import AttemptWatch
+from hpc_ddp.node.watch.local_notice import LocalNotice
+from hpc_ddp.node.watch.log_offsets import Growth
+from hpc_ddp.node.watch.signals import Signals
 
 POLL_EVERY_S = 1.0
-FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; a process that still runs then hangs
 PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun kills them
 STOOD_STILL_S = 10.0  # a loop that took so long was suspended, and Slurm has another end time
 CATCH_UP_S = 15.0  # until the batch side has asked for it, and this side has read it
 LEAD_S = 10.0  # what workers have after a notice, however late it is: KillWait is 30 s by default
-NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-class Signals:
-    """Notes signals, and wakes the loop. A handler that did more could run at any moment."""
-
-    def __init__(self) -> None:
-        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on; they also wake
-        `wait`, by the process's wake-up descriptor. A dry run has started it with them blocked."""
-        self.seen: list[int] = []
-        self._read, self._write = socket.socketpair()  # kept: the descriptors must stay open
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in (*NOTICE_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        """Add a signal to `seen`; a child's end only wakes the loop."""
-        if number != signal.SIGCHLD:
-            self.seen.append(number)
-
-    def wait(self, seconds: float) -> None:
-        """Sleep for some seconds, or until a signal comes (a child's end is one); not at all if one
-        has come since the last call."""
-        if select.select([self._read], [], [], seconds)[0]:
-            self._read.recv(4096)
 
 
 @dataclass
@@ -92,12 +64,10 @@ class Supervisor:
     torn_down: str | None = None
     outlasted: bool = False  # the workers did not end after the notice, and were killed
     _has_warned: bool = False
-    _unwritten_notice: str | None = None
     _kill_at: float = 0.0
     _noticed_at: float = 0.0
     _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
-    _next_fence: float = 0.0
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
@@ -110,6 +80,8 @@ class Supervisor:
         self.journal = self.place.run.journal(self.launch.name, self.place.attempt.number)
         self.fabric = FabricComparison(self.place, self.journal)
         self.growth = Growth(self.folder, shows_rank_0=self.launch.rank in (None, 0))
+        self.watch = AttemptWatch(self.place, self.launch.task)
+        self.local_notice = LocalNotice()
 
     def run(self) -> int:
         """Run the child to its end; return the task's exit code, as `_end`: 0 also after a notice.
@@ -124,13 +96,14 @@ class Supervisor:
         except OSError as error:
             write_json(self.folder.failures, {"agent": str(error)})
             return self._end(127)
+        self.watch.links.start()
         leader_lost = self.launch.is_elastic and head_failover.watch(self.place, dict(os.environ))
         while child.poll() is None:
             self.signals.wait(0.1)
             self._poll(child)
             if leader_lost and leader_lost.is_set() and not self._kill_at:
                 self._kill_at = time.monotonic()
-        self.growth.note()
+        self.growth.note_all()
         return self._end(child.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -155,6 +128,7 @@ class Supervisor:
             "HPC_DDP_NODE": self.place.node,
             "HPC_DDP_NODE_FOLDER": str(self.folder.path),
             "HPC_DDP_NOTICE": str(self.folder.notice),
+            **self.local_notice.env(),
             **self.fabric.choose(self.launch.reports_fabric),
             **self.place.interface_env(),
             **tracker_lookup.begin(self.place, self.launch.rank, os.environ),
@@ -169,7 +143,7 @@ class Supervisor:
         now = time.monotonic()  # a clock that is set meanwhile makes no wait longer or shorter
         polled_at, self._polled_at = self._polled_at, now
         if now - polled_at > STOOD_STILL_S:
-            self._next_poll = self._next_fence = now + CATCH_UP_S
+            self._next_poll = now + CATCH_UP_S
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
@@ -177,15 +151,14 @@ class Supervisor:
                 self._tear_down(peer)
             else:
                 self._give_notice(names[0], child)
+        if self.watch.is_due():
+            self._look_at_attempt(child)
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_S
-            self._poll_files(child)
-        if now >= self._next_fence:
-            self._next_fence = now + FENCE_EVERY_S
+            self._poll_node(child)
+        if self.watch.is_fence_due():
             self._end_if_superseded(now)
-            self._read_end_time()
-        source = self.notice or self._unwritten_notice
-        if source and now >= self._noticed_at + LEAD_S and not self._kill_at:
+        if self.notice and now >= self._noticed_at + LEAD_S and not self._kill_at:
             self._end_late_workers(now)
         if self._kill_at and now >= self._kill_at:
             self.outlasted = bool(self.notice)
@@ -209,21 +182,20 @@ class Supervisor:
         if self.launch.peers:
             say(text)
 
-    def _poll_files(self, child: subprocess.Popen[bytes]) -> None:
-        """Copy rank 0's output, note the growth of logs and compare the interconnect; then give
-        notice or tear down, as the attempt's files and the time limit have it."""
-        self.growth.note()
-        self.fabric.compare()
-        if self.notice:
-            self._read_end_time()  # a notice may come with one
-        word = read_word(self.place.attempt.notice)
+    def _look_at_attempt(self, child: subprocess.Popen[bytes]) -> None:
+        """Give notice or tear down, as the attempt's files have it."""
         if peer := self._failed_peer():
             self._tear_down(peer)
-        elif self._unwritten_notice:
-            self._give_notice(self._unwritten_notice, child)
-        elif word:
+        elif word := read_word(self.place.attempt.notice):
             self._give_notice(word, child)
-        elif self._time_is_over(self.place.warn_s):
+        self._read_end_time()
+
+    def _poll_node(self, child: subprocess.Popen[bytes]) -> None:
+        """Copy rank 0's output, note the growth of logs and compare the interconnect; then give
+        notice if the time limit has it."""
+        self.growth.note()
+        self.fabric.compare()
+        if not (self.notice or self.torn_down) and self._time_is_over(self.place.warn_s):
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
     def _time_is_over(self, in_s: float = 0.0) -> bool:
@@ -235,8 +207,11 @@ class Supervisor:
         return self.end_time is not None and time_s >= self.end_time
 
     def _read_end_time(self) -> None:
-        """Set `end_time` to what the batch script has written, if it has."""
-        self.end_time = read_seconds(self.place.attempt.end_time) or self.end_time
+        """Set `end_time` to what the batch script has written, if it has; pass it on to rank 0."""
+        end_time = read_seconds(self.place.attempt.end_time)
+        if end_time and end_time != self.end_time:
+            self.end_time = end_time
+            self.local_notice.write(end_time=end_time)
 
     def _end_if_superseded(self, now: float) -> None:
         """Have `_poll` kill the rest of an attempt once a later one runs: behind a cut link, or
@@ -261,15 +236,13 @@ class Supervisor:
         """Give the workers notice that the attempt must end soon; without workers yet, end it.
 
         The first `source`, a signal's name or a `NoticeSource`, counts; none after a tear-down. The
-        notice is journalled. Where the disk refuses its file, the next poll tries again.
+        notice is journalled.
         """
         if self.notice or self.torn_down:
             return
-        try:
+        self.local_notice.write(source=source)
+        with suppress(OSError):  # workers that can't read the local one look at this one
             write_json(self.folder.notice, {"source": source, "time": time.time()})
-        except OSError:  # workers that are signalled without it would take it for a tear-down
-            self._unwritten_notice = source
-            return
         self.notice, self._noticed_at = source, time.monotonic()
         self.journal.write(NoticeGiven(source))
         if not self._signal_workers(self.place.notice_signal):
@@ -280,6 +253,7 @@ class Supervisor:
         later."""
         if not self.torn_down:
             self.torn_down = peer
+            self.watch.links.wake()
             self._signal_workers(signal.SIGTERM)
             self._kill_at = time.monotonic() + TEARDOWN_S
 
@@ -323,6 +297,7 @@ class Supervisor:
             return 1
         if not self.torn_down:
             self._write(partial(self.place.attempt.failed.write_text, self.launch.name))
+            self.watch.links.wake()
         if not self.place.attempt.port_taken.exists():
             self._wait_for_peers()
         return 1 if self.launch.peers else 0

@@ -40,6 +40,11 @@ class NodeFolder:
         return self.path / f"printed{self._task}"
 
     @property
+    def peer_port(self) -> Path:
+        """The port at which the supervisor listens to its peers, as JSON; of a few supervisors."""
+        return self.path / f"peer-port{self._task}.json"
+
+    @property
     def _task(self) -> str:
         return "" if self.rank is None else f"-{self.rank}"
 

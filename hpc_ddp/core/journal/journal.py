@@ -39,6 +39,8 @@ from hpc_ddp.core.journal.events import (
 
 E = TypeVar("E", bound=JournalEvent)
 
+MODE = 0o644  # a worker has its user's umask; what a journal says decides which jobs are cancelled
+_APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 DRAIN_S = 5.0  # that a process waits for its last lines when it ends
 
 
@@ -123,15 +125,20 @@ class Journal:
 
     def _append(self, line: bytes) -> None:
         """Append a line to the file, and make the folder where it is missing; raise OSError where
-        the disk refuses."""
-        self.path.parent.mkdir(exist_ok=True, mode=0o755)
-        # A worker writes with its user's umask; what stands here decides which jobs are cancelled.
-        with open(self.path, "ab+", opener=partial(os.open, mode=0o644)) as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a torn line of a killed writer: close it off
-                    line = b"\n" + line
-            file.write(line)
+        the disk refuses. An open and a write is all that it asks of the disk."""
+        try:
+            file = os.open(self.path, _APPENDING, MODE)
+        except FileNotFoundError:
+            self.path.parent.mkdir(exist_ok=True, mode=0o755)
+            file = os.open(self.path, _APPENDING, MODE)
+        try:
+            size = os.lseek(file, 0, os.SEEK_END)
+            if size and os.pread(file, 1, size - 1) != b"\n":  # of a killed writer: close it off
+                line = b"\n" + line
+            while line:
+                line = line[os.write(file, line) :]
+        finally:
+            os.close(file)
 
 
 def read_events(folder: Path) -> list[JournalEvent]:

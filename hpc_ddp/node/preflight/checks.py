@@ -37,7 +37,7 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import bandwidth
 from hpc_ddp.node.preflight.links import Listener, check_partners
 from hpc_ddp.node.preflight.messages import report
-from hpc_ddp.node.supervisor import NOTICE_SIGNALS
+from hpc_ddp.node.watch.signals import NOTICE_SIGNALS
 
 GPU_S = 20.0  # for nvidia-smi
 FILES = "nvidia-smi and device files"

@@ -48,13 +48,14 @@ class LaunchEnv:
 
     `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds.
     `runs` is the folder of plain starts' runs, `stem` the script's name for them, `notice` the file
-    in which the supervisor gives notice.
+    in which the supervisor gives notice, `local_notice` that in its memory.
     """
 
     run: Path | None
     attempt: int | None
     node: str
     notice: Path | None
+    local_notice: Path | None
     end_time: float | None
     save_every: float | str | None
     hang_after: float | None
@@ -68,6 +69,7 @@ class LaunchEnv:
         """Read the ``HPC_DDP_*`` variables. Raise UsageError for a value that is no number where it
         has to be one, and for a run without ``HPC_DDP_ATTEMPT``."""
         run, notice = environ.get("HPC_DDP_RUN"), environ.get("HPC_DDP_NOTICE")
+        local_notice = environ.get("HPC_DDP_LOCAL_NOTICE")
         script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
         auto = "auto" if environ.get("HPC_DDP_SAVE_EVERY") == "auto" else None
         return cls(
@@ -75,6 +77,7 @@ class LaunchEnv:
             attempt=_number(environ, "HPC_DDP_ATTEMPT") if run else None,
             node=environ.get("HPC_DDP_NODE") or socket.gethostname(),
             notice=Path(notice) if notice else None,
+            local_notice=Path(local_notice) if local_notice else None,
             end_time=_seconds(environ, "HPC_DDP_END_TIME"),
             save_every=auto or _seconds(environ, "HPC_DDP_SAVE_EVERY"),
             hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),

@@ -48,7 +48,7 @@ class Member:
         self._hook.info, self._hook.node = self._info, self._env.node
         if self._env.notice is not None:
             make_patient()
-        self._notices = Notices(self._env.notice)
+        self._notices = Notices(self._env.notice, self._env.local_notice)
         self._notices.install()
         outlive_notices()
         self._options = options.checked(self._env)

@@ -18,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import read_seconds, read_word
@@ -36,6 +37,7 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 WORD_S = 2.0  # the cluster may signal everybody before the supervisor has written its file
 POLL_S = 1.0
+DISK_EVERY_S = 60.0
 AGAIN_S = 1.0
 TORN_DOWN = 143  # what a shell shows for a death by SIGTERM
 
@@ -46,17 +48,19 @@ class Notices:
     The signal handler sets nothing but a flag; a thread does the rest, since the main thread may
     sit in a collective for as long as its peers like. The thread also looks at the files once a
     second, so a notice without a signal works, and no step ever reads a file. `notice` is the
-    supervisor's file, None without a supervisor.
+    supervisor's file, None without a supervisor. `local_notice` is that in its memory: where it can
+    be read, the shared disk is asked at a signal, and once in `DISK_EVERY_S`.
 
     `end_time`, in unix seconds, is when the attempt's time is over: None without a limit, and on a
     rank that does not watch the time.
     """
 
-    def __init__(self, notice: Path | None) -> None:
+    def __init__(self, notice: Path | None, local_notice: Path | None = None) -> None:
         self.reason = NONE
         self.source: str | None = None
         self.end_time: float | None = None
-        self._notice = notice
+        self._notice, self._local_notice = notice, local_notice
+        self._disk_look_at = 0.0
         self._end_time_file: Path | None = None
         self._cancelled: Path | None = None
         self._ended = False
@@ -81,13 +85,13 @@ class Notices:
 
     def watch_for_cancel(self, path: Path) -> None:
         """Take the file's existence for a cancel, from now on; it may exist already."""
-        self._cancelled = path
+        self._cancelled, self._disk_look_at = path, 0.0
         self._look()
 
     def watch_end_time(self, end_time: float | None, path: Path) -> None:
-        """Note when the time is over, in unix seconds; the file at `path` has another time once
-        Slurm does."""
-        self.end_time, self._end_time_file = end_time, path
+        """Note when the time is over, in unix seconds; the file at `path`, and the local notice,
+        have another time once Slurm does."""
+        self.end_time, self._end_time_file, self._disk_look_at = end_time, path, 0.0
         self._look()
 
     def end(self, then_exit: bool) -> None:
@@ -135,21 +139,36 @@ class Notices:
             return
         deadline = time.monotonic() + WORD_S
         while self.reason != NOTICE and time.monotonic() < deadline:
-            self._look()
+            self._look(is_signalled=True)
             time.sleep(0.02)
         if self.reason != NOTICE and number not in WARNINGS and not self._ended:
             say(f"{number.name} without a notice: a peer has failed; ending")
             os._exit(TORN_DOWN)
 
-    def _look(self) -> None:
-        """Read the files of notice, cancel and end time; those absent or unreadable say nothing."""
-        text = read_word(self._notice) if self._notice and self.reason != NOTICE else ""
-        if text:
-            self._note(NOTICE, _source(text))
+    def _look(self, is_signalled: bool = False) -> None:
+        """Read the files of notice, cancel and end time; those absent or unreadable say nothing.
+
+        The supervisor's local notice, which costs no disk, is read at each call. Where it can be
+        read, the notice on the disk is needed only if a signal has come without a word there.
+        """
+        fields = _read_local(self._local_notice) if self._local_notice else None
+        if fields and "source" in fields:
+            self._note(NOTICE, str(fields["source"]))
+        elif fields is None or is_signalled:
+            text = read_word(self._notice) if self._notice and self.reason != NOTICE else ""
+            if text:
+                self._note(NOTICE, _source(text))
+        if fields is None or time.monotonic() >= self._disk_look_at:
+            self._disk_look_at = time.monotonic() + DISK_EVERY_S
+            self._look_at_disk()
+        if fields and "end_time" in fields and self._end_time_file is not None:
+            self.end_time = float(fields["end_time"])
+
+    def _look_at_disk(self) -> None:
+        """Read the files of cancel and end time."""
         # os.path's: Path.exists raises for a disk that is in trouble.
         if self._cancelled is not None and self.reason == NONE and os.path.exists(self._cancelled):
             self._note(CANCELLED, "cancelled")
-
         if self._end_time_file is not None:
             self.end_time = read_seconds(self._end_time_file) or self.end_time
 
@@ -190,6 +209,18 @@ def _obey(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
+
+
+def _read_local(path: Path) -> dict[str, Any] | None:
+    """Return what the supervisor has written into its memory; {} for a text that is not whole, None
+    where it can't be read."""
+    try:
+        fields = json.loads(path.read_text() or "{}")
+    except OSError:
+        return None
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _source(text: str) -> str:

@@ -12,8 +12,8 @@ from hpc_ddp.core.journal.journal import Journal, first_attempt
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import Transfer, plain
 
-EVERY_S = 0.5  # in the first minutes; then less often, so that a week is no gigabyte
-SELDOM_S = 10.0
+EVERY_S = 0.5  # in the first minute; then less often: a week is no gigabyte, and a disk has rest
+SELDOM_S = 10.0  # after a quarter of an hour
 TAKEN = {"time", "event", "attempt", "step", "total_steps", "epoch", "samples_per_s", "mfu"}
 
 
@@ -94,7 +94,7 @@ class Metrics:
             fields["mfu"] = round(speed * self._use_per_sample_s, 4)
         self._line = Transfer(fields)
         self._written_at, self._samples, self._latest = now, 0, None
-        self._due = now + min(max(EVERY_S, (now - self._began) / 1000), SELDOM_S)
+        self._due = now + min(max(EVERY_S, (now - self._began) / 100), SELDOM_S)
 
     def _write_line(self) -> None:
         """Pass the fields that are not None on to the journal and the listeners, if a line is under

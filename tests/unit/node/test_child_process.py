@@ -13,7 +13,9 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.child_process import expand, split, worker_launch
 from hpc_ddp.node.outcome import oom as oom_module
-from hpc_ddp.node.supervisor import Signals, Supervisor
+from hpc_ddp.node.supervisor import Supervisor
+from hpc_ddp.node.watch import attempt_watch, log_offsets
+from hpc_ddp.node.watch.signals import Signals
 from unit.fakes import Clock, stop_clock
 from unit.node.fakes import NoSignals, place_of
 
@@ -21,7 +23,7 @@ from unit.node.fakes import NoSignals, place_of
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(oom_module, "kills", lambda: 0)
-    return stop_clock(monkeypatch, supervisor)
+    return stop_clock(monkeypatch, supervisor, attempt_watch, log_offsets)
 
 
 @pytest.fixture

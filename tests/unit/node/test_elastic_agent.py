@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import os
 import pickle
@@ -143,6 +144,7 @@ def test_torchrun_is_started_as_changed(
     monkeypatch.setattr(agent, "ignore_sigterm", lambda: changes.append("SIGTERM"))
     monkeypatch.setattr(agent, "end_when_told", lambda node: changes.append(node.path.name))
     monkeypatch.setattr(agent, "count_the_lost", lambda: changes.append("lost"))
+    monkeypatch.setattr(agent, "leave_sources_alone", lambda: changes.append("names"))
     monkeypatch.setattr(agent, "rank_in_order", lambda h: changes.append(f"order of {' '.join(h)}"))
     monkeypatch.setattr(agent, "sign_state", lambda key: changes.append(f"signed {key.hex()}"))
     words = [*TORCHRUN, *options, "train.py", "--cost=$5"]
@@ -152,10 +154,10 @@ def test_torchrun_is_started_as_changed(
     assert agent.launch(words, place) is None
     script = started_by(sys.executable, ["train.py", "--cost=$$5"])
     assert starts[0] == [sys.executable, *script[1:]]
-    order = [f"order of n2-ib n10-ib signed {place.attempt.secret.read_bytes().hex()}"]
+    order = [f"names order of n2-ib n10-ib signed {place.attempt.secret.read_bytes().hex()}"]
     assert " ".join(changes[:2]) == "SIGTERM n10"
-    assert [" ".join(changes[2:4])] == order
-    assert changes[4:] == ["lost"] * counts
+    assert [" ".join(changes[2:5])] == order
+    assert changes[5:] == ["lost"] * counts
     for rank, code in ((1, 3), (0, -9)):
         failures[rank] = ProcessFailure(0, 1, code, "none")
         failures[rank].timestamp = 5
@@ -317,6 +319,34 @@ def test_agents_that_know_the_secret_meet_in_the_order_of_their_nodes(
     assert {result.bootstrap_store_info.master_addr for result in infos} == {"127.0.0.9"}
     for handler in handlers:
         handler.shutdown()
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_the_rendezvous_reads_no_source_files(
+    rendezvous: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, patched: bool
+) -> None:
+    """The events have the same names with the patch; they have them without a look at any file."""
+    names: list[str] = []
+    looks: list[str] = []
+    getsourcefile = inspect.getsourcefile
+
+    def note(value: Any) -> str | None:
+        looks.append(str(value))
+        return getsourcefile(value)
+
+    monkeypatch.setattr(inspect, "getsourcefile", note)
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", dynamic_rendezvous.get_method_name)
+    record = "construct_and_record_rdzv_event"
+    monkeypatch.setattr(dynamic_rendezvous, record, lambda **fields: names.append(fields["name"]))
+    if patched:
+        agent.leave_sources_alone()
+    handler = rendezvous("127.0.0.1")
+    handler.next_rendezvous()
+    handler.shutdown()
+    assert {"DynamicRendezvousHandler.next_rendezvous", "_DistributedRendezvousOpExecutor.run"} <= {
+        *names
+    }
+    assert bool(looks) is not patched
 
 
 def test_torchrun_takes_no_option_from_the_environment(

@@ -21,7 +21,7 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import bandwidth, checks
 from hpc_ddp.node.preflight.checks import UnfitError
 from hpc_ddp.node.preflight.messages import report
-from hpc_ddp.node.supervisor import NOTICE_SIGNALS
+from hpc_ddp.node.watch.signals import NOTICE_SIGNALS
 from unit.node.preflight.fakes import Lines
 
 

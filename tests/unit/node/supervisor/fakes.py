@@ -6,7 +6,8 @@ from typing import Any, cast
 
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node.child_process import torchrun_launch
-from hpc_ddp.node.supervisor import Signals, Supervisor
+from hpc_ddp.node.supervisor import Supervisor
+from hpc_ddp.node.watch.signals import Signals
 from unit.node.fakes import NoSignals, place_of
 
 COMMAND = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,14 +13,17 @@ import pytest
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import supervisor
-from hpc_ddp.node.supervisor import Signals
+from hpc_ddp.node.supervisor import Supervisor
+from hpc_ddp.node.watch.attempt_watch import FENCE_EVERY_S
+from hpc_ddp.node.watch.peer_links import PeerLinks
+from hpc_ddp.node.watch.signals import NOTICE_SIGNALS, Signals
 from tests.raw_events import raw_events
 from unit.fakes import Clock
 from unit.node.supervisor.fakes import make_agent, make_supervisor, write_pids
 
 
 def test_signals_wake_a_supervisor_and_a_childs_end_is_none() -> None:
-    numbers = (*supervisor.NOTICE_SIGNALS, signal.SIGCHLD)
+    numbers = (*NOTICE_SIGNALS, signal.SIGCHLD)
     before = {number: signal.getsignal(number) for number in numbers}
     woken_by = signal.set_wakeup_fd(-1)
     signals = Signals()
@@ -27,7 +31,7 @@ def test_signals_wake_a_supervisor_and_a_childs_end_is_none() -> None:
         for number in numbers:
             os.kill(os.getpid(), number)
             signals.wait(60)
-        assert signals.seen == list(supervisor.NOTICE_SIGNALS)
+        assert signals.seen == list(NOTICE_SIGNALS)
         signals.wait(0)
     finally:
         signal.set_wakeup_fd(woken_by)
@@ -221,7 +225,7 @@ def test_a_teardown_is_not_killed_at_the_time_limit(attempt: AttemptFolder, cloc
     assert not agent.killed
 
 
-def test_a_notice_that_can_not_be_written_is_given_later(
+def test_a_notice_needs_no_disk(
     attempt: AttemptFolder,
     clock: Clock,
     sent: list[tuple[int, int]],
@@ -233,14 +237,41 @@ def test_a_notice_that_can_not_be_written_is_given_later(
     def full(path: Path, content: dict[str, Any]) -> None:
         raise OSError(28, "full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(supervisor, "write_json", full)
-        watcher.signals.seen += [signal.SIGINT]
-        watcher._poll(agent)
-    assert (watcher.notice, sent) == (None, [])
-    clock.now += supervisor.POLL_EVERY_S
+    monkeypatch.setattr(supervisor, "write_json", full)
+    watcher.signals.seen += [signal.SIGINT]
     watcher._poll(agent)
     assert (watcher.notice, sent) == ("SIGINT", [(41, signal.SIGTERM)])
+    assert local_notice(watcher) == {"source": "SIGINT"}
+
+
+def local_notice(watcher: Supervisor) -> dict[str, Any]:
+    """Return what the workers read."""
+    text = Path(watcher.local_notice.env()["HPC_DDP_LOCAL_NOTICE"]).read_text()
+    fields: dict[str, Any] = json.loads(text or "{}")
+    return fields
+
+
+def test_a_failure_wakes_the_peers(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[str] = []
+    monkeypatch.setattr(PeerLinks, "wake", lambda links: woken.append(attempt.failed.read_text()))
+    make_supervisor(attempt, index=1)._end(1)
+    assert woken == ["n2"]  # once the file has it
+    other, agent = make_supervisor(attempt, index=2), make_agent()
+    for _ in range(2):
+        other._poll(agent)
+        clock.now += 2.0
+    assert woken == ["n2", "n2"]
+
+
+def test_another_end_of_the_time_is_passed_on(attempt: AttemptFolder, clock: Clock) -> None:
+    watcher = make_supervisor(attempt, end_time=9000.0)
+    watcher._poll(make_agent())
+    assert local_notice(watcher) == {}
+    attempt.end_time.write_text("8000")
+    watcher._poll(make_agent())
+    assert (watcher.end_time, local_notice(watcher)) == (8000.0, {"end_time": 8000.0})
 
 
 def test_a_superseded_attempt_is_ended(
@@ -249,13 +280,13 @@ def test_a_superseded_attempt_is_ended(
     watcher, agent = make_supervisor(attempt), make_agent()
     watcher._poll(agent)
     watcher.place.run.claim_attempt({}, lambda identity: False)
-    clock.now += supervisor.FENCE_EVERY_S - 1
+    clock.now += FENCE_EVERY_S - 1
     watcher._poll(agent)
     assert (watcher.torn_down, agent.killed) == (None, False)
     clock.now += 1
     watcher._poll(agent)
     assert (watcher.torn_down, agent.killed) == ("a later attempt", True)
-    clock.now += supervisor.FENCE_EVERY_S
+    clock.now += FENCE_EVERY_S
     watcher._poll(agent)
     assert watcher._kill_at < clock.now  # set once
 

@@ -39,6 +39,50 @@ def test_a_notice_file_names_its_source(tmp_path: Path, content: str, source: st
     assert (notices.reason, notices.source) == (NOTICE, source)
 
 
+def test_a_local_notice_spares_the_disk(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, disk = tmp_path / "local", tmp_path / "notice"
+    reads: list[Path] = []
+    for name in ("read_word", "read_seconds"):
+        monkeypatch.setattr(signals, name, reads.append)
+    local.write_text("")
+    notices = Notices(disk, local)
+    notices.watch_end_time(500.0, tmp_path / "end-time")
+    assert reads == [tmp_path / "end-time"]
+    for text in ("", '{"end_time": 800.0}   ', '{"end_time": 8', "[1]"):
+        local.write_text(text)
+        notices._look()
+    assert (notices.reason, notices.end_time) == (NONE, 800.0)
+    local.write_text('{"end_time": 700.0, "source": "preemption"}')
+    notices._look()
+    assert (notices.reason, notices.source, notices.end_time) == (NOTICE, "preemption", 700.0)
+    assert reads == [tmp_path / "end-time"]
+    clock.now += signals.DISK_EVERY_S
+    notices._look()
+    assert reads == [tmp_path / "end-time"] * 2
+    other = Notices(disk, local)
+    local.write_text('{"end_time": 700.0}')
+    other._look()
+    assert other.end_time is None  # of a rank that does not watch the time
+
+
+def test_without_its_local_notice_a_rank_asks_the_disk(tmp_path: Path, clock: Clock) -> None:
+    disk, local = tmp_path / "notice", tmp_path / "local"
+    notices = Notices(disk, local)
+    notices._look()
+    assert notices.reason == NONE
+    disk.write_text("time limit")
+    notices._look()
+    assert (notices.reason, notices.source) == (NOTICE, "time limit")
+    local.write_text("{}")  # it can be read, and holds no notice: the disk has one all the same
+    other = Notices(disk, local)
+    other._look()
+    assert other.reason == NONE
+    other._signalled(signal.SIGTERM)
+    assert (other.reason, other.source) == (NOTICE, "time limit")
+
+
 @pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_signal_without_a_supervisor_is_a_notice(
     clock: Clock, printed: list[str], number: signal.Signals

@@ -1,0 +1,37 @@
+"""The supervisor's word to its workers, in a file of memory: reading it costs no shared disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+class LocalNotice:
+    """Holds the source of a notice, and the end of the job's time, as JSON.
+
+    A worker opens the file by way of the supervisor's process (``/proc/<pid>/fd/<number>``). So it
+    is nowhere on a disk, only processes of the same user can read it, and it is gone with the
+    supervisor, whatever ends that.
+    """
+
+    def __init__(self) -> None:
+        """Make the file, empty; none on another system than Linux."""
+        self._fd = os.memfd_create("hpc-ddp-notice") if sys.platform == "linux" else -1
+        self._fields: dict[str, object] = {}
+        self._size_bytes = 0
+
+    def env(self) -> dict[str, str]:
+        """Return the variable by which workers find the file; {} without one."""
+        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        return {"HPC_DDP_LOCAL_NOTICE": path} if self._fd >= 0 else {}
+
+    def write(self, **fields: object) -> None:
+        """Write fields, beside those that were written before. The text that is there is
+        overwritten in one call, and never gets shorter."""
+        if self._fd < 0:
+            return
+        self._fields |= fields
+        text = json.dumps(self._fields).encode().ljust(self._size_bytes)
+        self._size_bytes = len(text)
+        os.pwrite(self._fd, text, 0)

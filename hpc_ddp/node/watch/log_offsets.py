@@ -1,0 +1,127 @@
+"""A copy of rank 0's log, and when the logs of a node's workers have grown.
+
+The workers write to their logs themselves, so nothing of what they print can be lost or held up by
+somebody in between; but a line has no time of its own. So about once a second their supervisor
+notes which logs have grown, and to what size. By this, lines of many ranks are put in order. Linux
+tells it which logs those are: a log that does not grow costs the shared disk nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hpc_ddp.core.console.terminal import write_output
+from hpc_ddp.core.job.attempt_folder import NodeFolder
+from hpc_ddp.node.watch.folder_watch import FolderWatch
+
+LIST_EVERY = 10  # looks; listing a folder costs an NFS server more than asking for sizes
+CHECK_AFTER_S, CHECK_EVERY_S = 30.0, 300.0  # whether Linux tells of all changes here
+
+
+class LogCopy:
+    """Copies what a log gets to this process's output."""
+
+    def __init__(self, log: Path) -> None:
+        """Begin behind what the log has by now, of a try at another port."""
+        self.log = log
+        self._position = log.stat().st_size if log.exists() else 0
+
+    def show(self) -> None:
+        """Copy the new bytes; nothing where there is no log. Raise OSError if it can't be read."""
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self._position += len(new)
+        write_output(new)
+
+
+class Growth:
+    """Appends to a node's ``printed``: unix seconds, rank, and bytes of its log by then."""
+
+    def __init__(self, node: NodeFolder, shows_rank_0: bool = False) -> None:
+        """Begin with no known log; `node`, whose folder exists, may be of one rank alone. With
+        `shows_rank_0`, `note` shows what rank 0's log gets, too."""
+        self._shown = LogCopy(node.rank_log(0)) if shows_rank_0 else None
+        self._node = node
+        self._watch = FolderWatch(node.path)
+        self._pattern = "rank-*.log" if node.rank is None else f"rank-{node.rank}.log"
+        self._logs: dict[Path, int] = {}
+        self._looks_since_new = 0
+        self._is_unsure = True  # some logs may have changed, and it is not known which
+        self._check_at = time.monotonic() + CHECK_AFTER_S
+
+    def note(self) -> None:
+        """Append a line for each log that has grown since the last call; nothing if none has.
+
+        An OSError is passed over, and the next call tries again: without a line, the output of the
+        ranks is only less well ordered.
+        """
+        names = None if self._is_unsure else self._changed_names()
+        try:
+            self._is_unsure = True  # unless all that follows works
+            if self._shown and (names is None or self._shown.log.name in names):
+                self._shown.show()
+            self._note_sizes(self._all_logs() if names is None else self._logs_among(names))
+            self._is_unsure = False
+        except OSError:
+            return
+
+    def note_all(self) -> None:
+        """Do as `note`, and look at all logs."""
+        self._is_unsure, self._looks_since_new = True, 0
+        self.note()
+
+    def _changed_names(self) -> set[str] | None:
+        """Return the names of files that have changed; None where that is not known.
+
+        Now and then the logs' sizes are compared with that: where a log has grown without a word of
+        Linux, on a file system of its own kind, it is not asked again.
+        """
+        names = self._watch.changes()
+        if names is not None and time.monotonic() >= self._check_at:
+            self._check_at = time.monotonic() + CHECK_EVERY_S
+            with suppress(OSError):
+                logs = {path.name: path.stat().st_size for path in self._logs}
+                grown = {n for n, size in logs.items() if size > self._logs[self._node.path / n]}
+                names |= self._watch.changes() or set()  # of what was written meanwhile
+                if not grown <= names:
+                    self._watch.close()
+                names |= grown
+        return names
+
+    def _note_sizes(self, logs: Iterable[Path]) -> None:
+        """Append a line for those of some logs that have grown; raise OSError if the disk fails."""
+        sizes = {path: path.stat().st_size for path in logs}
+        grown = {path: size for path, size in sizes.items() if size > self._logs.get(path, 0)}
+        if not grown:
+            return
+        now = time.time()
+        ranks = {path: path.stem.removeprefix("rank-") for path in grown}
+        lines = [f"{now:.3f} {ranks[path]} {size}\n" for path, size in grown.items()]
+        with open(self._node.printed, "a") as file:
+            file.write("".join(lines))
+        self._logs |= grown
+
+    def _logs_among(self, names: Iterable[str]) -> list[Path]:
+        """Return the logs of the supervisor's ranks among files with these names."""
+        return [self._node.path / name for name in sorted(names) if fnmatch(name, self._pattern)]
+
+    def _all_logs(self) -> list[Path]:
+        """Return all logs of the supervisor's ranks. The folder is listed until there is one, and
+        `LIST_EVERY` times after the newest, since other workers may come seconds later; then at
+        each `LIST_EVERY`-th call. Raise OSError if the disk fails."""
+        since = self._looks_since_new
+        self._looks_since_new += 1
+        if not self._logs or since < LIST_EVERY or since % LIST_EVERY == 0:
+            for path in sorted(self._node.path.glob(self._pattern)):
+                if path not in self._logs:
+                    self._logs[path] = 0
+                    self._looks_since_new = 0
+        return list(self._logs)

@@ -1,0 +1,37 @@
+"""The signals of a supervisor, which also wake its loop."""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+from types import FrameType
+
+NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Signals:
+    """Notes signals, and wakes the loop. A handler that did more could run at any moment."""
+
+    def __init__(self) -> None:
+        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on; they also wake
+        `wait`, by the process's wake-up descriptor. A dry run has started it with them blocked."""
+        self.seen: list[int] = []
+        self._read, self._write = socket.socketpair()  # kept: the descriptors must stay open
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in (*NOTICE_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Add a signal to `seen`; a child's end only wakes the loop."""
+        if number != signal.SIGCHLD:
+            self.seen.append(number)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep for some seconds, or until a signal comes (a child's end is one); not at all if one
+        has come since the last call."""
+        if select.select([self._read], [], [], seconds)[0]:
+            self._read.recv(4096)
