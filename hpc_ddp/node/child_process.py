@@ -6,6 +6,7 @@ For the latter the variables that torchrun would set are made of those that Slur
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,21 @@ from hpc_ddp.node.watch.peer_links import Task
 from hpc_ddp.node.workers.worker import started_by
 
 AGENT_WORDS = 4  # python -u node.py elastic_agent
+MOST_FILES = 1 << 16  # some programs close each descriptor that there might be
 NO_GROUP = "no-group"  # a file of the first node: its workers have formed no process group
+
+
+def raise_file_limit() -> None:
+    """Raise this process's soft limit of open files, which its children inherit, to the hard one,
+    at most `MOST_FILES`.
+
+    Slurm passes on the limit of the shell that submitted, 1,024 by default; a rank of a job with
+    512 ranks has more connections than that.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:

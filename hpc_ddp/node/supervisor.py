@@ -33,7 +33,7 @@ from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, 
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import signal_recorded
-from hpc_ddp.node.child_process import LAUNCHES, Launch, expand
+from hpc_ddp.node.child_process import LAUNCHES, Launch, expand, raise_file_limit
 from hpc_ddp.node.net import tracker_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
@@ -349,6 +349,7 @@ def main(argv: list[str]) -> int:
     """
     kind, *command = argv
     try:
+        raise_file_limit()
         try:
             place = Place.from_env(dict(os.environ))
             launch = LAUNCHES[kind](place, command)

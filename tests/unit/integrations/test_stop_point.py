@@ -41,7 +41,7 @@ def exits(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is to run at the exit of the process, which is a worker of the run."""
     calls: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(member, "Notices", lambda notice: QuietNotices())
+    monkeypatch.setattr(member, "Notices", lambda *paths: QuietNotices())
     monkeypatch.setattr(member, "make_patient", lambda: None)
     monkeypatch.setattr(stop_point, "leave_quickly", lambda: None)
     monkeypatch.setattr(atexit, "register", calls.append)

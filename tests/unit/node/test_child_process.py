@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from typing import cast
 
@@ -10,7 +11,7 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
-from hpc_ddp.node import supervisor
+from hpc_ddp.node import child_process, supervisor
 from hpc_ddp.node.child_process import expand, split, worker_launch
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Supervisor
@@ -128,3 +129,23 @@ def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
 def test_a_variable_that_is_not_set_is_named(option: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         expand(["python", "-u", "node.py", "elastic_agent", option, "train.py"], {})
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "then"),
+    [
+        (1024, 4096, 4096),
+        (1024, 1 << 30, child_process.MOST_FILES),
+        (1024, resource.RLIM_INFINITY, child_process.MOST_FILES),
+        (1 << 20, 1 << 30, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_workers_may_open_as_many_files_as_the_site_permits(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, then: int | None
+) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append(pair))
+    child_process.raise_file_limit()
+    assert limits == ([] if then is None else [(then, hard)])
