@@ -16,14 +16,22 @@ BIN := $(VENV)/bin
 # list, each with a cluster of its own.
 PARALLEL := --numprocesses=5 --maxschedchunk=1
 
-.PHONY: demo test test-slurm test-device test-gpu lint types cluster docs bench test-more soak mutants flakes \
+# Hundreds of processes start in the tests: each would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test bytecode test-slurm test-device test-gpu lint types cluster docs bench test-more soak mutants flakes \
 	device-faults programs constraints clean size coverage versions version
 
 demo: $(VENV)/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh
 
-test: $(VENV)/ready lint types
+test: $(VENV)/ready
+	@$(MAKE) --no-print-directory --jobs=2 lint types bytecode
 	$(BIN)/python -m pytest $(PARALLEL) --durations=25
+
+# Compiled once, and not by each process that pytest starts at the same time.
+bytecode: $(VENV)/ready
+	@$(BIN)/python -m pytest --collect-only --quiet --quiet >/dev/null || { echo "the tests can't be collected"; exit 1; }
 
 lint: $(VENV)/ready
 	$(BIN)/python -m ruff check
