@@ -36,15 +36,11 @@ from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.models.ddp import fix_bucket_order
 from hpc_ddp.training.models.dtensor import gathered
 from hpc_ddp.training.options import Options
+from hpc_ddp.training.process.control import Control, LoneControl
+from hpc_ddp.training.process.control_tree import open_control
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
-from hpc_ddp.training.process.process_group import (
-    Control,
-    LoneControl,
-    leave,
-    leave_quickly,
-    timeout_beyond,
-)
+from hpc_ddp.training.process.process_group import leave, leave_quickly, timeout_beyond
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE, REASONS
 
@@ -258,7 +254,7 @@ class StopPoint(Member):
         if dist.is_initialized():
             info = replace(info, rank=dist.get_rank(), world_size=dist.get_world_size())
             timeout = timeout_beyond(self._options.hang_after)
-            return Control(info, timeout), Control(info, timeout)
+            return open_control(info, timeout), open_control(info, timeout)
         if info.world_size > 1:
             raise UsageError(
                 "torch's process group is missing; accepted: StopPoint.latest and .step after"

@@ -20,6 +20,7 @@ from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.precision import Precision, make_deterministic
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group
+from hpc_ddp.training.process.control_tree import open_control
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.stops.signals import NONE, REASONS
@@ -78,7 +79,7 @@ class Worker(Member):
             self.folder,
             self._journal.attempt,
             self._control,
-            process_group.Control(self._info, self._control.timeout),
+            open_control(self._info, self._control.timeout),
             self._journal,
             Retention(options.keep_last, options.keep_every),
         )

@@ -18,7 +18,7 @@ import torch
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape, words
-from hpc_ddp.training.process.process_group import Control
+from hpc_ddp.training.process.control import Control
 
 _SHOWN = 4
 

@@ -25,7 +25,8 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.checkpoint.state import joined
-from hpc_ddp.training.process.process_group import Control, on_first
+from hpc_ddp.training.process.control import Control
+from hpc_ddp.training.process.process_group import on_first
 
 STATE = "state.pt"
 

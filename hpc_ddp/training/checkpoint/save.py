@@ -29,7 +29,7 @@ from hpc_ddp.training.checkpoint.rank_comparison import Inventory, find_misfit
 from hpc_ddp.training.checkpoint.restore import STATE, Restorer, dump, non_finite_error
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
-from hpc_ddp.training.process.process_group import Control
+from hpc_ddp.training.process.control import Control
 
 TRIES = 3  # failed saves in a row that end the run, if they are spread over as many seconds:
 PATIENCE_S = 30.0

@@ -19,10 +19,10 @@ from hpc_ddp.training.checkpoint.schedule import SaveSchedule, between_failures,
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import run_directory
+from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.failure import FailureHook, make_patient
 from hpc_ddp.training.process.hang_watchdog import Watchdog
-from hpc_ddp.training.process.process_group import Control
 from hpc_ddp.training.stops.consensus import StopConsensus
 from hpc_ddp.training.stops.loader_workers import outlive_notices
 from hpc_ddp.training.stops.signals import Notices

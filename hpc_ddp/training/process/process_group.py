@@ -1,4 +1,4 @@
-"""The process group, and messages between ranks beside the gradients."""
+"""The process group of a run: how the ranks join it, meet and leave."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
+from hpc_ddp.training.process.control import NEVER, Control
+from hpc_ddp.training.process.control_tree import open_control
 from hpc_ddp.training.process.environment import DistEnv
 
 T = TypeVar("T")
@@ -24,7 +26,6 @@ T = TypeVar("T")
 TEARDOWN_S = 10.0
 WAKE_S = 1.0  # so often a Ctrl-C is noticed
 TIMEOUT_S = 1800.0  # torch's own for gloo
-NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
 
 
@@ -77,108 +78,12 @@ def join(
             f"MPI knows of {dist.get_world_size()} processes, and {info.world_size} were started",
             hint="leave out the backend: torchrun's workers are none of MPI's",
         )
-    return Control(info, timeout)
+    return open_control(info, timeout)
 
 
 def timeout_beyond(hang_after_s: float | None) -> timedelta:
     """Return how long collectives wait, which is longer than the watchdog does."""
     return timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
-
-
-class Control:
-    """Messages of the ranks on the CPU, over a gloo group of its own.
-
-    Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel while a
-    step computes. All ranks make it at the same time, one for each thread. Its methods are
-    collectives: all ranks call them in the same order; RuntimeError is raised when a peer is gone.
-    """
-
-    def __init__(self, info: DistEnv, timeout: timedelta) -> None:
-        self.rank = info.rank
-        self.world_size = info.world_size
-        self.timeout = timeout
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-
-    def start_max(self, values: torch.Tensor) -> Any:
-        """Begin to replace a CPU tensor by its maximum over ranks; return work whose `wait` ends
-        it."""
-        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """Begin to send a CPU tensor to rank 0; return all ranks' tensors there ([] elsewhere), and
-        work.
-
-        Call the work's `wait` before reading the tensors.
-        """
-        tensors = [
-            torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)
-        ]
-        work = dist.gather(values, tensors or None, dst=0, group=self._group, async_op=True)
-        return tensors, work
-
-    def sum(self, values: torch.Tensor) -> None:
-        """Replace a CPU tensor by its sum over ranks."""
-        dist.all_reduce(values, group=self._group)
-
-    def from_first(self, value: Any) -> Any:
-        """Return rank 0's value, which can be pickled, on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
-    def to_first(self, value: Any) -> list[Any]:
-        """Return every rank's value (it can be pickled) on rank 0, by rank; an empty list
-        elsewhere."""
-        box: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, box, dst=0, group=self._group)
-        return box or []
-
-    def first_copy(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor, of the same shape on all ranks, with rank 0's."""
-        on_cpu = tensor.detach().cpu().contiguous()
-        # As bytes: gloo refuses int16, uint16, uint32 and float8.
-        dist.broadcast(on_cpu.view(-1).view(torch.uint8), src=0, group=self._group)
-        tensor.data.copy_(on_cpu)
-
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        dist.barrier(group=self._group)
-
-
-class _Done:
-    def wait(self) -> None:
-        """Return at once."""
-
-
-_DONE = _Done()
-
-
-class LoneControl(Control):
-    """The messages of a process alone, which needs no process group for them."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size, self.timeout = 0, 1, NEVER
-
-    def start_max(self, values: torch.Tensor) -> Any:
-        return _DONE
-
-    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        return [values], _DONE
-
-    def sum(self, values: torch.Tensor) -> None:
-        """Leave the tensor as it is."""
-
-    def from_first(self, value: Any) -> Any:
-        return value
-
-    def to_first(self, value: Any) -> list[Any]:
-        return [value]
-
-    def first_copy(self, tensor: torch.Tensor) -> None:
-        """Leave the tensor as it is."""
-
-    def barrier(self) -> None:
-        """Wait for nobody."""
 
 
 def on_first(control: Control, act: Callable[[], T]) -> T:

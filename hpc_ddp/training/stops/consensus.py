@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.training.checkpoint.schedule import SaveSchedule
-from hpc_ddp.training.process.process_group import Control
+from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.stops.signals import DEADLINE, NONE, Notices
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 

@@ -21,7 +21,7 @@ from hpc_ddp.core.journal.events import StepTiming
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training import devices
 from hpc_ddp.training.data.order import Position
-from hpc_ddp.training.process.process_group import Control
+from hpc_ddp.training.process.control import Control
 
 EVERY_S, SELDOM_S = 30.0, 300.0  # between two events, at first and at last
 SAMPLE_S = 0.05  # at most one step in this time is measured, since events of a GPU cost some us

@@ -17,8 +17,9 @@ from torch.distributed import distributed_c10d
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.process import process_group
+from hpc_ddp.training.process.control import NEVER, Control, LoneControl
 from hpc_ddp.training.process.environment import DistEnv
-from hpc_ddp.training.process.process_group import Control, LoneControl, leave
+from hpc_ddp.training.process.process_group import leave
 from unit.training.fakes import LeftError
 
 
@@ -40,7 +41,7 @@ def test_a_process_joins_its_group(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     dist_env = DistEnv(1, 1, 2, 2, launched=launched)
     group_of_all = process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
-    timeout = process_group.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
+    timeout = NEVER if timeout_s is None else timedelta(seconds=timeout_s)
     (backend, values) = calls[0]
     assert backend == "gloo"
     if launched:
@@ -48,7 +49,7 @@ def test_a_process_joins_its_group(
     else:
         assert (values["rank"], values["world_size"]) == (0, 1)
     group: Any = {"backend": "gloo", "timeout": timeout}
-    for control in (group_of_all, process_group.Control(dist_env, group_of_all.timeout)):
+    for control in (group_of_all, Control(dist_env, group_of_all.timeout)):
         assert (control.rank, control.world_size, control._group) == (1, 2, group)
     if launched:
         with pytest.raises(UsageError, match="start\\(\\) was called again"):
@@ -147,9 +148,7 @@ def test_objects_are_exchanged_through_the_first_rank(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "gather", gather)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(dist, "broadcast", broadcast)
-    first, second = (
-        Control(DistEnv(rank, 0, 2, 1, launched=True), process_group.NEVER) for rank in (0, 1)
-    )
+    first, second = (Control(DistEnv(rank, 0, 2, 1, launched=True), NEVER) for rank in (0, 1))
     assert first.to_first("x") == [None, "x"]
     assert second.to_first("x") == []
     assert first.from_first("x") == "xx"
@@ -179,7 +178,7 @@ def test_collectives_use_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "new_group", lambda **values: "own")
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(dist, "barrier", lambda group: calls.append((group,)))
-    talk = Control(DistEnv(0, 0, 2, 2, launched=True), process_group.NEVER)
+    talk = Control(DistEnv(0, 0, 2, 2, launched=True), NEVER)
     assert talk.start_max(torch.tensor([1])) == "work"
     talk.sum(torch.tensor([2]))
     talk.barrier()

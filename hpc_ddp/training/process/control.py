@@ -1,0 +1,109 @@
+"""Messages between ranks beside the gradients, on the CPU."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_ddp.training.process.environment import DistEnv
+
+NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
+
+
+class Control:
+    """Messages of the ranks on the CPU, over a gloo group of its own.
+
+    Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel while a
+    step computes. All ranks make it at the same time, one for each thread. Its methods are
+    collectives: all ranks call them in the same order; RuntimeError is raised when a peer is gone.
+    """
+
+    def __init__(self, info: DistEnv, timeout: timedelta) -> None:
+        self.rank = info.rank
+        self.world_size = info.world_size
+        self.timeout = timeout
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        """Begin to replace a CPU tensor by its maximum over ranks; return work whose `wait` ends
+        it."""
+        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        """Begin to send a CPU tensor to rank 0; return all ranks' tensors there ([] elsewhere), and
+        work.
+
+        Call the work's `wait` before reading the tensors.
+        """
+        tensors = [
+            torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)
+        ]
+        work = dist.gather(values, tensors or None, dst=0, group=self._group, async_op=True)
+        return tensors, work
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace a CPU tensor by its sum over ranks."""
+        dist.all_reduce(values, group=self._group)
+
+    def from_first(self, message: Any) -> Any:
+        """Return rank 0's message, which can be pickled, on every rank."""
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def to_first(self, message: Any) -> list[Any]:
+        """Return every rank's message (it can be pickled) on rank 0, by rank; an empty list
+        elsewhere."""
+        box: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(message, box, dst=0, group=self._group)
+        return box or []
+
+    def first_copy(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor, of the same shape on all ranks, with rank 0's."""
+        on_cpu = tensor.detach().cpu().contiguous()
+        # As bytes: gloo refuses int16, uint16, uint32 and float8.
+        dist.broadcast(on_cpu.view(-1).view(torch.uint8), src=0, group=self._group)
+        tensor.data.copy_(on_cpu)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        dist.barrier(group=self._group)
+
+
+class _Done:
+    def wait(self) -> None:
+        """Return at once."""
+
+
+_DONE = _Done()
+
+
+class LoneControl(Control):
+    """The messages of a process alone, which needs no process group for them."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.timeout = 0, 1, NEVER
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        return _DONE
+
+    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        return [values], _DONE
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def from_first(self, message: Any) -> Any:
+        return message
+
+    def to_first(self, message: Any) -> list[Any]:
+        return [message]
+
+    def first_copy(self, tensor: torch.Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def barrier(self) -> None:
+        """Wait for nobody."""

@@ -1,0 +1,201 @@
+"""Messages between many ranks: over small groups that are a tree, and not over one group of all.
+
+A Gloo group connects each rank with each other one, and its all-reduce is a ring: for 8,192 ranks
+16,382 connections of each rank, for its two groups, and 16,382 hops in a row for each agreement on
+a stop. In a tree of groups of `FANOUT` a rank has a connection to its group and, as the first of
+it, to those of the groups above; an agreement takes some hundred hops.
+
+Lazy connections (TORCH_GLOO_LAZY_INIT) leave the ring, and a rank can hang where its peer ends
+before their first message (gloo issue 520).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hpc_ddp.training.process.control import Control
+from hpc_ddp.training.process.environment import DistEnv
+
+T = TypeVar("T")
+
+FANOUT = 32
+
+
+@dataclass(frozen=True)
+class Level:
+    """A group of the tree that this rank is in; the first of its ranks is in the next one, too."""
+
+    ranks: Sequence[int]
+    group: Any
+
+
+def ranks_of_levels(rank: int, world_size: int, fanout: int) -> list[list[int]]:
+    """Return the ranks of each group that a rank is in, from the lowest one up."""
+    groups, stride = [], 1
+    while stride < world_size and rank % stride == 0:
+        first = rank - rank % (stride * fanout)
+        groups.append(list(range(first, min(first + stride * fanout, world_size), stride)))
+        stride *= fanout
+    return groups
+
+
+class TreeControl(Control):
+    """The messages of `Control`, with the same results; a sum of floating-point numbers is added up
+    in another order, which is the same in each run with as many ranks.
+
+    A thread of its own carries them out, in the order of the calls.
+    """
+
+    def __init__(self, info: DistEnv, timeout: timedelta) -> None:
+        """Make the groups that this rank is in; all ranks do so at the same time."""
+        self.rank, self.world_size, self.timeout = info.rank, info.world_size, timeout
+        levels = ranks_of_levels(self.rank, self.world_size, FANOUT)
+        self._levels = [Level(ranks, _new_group(ranks, timeout)) for ranks in levels]
+        # torch names a group by its ranks and the number of groups so far, which has to be the same
+        # on all ranks: rank 0 is in most of them.
+        for _ in ranks_of_levels(0, self.world_size, FANOUT)[len(levels) :]:
+            _new_group([self.rank], timeout)
+        self._calls = _CallQueue()
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        return self._calls.begin(lambda: self._reduce(values, dist.ReduceOp.MAX))
+
+    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        count = self.world_size if self.rank == 0 else 0
+        tensors = [torch.empty_like(values) for _ in range(count)]
+        return tensors, self._calls.begin(lambda: self._gather(values, tensors))
+
+    def sum(self, values: torch.Tensor) -> None:
+        self._calls.run(lambda: self._reduce(values, dist.ReduceOp.SUM))
+
+    def from_first(self, message: Any) -> Any:
+        return self._calls.run(lambda: self._broadcast_object(message))
+
+    def to_first(self, message: Any) -> list[Any]:
+        return self._calls.run(lambda: self._gather_objects(message))
+
+    def first_copy(self, tensor: torch.Tensor) -> None:
+        on_cpu = tensor.detach().cpu().contiguous()
+        self._calls.run(lambda: self._broadcast(on_cpu.view(-1).view(torch.uint8)))
+        tensor.data.copy_(on_cpu)
+
+    def barrier(self) -> None:
+        self._calls.run(lambda: self._reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX))
+
+    # --- in the thread ----------------------------------------------------------------------
+
+    def _reduce(self, values: torch.Tensor, operation: Any) -> None:
+        """Replace a tensor by its sum or maximum over all ranks."""
+        for level in self._levels:
+            dist.reduce(values, dst=level.ranks[0], op=operation, group=level.group)
+        self._broadcast(values)
+
+    def _broadcast(self, values: torch.Tensor) -> None:
+        """Overwrite a tensor with rank 0's."""
+        for level in reversed(self._levels):
+            dist.broadcast(values, src=level.ranks[0], group=level.group)
+
+    def _gather(self, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Write all ranks' values into the `tensors` of rank 0.
+
+        Each rank of a group sends as many rows as the largest of them has ranks below it; those of
+        the last one may be fewer, and what is missing comes last.
+        """
+        rows, size = values.detach().unsqueeze(0), 1
+        for level in self._levels:
+            block = torch.zeros(size, *values.shape, dtype=values.dtype, device="cpu")
+            block[: len(rows)] = rows
+            is_first = self.rank == level.ranks[0]
+            blocks = [torch.empty_like(block) for _ in level.ranks] if is_first else None
+            dist.gather(block, blocks, dst=level.ranks[0], group=level.group)
+            rows, size = torch.cat(blocks or [block]), size * FANOUT
+        for tensor, row in zip(tensors, rows, strict=False):  # the rest is filling
+            tensor.copy_(row)
+
+    def _broadcast_object(self, message: T) -> T:
+        """Return rank 0's value."""
+        box = [message]
+        for level in reversed(self._levels):
+            dist.broadcast_object_list(box, src=level.ranks[0], group=level.group)
+        return box[0]
+
+    def _gather_objects(self, message: T) -> list[T]:
+        """Return all ranks' values on rank 0, by rank; [] elsewhere."""
+        values = [message]
+        for level in self._levels:
+            is_first = self.rank == level.ranks[0]
+            box: list[Any] | None = [None] * len(level.ranks) if is_first else None
+            dist.gather_object(values, box, dst=level.ranks[0], group=level.group)
+            values = [entry for entries in box or [] for entry in entries]
+        return values
+
+
+def _new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
+    """Make a Gloo group, for which its own ranks alone are needed."""
+    return dist.new_group(
+        list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
+    )
+
+
+class _Call:
+    """A call in the thread; `wait` returns its result, or raises its error."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self._act = act
+        self._has_ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Make the call; keep its result or error."""
+        try:
+            self._result = self._act()
+        except BaseException as error:
+            self._error = error
+        self._has_ended.set()
+
+    def wait(self) -> Any:
+        """Wait for the end; return the result or raise the error."""
+        self._has_ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class _CallQueue:
+    """Makes calls one after the other in a thread, which no end of the process waits for."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[_Call] = SimpleQueue()
+        threading.Thread(target=self._serve, name="hpc-ddp control", daemon=True).start()
+
+    def begin(self, act: Callable[[], Any]) -> _Call:
+        """Queue a call, and return it."""
+        call = _Call(act)
+        self._queue.put(call)
+        return call
+
+    def run(self, act: Callable[[], T]) -> T:
+        """Queue a call, and return its result or raise its error."""
+        result: T = self.begin(act).wait()
+        return result
+
+    def _serve(self) -> None:
+        while True:
+            self._queue.get().run()
+
+
+def open_control(info: DistEnv, timeout: timedelta) -> Control:
+    """Return the messages of ranks that wait `timeout` for each other at most; all ranks make it at
+    the same time, in a default process group."""
+    if info.world_size > FANOUT:
+        return TreeControl(info, timeout)
+    return Control(info, timeout)
