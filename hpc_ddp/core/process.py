@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import socket
@@ -16,8 +18,26 @@ from typing import Any, NamedTuple
 # which others see among its open files. Nobody else uses a real-time signal for anything.
 SHOW_STACKS = signal.SIGRTMIN + 8 if sys.platform == "linux" else 0
 STACKS = "hpc-ddp-stacks"
+MFD_CLOEXEC = 1  # linux/memfd.h
 # The notices of a dry run, which starts processes with them blocked until these can handle them.
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def memory_file(name: str) -> int:
+    """Return the descriptor of a new file in memory, which /proc shows as ``/memfd:<name>``.
+
+    Pythons of conda, and older ones of uv, have no ``os.memfd_create``: they are built for a C
+    library that lacked it. So the C library of this machine is asked. Raise OSError on a system
+    that has none.
+    """
+    try:
+        create = ctypes.CDLL(None, use_errno=True).memfd_create
+    except AttributeError:  # of macOS, say, or of a Linux before 2018
+        raise OSError(errno.ENOSYS, "this system has no files in memory") from None
+    descriptor: int = create(name.encode(), MFD_CLOEXEC)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), f"no file in memory: {os.strerror(ctypes.get_errno())}")
+    return descriptor
 
 
 class ImportsAhead(NamedTuple):

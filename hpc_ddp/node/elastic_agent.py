@@ -2,10 +2,10 @@
 
 ``python <run>/lib/node.py elastic_agent`` takes torchrun's own command line. The differences:
 
-- SIGTERM does nothing to it. A preempting Slurm may signal every process of the step, and
-  torchrun would take that as its own death, kill the workers in mid-save and exit 1. A no-op
-  handler, not "ignored": children inherit the latter, and then a worker that hangs can't be
-  ended by the agent either.
+- The signals of a notice (SIGTERM, SIGUSR1 …) do nothing to it. A preempting Slurm, or scancel,
+  may signal every process of the step, and torchrun would die of that, or kill the workers in
+  mid-save and exit 1. A no-op handler, not "ignored": children inherit the latter, and then a
+  worker that hangs can't be ended by the agent either.
 - Workers are forked from a process that has imported torch already (`fork_server`), or started
   through ``worker.py``; either way they have a log by rank, and end with the agent.
 - Which worker failed, when and how is written to ``failures.json`` instead of a table and a
@@ -43,6 +43,7 @@ from hpc_ddp.core.file_io import patiently, read_word, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.node.child_process import NO_GROUP, split
 from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.watch.signals import NOTICE_SIGNALS
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
 from hpc_ddp.node.workers.forked_script import ForkedScript
@@ -60,19 +61,19 @@ def escape(script_args: list[str]) -> list[str]:
     return [word.replace("$", "$$") for word in script_args]
 
 
-def ignore_sigterm() -> None:
-    """Replace torchrun's handler, which raises SignalException, by one that does nothing on
-    SIGTERM.
+def ignore_notices() -> None:
+    """Give this process, torchrun, handlers that do nothing for the signals of a notice, and keep
+    torchrun's own from replacing them; its own raises SignalException.
 
-    torchrun installs it when it starts its workers. Newer ones have ``--signals-to-handle`` for
-    this; the handler's name is older, and in all.
+    torchrun installs its handler when it starts its workers. Newer ones have
+    ``--signals-to-handle`` for this; the handler's name is older, and in all.
     """
     from torch.distributed.elastic.multiprocessing import api
 
     original = api._terminate_process_handler
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if signum != signal.SIGTERM:
+        if signum not in NOTICE_SIGNALS:
             original(signum, frame)
 
     api._terminate_process_handler = handler
@@ -285,7 +286,7 @@ def launch(
     args.training_script, *script_args = started_by(sys.executable, script)
     args.training_script_args = escape(script_args)
     config, command, command_args = run.config_from_args(args)
-    ignore_sigterm()
+    ignore_notices()
     end_when_told(place.attempt.node(place.node))
     leave_sources_alone()
     rank_in_order([place.host_of(index) for index in range(len(place.nodes))])
@@ -329,9 +330,10 @@ def main(argv: list[str]) -> ForkedScript:
 
     Failed workers, or an exception as ``{"agent": text}``, are written to ``failures.json`` of the
     node's folder; the exception is raised. A taken port also makes the attempt's ``port-taken``.
-    Raise OSError if these can't be written. SIGTERM has no effect from now on.
+    Raise OSError if these can't be written. The `NOTICE_SIGNALS` have no effect from now on.
     """
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in NOTICE_SIGNALS:
+        signal.signal(number, lambda *_: None)
     die_with_parent()  # or the workers of a supervisor that is killed would go on by themselves
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
     for name in [name for name in os.environ if name.startswith("PET_")]:

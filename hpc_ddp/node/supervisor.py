@@ -68,6 +68,7 @@ class Supervisor:
     _noticed_at: float = 0.0
     _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
+    _time_is_known_at: float = 0.0
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class Supervisor:
         now = time.monotonic()  # a clock that is set meanwhile makes no wait longer or shorter
         polled_at, self._polled_at = self._polled_at, now
         if now - polled_at > STOOD_STILL_S:
-            self._next_poll = now + CATCH_UP_S
+            self._time_is_known_at = now + CATCH_UP_S
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
@@ -193,9 +194,12 @@ class Supervisor:
     def _poll_node(self, child: subprocess.Popen[bytes]) -> None:
         """Copy rank 0's output, note the growth of logs and compare the interconnect; then give
         notice if the time limit has it."""
+        now = time.monotonic()
+        self.local_notice.write(beat=now)
         self.growth.note()
         self.fabric.compare()
-        if not (self.notice or self.torn_down) and self._time_is_over(self.place.warn_s):
+        is_asked = self.notice or self.torn_down or now < self._time_is_known_at
+        if not is_asked and self._time_is_over(self.place.warn_s):
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
     def _time_is_over(self, in_s: float = 0.0) -> bool:

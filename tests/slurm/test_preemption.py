@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from cluster import Cluster
 from cluster_build import Proctrack
-from harness import BACKENDS, ONE_BY_TWO, WALK, Hpc, Job, in_one_go, same_weights, use
+from harness import (
+    BACKENDS,
+    ONE_BY_TWO,
+    QUICK_WALK,
+    WALK,
+    Hpc,
+    Job,
+    in_one_go,
+    same_weights,
+    use,
+)
 
 
 @pytest.mark.more
@@ -35,4 +45,19 @@ def test_three_times_in_a_row(
     assert job.verdicts() == [("preempted", "requeue")] * 3 + [("finished", "none")]
     assert not job.events("first_step", 1)
     assert in_one_go(job)
+    assert same_weights(job, walked)
+
+
+def test_signals_of_scancel_are_notices(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
+    """Also to torchrun and the workers, where Slurm signals every process of a step."""
+    use(cluster, "linuxproc")
+    holds = ("5", "25", "45")
+    job = hpc.submit(*ONE_BY_TWO, *QUICK_WALK, "--hold-at", *holds)
+    for attempt, (number, hold) in enumerate(zip(("USR1", "HUP", "INT"), holds, strict=True)):
+        job.held(int(hold))
+        cluster.run("scancel", f"--signal={number}", job.id)
+        stop = job.event("stopped", attempt)
+        assert job.event("first_step", attempt + 1)["step"] == stop["step"] + 1
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("notice", "requeue")] * 3 + [("finished", "none")]
     assert same_weights(job, walked)

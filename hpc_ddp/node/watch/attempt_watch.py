@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 
+from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.folder_watch import FolderWatch
 from hpc_ddp.node.watch.peer_links import PeerLinks, Task
@@ -31,6 +33,8 @@ class AttemptWatch:
         attempt = place.attempt
         self._names = {path.name for path in (attempt.notice, attempt.failed, attempt.end_time)}
         self._folder = None if task.index else FolderWatch(attempt.path)
+        if self._folder and INTERACTIVE in os.environ:
+            self._folder.close()  # the shell with the batch script may be on the login node
         self._look_at = self._fence_at = self._quick_until = 0.0
 
     @property

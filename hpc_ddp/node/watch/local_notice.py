@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+from contextlib import suppress
+
+from hpc_ddp.core.process import memory_file
 
 
 class LocalNotice:
-    """Holds the source of a notice, and the end of the job's time, as JSON.
+    """Holds the source of a notice, the end of the job's time, and a beat, as JSON.
+
+    The beat is the time on this host's monotonic clock when the supervisor was last seen at work: a
+    worker does not rely on one that hangs.
 
     A worker opens the file by way of the supervisor's process (``/proc/<pid>/fd/<number>``). So it
     is nowhere on a disk, only processes of the same user can read it, and it is gone with the
@@ -16,8 +21,10 @@ class LocalNotice:
     """
 
     def __init__(self) -> None:
-        """Make the file, empty; none on another system than Linux."""
-        self._fd = os.memfd_create("hpc-ddp-notice") if sys.platform == "linux" else -1
+        """Make the file, empty; none where the system has no such files."""
+        self._fd = -1
+        with suppress(OSError):
+            self._fd = memory_file("hpc-ddp-notice")
         self._fields: dict[str, object] = {}
         self._size_bytes = 0
 
@@ -34,4 +41,5 @@ class LocalNotice:
         self._fields |= fields
         text = json.dumps(self._fields).encode().ljust(self._size_bytes)
         self._size_bytes = len(text)
-        os.pwrite(self._fd, text, 0)
+        with suppress(OSError):
+            os.pwrite(self._fd, text, 0)

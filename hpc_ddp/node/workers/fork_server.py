@@ -168,7 +168,7 @@ class _Server:
         sys.argv[:] = self.script  # some packages look at it
         forget_rank()
         set_compile_cache()  # torch would set another at its import
-        self.output = os.memfd_create("imports")
+        self.output = process.memory_file("imports")
         try:
             self._import_all()
         except UnfitError as error:

@@ -41,12 +41,13 @@ def beat() -> None:
 def show_stacks_when_asked() -> None:
     """Have a signal write the stacks to the file in memory that `hpc-ddp attach --py-spy` reads.
 
-    Once per process, on Linux only.
+    Once per process, and only where there are files in memory.
     """
     global _shown
     if sys.platform == "linux" and _shown is None:
-        _shown = os.memfd_create(process.STACKS)  # on no disk, which may be why it stands still
-        faulthandler.register(process.SHOW_STACKS, _shown)
+        with suppress(OSError):
+            _shown = process.memory_file(process.STACKS)  # a disk may be why it stands still
+            faulthandler.register(process.SHOW_STACKS, _shown)
 
 
 class HangError(RuntimeError):

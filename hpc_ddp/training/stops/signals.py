@@ -31,13 +31,14 @@ REASONS = {
     NOTICE: StopReason.NOTICE,
 }
 
-# USR1 and USR2 are the warning signals of many job scripts. On clusters that signal every process
-# of a step they arrive here too, where their default action would be to kill.
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+# USR1 and USR2 are the warning signals of many job scripts, and HUP is that of a terminal. On
+# clusters that signal every process of a step they arrive here too, and would kill by default.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 WORD_S = 2.0  # the cluster may signal everybody before the supervisor has written its file
 POLL_S = 1.0
 DISK_EVERY_S = 60.0
+STALE_S = 10.0
 AGAIN_S = 1.0
 TORN_DOWN = 143  # what a shell shows for a death by SIGTERM
 
@@ -81,7 +82,9 @@ class Notices:
         """Take the signals over, also from a library that has handlers of its own. Raise ValueError
         outside of the main thread."""
         for number in SIGNALS:
-            signal.signal(number, _flag)
+            is_hang_up = number == signal.SIGHUP
+            if not (is_hang_up and signal.getsignal(number) is signal.SIG_IGN):  # below nohup
+                signal.signal(number, _flag)
 
     def watch_for_cancel(self, path: Path) -> None:
         """Take the file's existence for a cancel, from now on; it may exist already."""
@@ -99,14 +102,16 @@ class Notices:
 
         Ignored and not handled, because Python gives handled signals back to their deadly
         default a good while before the process is gone. Where no supervisor is there and the
-        script has more to do (not `then_exit`), Ctrl-C and SIGTERM are ordinary ones again. Raise
-        ValueError outside of the main thread.
+        script has more to do (not `then_exit`), SIGTERM, SIGHUP and Ctrl-C are ordinary ones again.
+        Raise ValueError outside of the main thread.
         """
         self._ended = True
+        hears_hang_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if self._notice is None and not then_exit:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGTERM, *([signal.SIGHUP] if hears_hang_up else [])):
+                signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _listen(self) -> None:
@@ -196,7 +201,7 @@ def ignore_in_loader(worker: int = 0) -> None:
     It ends when its parent is gone, or ends it: multiprocessing does that by a SIGTERM, for which
     it then waits without end.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, *WARNINGS):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     parent = multiprocessing.parent_process()  # of a fork server's child that isn't its getppid
@@ -212,15 +217,17 @@ def _obey(parent: int) -> None:
 
 
 def _read_local(path: Path) -> dict[str, Any] | None:
-    """Return what the supervisor has written into its memory; {} for a text that is not whole, None
-    where it can't be read."""
+    """Return the fields that the supervisor has written into its memory; {} for a text that is not
+    whole, None where it can't be read, or the supervisor has not been at work for `STALE_S`."""
     try:
         fields = json.loads(path.read_text() or "{}")
     except OSError:
         return None
     except ValueError:
         return {}
-    return fields if isinstance(fields, dict) else {}
+    if not isinstance(fields, dict):
+        return {}
+    return fields if time.monotonic() - fields.get("beat", 0.0) < STALE_S else None
 
 
 def _source(text: str) -> str:

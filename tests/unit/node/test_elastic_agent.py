@@ -39,6 +39,7 @@ from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import elastic_agent as agent
 from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.watch.signals import NOTICE_SIGNALS
 from hpc_ddp.node.workers.worker import started_by
 
 
@@ -50,15 +51,15 @@ def test_dollars_are_doubled_for_torchrun() -> None:
     assert agent.escape(["a$b", "${x}", "c"]) == ["a$$b", "$${x}", "c"]
 
 
-def test_torchrun_outlives_sigterm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_outlives_the_signals_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(
         api, "_terminate_process_handler", lambda number, frame: calls.append(number)
     )
-    agent.ignore_sigterm()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    agent.ignore_notices()
+    for number in (*NOTICE_SIGNALS, signal.SIGQUIT):
         api._terminate_process_handler(number, None)
-    assert calls == [signal.SIGINT]
+    assert calls == [signal.SIGQUIT]
 
 
 def test_workers_are_not_started_again_after_a_notice(
@@ -141,7 +142,7 @@ def test_torchrun_is_started_as_changed(
 
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
-    monkeypatch.setattr(agent, "ignore_sigterm", lambda: changes.append("SIGTERM"))
+    monkeypatch.setattr(agent, "ignore_notices", lambda: changes.append("SIGTERM"))
     monkeypatch.setattr(agent, "end_when_told", lambda node: changes.append(node.path.name))
     monkeypatch.setattr(agent, "count_the_lost", lambda: changes.append("lost"))
     monkeypatch.setattr(agent, "leave_sources_alone", lambda: changes.append("names"))
@@ -174,7 +175,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def leave(code: int) -> None:
         raise LeftError(code)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in NOTICE_SIGNALS}
     attempt = RunFolder(tmp_path).claim_attempt({"nodes": ["n2", "n10"]}, lambda identity: False)
     folder = attempt.node("n10").path
     folder.mkdir()
@@ -185,7 +186,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HPC_DDP_NODE_FOLDER", str(folder))
     monkeypatch.setenv("HPC_DDP_AGENT_PID", "")
     yield folder
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,8 @@ def test_failed_workers_are_recorded(
     path = folder / "failures.json"
     assert (json.loads(path.read_text()) if path.exists() else None) == ended
     assert os.environ["HPC_DDP_AGENT_PID"] == str(os.getpid())
+    for number in NOTICE_SIGNALS:  # to each process of the step, as some sites signal it
+        os.kill(os.getpid(), number)
     os.kill(os.getpid(), signal.SIGTERM)  # does nothing
 
 

@@ -115,6 +115,16 @@ def test_marks_and_deadlines_become_notices_and_teardowns(
     assert (watcher.notice, watcher.torn_down) == (notice, torn_down)
 
 
+def test_a_supervisor_at_work_has_a_beat(attempt: AttemptFolder, clock: Clock) -> None:
+    watcher, beats = make_supervisor(attempt), []
+    path = Path(watcher.local_notice.env()["HPC_DDP_LOCAL_NOTICE"])
+    for _ in range(3):
+        watcher._poll(make_agent())
+        beats.append(json.loads(path.read_text())["beat"])
+        clock.now += 0.5
+    assert beats == [1000.0, 1000.0, 1001.0]
+
+
 def test_logs_are_polled_once_a_second(
     attempt: AttemptFolder, clock: Clock, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -207,10 +217,12 @@ def test_a_suspended_job_has_another_end(
     clock.now = 1200.0
     watcher._poll(agent)
     attempt.end_time.write_text("1300")
+    watcher.folder.rank_log(0).write_text("at once, also after the pause\n")
     for _ in range(7):
         clock.now += 5.0
         watcher._poll(agent)
         assert (sent, agent.killed) == ([], False), clock.now
+        assert watcher.folder.printed.exists()
     clock.now = 1241.0
     watcher._next_poll = 0.0
     watcher._poll(agent)
@@ -248,6 +260,7 @@ def local_notice(watcher: Supervisor) -> dict[str, Any]:
     """Return what the workers read."""
     text = Path(watcher.local_notice.env()["HPC_DDP_LOCAL_NOTICE"]).read_text()
     fields: dict[str, Any] = json.loads(text or "{}")
+    fields.pop("beat", None)
     return fields
 
 

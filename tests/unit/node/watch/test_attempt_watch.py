@@ -125,6 +125,16 @@ def test_the_first_supervisor_sees_what_the_batch_script_writes_and_wakes_the_ot
     assert 9 <= looks(watch, clock, 10) <= 11
 
 
+def test_beside_no_batch_script_the_disk_is_asked_each_second(
+    attempt: AttemptFolder, clock: Clock, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an allocation the shell with the batch script may be on the login node."""
+    monkeypatch.setenv("HPC_DDP_INTERACTIVE", "7")
+    watch = AttemptWatch(place_of(attempt), Task(0, 3))
+    assert watch.is_due()
+    assert 9 <= looks(watch, clock, 10) <= 11
+
+
 def test_other_supervisors_hear_of_the_files_by_their_links_alone(
     attempt: AttemptFolder, clock: Clock, peers: Peers
 ) -> None:

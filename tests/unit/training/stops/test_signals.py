@@ -46,15 +46,16 @@ def test_a_local_notice_spares_the_disk(
     reads: list[Path] = []
     for name in ("read_word", "read_seconds"):
         monkeypatch.setattr(signals, name, reads.append)
-    local.write_text("")
+    beat = f'"beat": {clock.now + 60.0}'
+    local.write_text(f"{{{beat}}}")
     notices = Notices(disk, local)
     notices.watch_end_time(500.0, tmp_path / "end-time")
     assert reads == [tmp_path / "end-time"]
-    for text in ("", '{"end_time": 800.0}   ', '{"end_time": 8', "[1]"):
+    for text in (f"{{{beat}}}", f'{{"end_time": 800.0, {beat}}}   ', '{"end_time": 8', "[1]"):
         local.write_text(text)
         notices._look()
     assert (notices.reason, notices.end_time) == (NONE, 800.0)
-    local.write_text('{"end_time": 700.0, "source": "preemption"}')
+    local.write_text(f'{{"end_time": 700.0, "source": "preemption", {beat}}}')
     notices._look()
     assert (notices.reason, notices.source, notices.end_time) == (NOTICE, "preemption", 700.0)
     assert reads == [tmp_path / "end-time"]
@@ -62,7 +63,7 @@ def test_a_local_notice_spares_the_disk(
     notices._look()
     assert reads == [tmp_path / "end-time"] * 2
     other = Notices(disk, local)
-    local.write_text('{"end_time": 700.0}')
+    local.write_text(f'{{"end_time": 700.0, {beat}}}')
     other._look()
     assert other.end_time is None  # of a rank that does not watch the time
 
@@ -75,10 +76,14 @@ def test_without_its_local_notice_a_rank_asks_the_disk(tmp_path: Path, clock: Cl
     disk.write_text("time limit")
     notices._look()
     assert (notices.reason, notices.source) == (NOTICE, "time limit")
-    local.write_text("{}")  # it can be read, and holds no notice: the disk has one all the same
+    local.write_text(f'{{"beat": {clock.now - signals.STALE_S + 1}}}')
     other = Notices(disk, local)
-    other._look()
+    other._look()  # the local one can be read, and holds no notice
     assert other.reason == NONE
+    hanging = Notices(disk, local)
+    clock.now += 1.0
+    hanging._look()  # the supervisor has not been at work for a while
+    assert hanging.reason == NOTICE
     other._signalled(signal.SIGTERM)
     assert (other.reason, other.source) == (NOTICE, "time limit")
 
@@ -150,9 +155,10 @@ def test_signals_after_the_end_are_ignored(clock: Clock, printed: list[str]) -> 
             (None, True, signal.SIG_IGN),
             (Path("/no"), False, signal.SIG_IGN),
         ):
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             notices = Notices(supervised)
             notices.end(then_exit)
-            assert signal.getsignal(signal.SIGTERM) == term
+            assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == term
             assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
             assert (signal.getsignal(signal.SIGINT) == signal.SIG_IGN) is (term == signal.SIG_IGN)
             assert notices._ended
@@ -280,8 +286,14 @@ def test_signals_are_taken_back_from_a_library() -> None:
     earlier = {number: signal.getsignal(number) for number in signals.SIGNALS}
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         Notices(None).take_signals()
         assert {signal.getsignal(number) for number in signals.SIGNALS} == {signals._flag}
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        Notices(None).take_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        Notices(None).end(then_exit=False)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
