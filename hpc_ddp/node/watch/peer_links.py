@@ -36,9 +36,7 @@ RETRY_S, RETRY_MOST_S = 1.0, 30.0  # between two tries to connect; each pause is
 PAUSE_S = 1.0  # without a message
 BEAT_S = 10.0
 SILENCE_S = 3 * BEAT_S  # a link that says nothing for so long is gone: a cut cable closes none
-FORWARD_EVERY_S = (
-    1.0  # all may wake all at once; a supervisor that was woken looks for some seconds
-)
+FORWARD_EVERY_S = 1.0  # all may wake all at once, and one wake-up makes several looks
 LINE_BYTES = 300  # also a bound for what JSON may nest
 STRANGERS = 64  # connections at a time whose other end has not proved itself
 
@@ -158,7 +156,8 @@ class PeerLinks:
                 link.send(wake=True)
 
     def _links(self) -> list[Link]:
-        return [*self._children, *([self._parent] if self._parent else [])]
+        parent = self._parent  # the thread may drop it meanwhile
+        return [*self._children, *([parent] if parent else [])]
 
     # --- the thread -------------------------------------------------------------------------
 
