@@ -35,12 +35,18 @@ def test_eight_thousand_ranks_have_few_connections_and_hops() -> None:
 
 
 def test_calls_are_made_in_their_order_and_errors_are_raised_where_they_are_awaited() -> None:
-    calls, order, may_begin = _CallQueue(), [], threading.Event()
+    calls, may_begin = _CallQueue(), threading.Event()
+    order: list[int] = []
+
+    def begin() -> str:
+        may_begin.wait(60)
+        order.append(1)
+        return "begun"
 
     def fail() -> None:
         raise RuntimeError("a peer is gone")
 
-    first = calls.begin(lambda: (may_begin.wait(60), order.append(1)))
+    first = calls.begin(begin)
     failed = calls.begin(fail)
     second = calls.begin(lambda: order.append(2))
     may_begin.set()
@@ -48,5 +54,5 @@ def test_calls_are_made_in_their_order_and_errors_are_raised_where_they_are_awai
     assert order == [1, 2]
     with pytest.raises(RuntimeError, match="a peer is gone"):
         failed.wait()
-    assert first.wait() == (True, None)
+    assert first.wait() == "begun"
     assert calls.run(lambda: 5) == 5
