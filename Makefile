@@ -14,7 +14,7 @@ VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 # The tests mostly wait, for Slurm above all: more processes than cores take tests from one
 # list, each with a cluster of its own.
-PARALLEL := --numprocesses=5 --maxschedchunk=1
+PARALLEL := --numprocesses=6 --maxschedchunk=1
 
 # Hundreds of processes start in the tests: each would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
