@@ -48,16 +48,25 @@ def test_three_times_in_a_row(
     assert same_weights(job, walked)
 
 
-def test_signals_of_scancel_are_notices(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        "HUP",  # which torchrun handles, and the ranks
+        pytest.param("USR1", marks=pytest.mark.more),
+        pytest.param("USR2", marks=pytest.mark.more),
+        pytest.param("INT", marks=pytest.mark.more),
+    ],
+)
+def test_signals_of_scancel_are_notices(
+    hpc: Hpc, cluster: Cluster, walked: Job, number: str
+) -> None:
     """Also to torchrun and the workers, where Slurm signals every process of a step."""
     use(cluster, "linuxproc")
-    holds = ("5", "25")
-    job = hpc.submit(*ONE_BY_TWO, *QUICK_WALK, "--hold-at", *holds)
-    for attempt, (number, hold) in enumerate(zip(("USR1", "HUP"), holds, strict=True)):
-        job.held(int(hold))
-        cluster.run("scancel", f"--signal={number}", job.id)
-        stop = job.event("stopped", attempt)
-        assert job.event("first_step", attempt + 1)["step"] == stop["step"] + 1
+    job = hpc.submit(*ONE_BY_TWO, *QUICK_WALK, "--hold-at", "25")
+    job.held(25)
+    cluster.run("scancel", f"--signal={number}", job.id)
+    stop = job.event("stopped")
+    assert job.event("first_step", attempt=1)["step"] == stop["step"] + 1
     assert job.end() == "COMPLETED", job.output()
-    assert job.verdicts() == [("notice", "requeue")] * 2 + [("finished", "none")]
+    assert job.verdicts() == [("notice", "requeue"), ("finished", "none")]
     assert same_weights(job, walked)

@@ -13,7 +13,7 @@ import torch
 from hpc_ddp.training import start
 from hpc_ddp.training.telemetry import metrics
 
-metrics.EVERY_S = 0.0  # each step is a line of the journal
+metrics.EVERY_S = metrics.SELDOM_S = 0.0  # each step is a line of the journal
 run = start(seed=0, save_every_steps=3)
 model = run.wrap(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
