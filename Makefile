@@ -14,7 +14,7 @@ VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 # The tests mostly wait, for Slurm above all: more processes than cores take tests from one
 # list, each with a cluster of its own.
-PARALLEL := --numprocesses=6 --maxschedchunk=1
+PARALLEL := --numprocesses=5 --maxschedchunk=1
 
 # Hundreds of processes start in the tests: each would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,7 +31,7 @@ test: $(VENV)/ready
 
 # Compiled once, and not by each process that pytest starts at the same time.
 bytecode: $(VENV)/ready
-	@$(BIN)/python -m pytest --collect-only --quiet --quiet >/dev/null || { echo "the tests can't be collected"; exit 1; }
+	@$(BIN)/python -m pytest --collect-only --quiet --quiet >/dev/null || true  # `test` shows why
 
 lint: $(VENV)/ready
 	$(BIN)/python -m ruff check

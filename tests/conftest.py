@@ -32,21 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mix the tests that wait most, on Slurm, with those that compute, and end with the short ones.
-
-    Several processes take tests from this list, and none of them is to begin a long one as the
-    last.
-    """
-    rooms: dict[str, list[pytest.Item]] = {"slurm": [], "others": [], "unit": []}
-    for item in items:
-        room = item.path.relative_to(REPO / "tests").parts[0]
-        rooms[room if room in rooms else "others"].append(item)
-    shares = {
-        item: (index + 0.5) / len(members)
-        for members in (rooms["slurm"], rooms["others"])
-        for index, item in enumerate(members)
-    }
-    items[:] = [*sorted(shares, key=shares.__getitem__), *rooms["unit"]]
+    """Begin with the tests that wait most, on Slurm, and end with the short ones: several processes
+    take tests from this list, and none of them is to begin a long one as the last."""
+    order = ("slurm", "cli", "ddp", "unit")
+    items.sort(key=lambda item: order.index(item.path.relative_to(REPO / "tests").parts[0]))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,7 +26,7 @@ from tools.store import CACHE, REPO, ToolError, git
 
 # How the Makefile runs tests, for a tool that make has not started.
 PYTEST = ".venv/bin/python -m pytest"  # relative to the copy
-PARALLEL = "--numprocesses=6 --maxschedchunk=1"
+PARALLEL = "--numprocesses=5 --maxschedchunk=1"
 POLL_S = 0.2
 TEAR_DOWN_S = 20.0
 END_S = 60.0  # for pytest to end once its last test has
