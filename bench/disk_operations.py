@@ -2,9 +2,10 @@
 
 ``python bench/disk_operations.py [--nodes 2] [--workers 2] [--seconds 120] [--launcher torchrun]``
 plays a dry run of a script that neither prints nor saves, waits until it is in its stride, and has
-strace count each open, stat, listing, write, sync and rename below the run's folder, by process.
-Reads of an open file are not counted, nor is what the script itself prints. The last row is the
-same for the batch script's process. Needs strace (as root: apt-get install strace).
+strace count each open, stat, listing, write, sync and rename of a file, by process: of the run's
+folder as of the Python environment, since both may be on a shared disk; not of /proc, /sys and
+/dev. Reads of an open file are not counted, nor is what the script itself prints. Needs strace (as
+root: apt-get install strace).
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 SHOW_STACKS = signal.SIGRTMIN + 8 if sys.platform == "linux" else 0
 STACKS = "hpc-ddp-stacks"
 MFD_CLOEXEC = 1  # linux/memfd.h
+# They may ask an attempt to end. Some clusters send them to every process of a step: each process
+# has to live through all of them.
+NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The notices of a dry run, which starts processes with them blocked until these can handle them.
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

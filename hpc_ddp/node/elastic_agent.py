@@ -41,9 +41,9 @@ from typing import Any
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.file_io import patiently, read_word, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
+from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.child_process import NO_GROUP, split
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.watch.signals import NOTICE_SIGNALS
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
 from hpc_ddp.node.workers.forked_script import ForkedScript

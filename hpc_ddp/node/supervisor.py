@@ -156,7 +156,7 @@ class Supervisor:
             self._look_at_attempt(child)
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_S
-            self._poll_node(child)
+            self._poll_node(child, now)
         if self.watch.is_fence_due():
             self._end_if_superseded(now)
         if self.notice and now >= self._noticed_at + LEAD_S and not self._kill_at:
@@ -191,10 +191,9 @@ class Supervisor:
             self._give_notice(word, child)
         self._read_end_time()
 
-    def _poll_node(self, child: subprocess.Popen[bytes]) -> None:
+    def _poll_node(self, child: subprocess.Popen[bytes], now: float) -> None:
         """Copy rank 0's output, note the growth of logs and compare the interconnect; then give
         notice if the time limit has it."""
-        now = time.monotonic()
         self.local_notice.write(beat=now)
         self.growth.note()
         self.fabric.compare()

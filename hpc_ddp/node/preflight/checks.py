@@ -32,12 +32,12 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from hpc_ddp.core.accelerators import VENDORS, device_files, visible
+from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.net import fabric, network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import bandwidth
 from hpc_ddp.node.preflight.links import Listener, check_partners
 from hpc_ddp.node.preflight.messages import report
-from hpc_ddp.node.watch.signals import NOTICE_SIGNALS
 
 GPU_S = 20.0  # for nvidia-smi
 FILES = "nvidia-smi and device files"

@@ -115,7 +115,6 @@ class PeerLinks:
         self._beat_at = self._forward_at = 0.0
         self._secret = b""
         self._has_ended = False
-        self._thread: threading.Thread | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -129,8 +128,7 @@ class PeerLinks:
     def start(self) -> None:
         """Start the thread; nothing for a supervisor without peers."""
         if self._task.count > 1:
-            self._thread = threading.Thread(target=self._serve, name="peer links", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._serve, name="peer links", daemon=True).start()
 
     def wake(self) -> None:
         """Have all other supervisors look at the attempt's files; those that can't be reached find
@@ -142,12 +140,6 @@ class PeerLinks:
         is_woken = self._woken.is_set()
         self._woken.clear()
         return is_woken
-
-    def close(self) -> None:
-        """End the thread and all links, within `PAUSE_S`."""
-        self._has_ended = True
-        if self._thread:
-            self._thread.join()
 
     def _wake_all_but(self, origin: Link | None) -> None:
         """Send a wake-up to all links but the one that it came by."""
@@ -168,7 +160,7 @@ class PeerLinks:
             self._secret = patiently(self._place.attempt.secret.read_bytes)
             if self._task.children:
                 self._listen()
-            while not self._has_ended:
+            while not self._has_ended:  # tests end it
                 self._connect_if_due()
                 for key, _ in self._selector.select(PAUSE_S):
                     if isinstance(key.data, Link):
@@ -182,6 +174,7 @@ class PeerLinks:
             self._has_ended = True
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]  # all are sockets
+            self._selector.close()
 
     def _listen(self) -> None:
         """Open a port for the children, and write its number into the folder of the own node."""

@@ -7,7 +7,7 @@ import signal
 import socket
 from types import FrameType
 
-NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from hpc_ddp.core.process import NOTICE_SIGNALS
 
 
 class Signals:

@@ -60,7 +60,7 @@ OF_A_WORKER = re.compile(
 # torchrun handles the first four, so that a worker which it starts has their default handler, even
 # where this process ignores them: below nohup, or in the background of a shell.
 HANDLED_BY_TORCHRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-SIGNALS = (*HANDLED_BY_TORCHRUN, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (*process.NOTICE_SIGNALS, signal.SIGQUIT)
 
 
 @dataclass

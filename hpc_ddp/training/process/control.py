@@ -41,8 +41,11 @@ class Control:
         tensors = [
             torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)
         ]
-        work = dist.gather(values, tensors or None, dst=0, group=self._group, async_op=True)
-        return tensors, work
+        return tensors, self._begin_gather(values, tensors)
+
+    def _begin_gather(self, values: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+        """Begin to write all ranks' values into rank 0's `tensors`; return work."""
+        return dist.gather(values, tensors or None, dst=0, group=self._group, async_op=True)
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace a CPU tensor by its sum over ranks."""
@@ -65,8 +68,12 @@ class Control:
         """Overwrite a tensor, of the same shape on all ranks, with rank 0's."""
         on_cpu = tensor.detach().cpu().contiguous()
         # As bytes: gloo refuses int16, uint16, uint32 and float8.
-        dist.broadcast(on_cpu.view(-1).view(torch.uint8), src=0, group=self._group)
+        self._copy_bytes(on_cpu.view(-1).view(torch.uint8))
         tensor.data.copy_(on_cpu)
+
+    def _copy_bytes(self, data: torch.Tensor) -> None:
+        """Overwrite a CPU tensor of bytes with rank 0's."""
+        dist.broadcast(data, src=0, group=self._group)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

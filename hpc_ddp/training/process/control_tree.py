@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -68,10 +69,8 @@ class TreeControl(Control):
     def start_max(self, values: torch.Tensor) -> Any:
         return self._calls.begin(lambda: self._reduce(values, dist.ReduceOp.MAX))
 
-    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        count = self.world_size if self.rank == 0 else 0
-        tensors = [torch.empty_like(values) for _ in range(count)]
-        return tensors, self._calls.begin(lambda: self._gather(values, tensors))
+    def _begin_gather(self, values: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+        return self._calls.begin(lambda: self._gather(values, tensors))
 
     def sum(self, values: torch.Tensor) -> None:
         self._calls.run(lambda: self._reduce(values, dist.ReduceOp.SUM))
@@ -82,10 +81,8 @@ class TreeControl(Control):
     def to_first(self, message: Any) -> list[Any]:
         return self._calls.run(lambda: self._gather_objects(message))
 
-    def first_copy(self, tensor: torch.Tensor) -> None:
-        on_cpu = tensor.detach().cpu().contiguous()
-        self._calls.run(lambda: self._broadcast(on_cpu.view(-1).view(torch.uint8)))
-        tensor.data.copy_(on_cpu)
+    def _copy_bytes(self, data: torch.Tensor) -> None:
+        self._calls.run(lambda: self._broadcast(data))
 
     def barrier(self) -> None:
         self._calls.run(lambda: self._reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX))
@@ -145,42 +142,26 @@ def _new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
     )
 
 
-class _Call:
-    """A call in the thread; `wait` returns its result, or raises its error."""
-
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self._act = act
-        self._has_ended = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Make the call; keep its result or error."""
-        try:
-            self._result = self._act()
-        except BaseException as error:
-            self._error = error
-        self._has_ended.set()
+class _Call(Future[Any]):
+    """A call in the thread, with the `wait` of torch's work."""
 
     def wait(self) -> Any:
         """Wait for the end; return the result or raise the error."""
-        self._has_ended.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        return self.result()
 
 
 class _CallQueue:
-    """Makes calls one after the other in a thread, which no end of the process waits for."""
+    """Makes calls one after the other in a thread, which no end of the process waits for (that of
+    an executor it would)."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Call] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[_Call, Callable[[], Any]]] = SimpleQueue()
         threading.Thread(target=self._serve, name="hpc-ddp control", daemon=True).start()
 
     def begin(self, act: Callable[[], Any]) -> _Call:
         """Queue a call, and return it."""
-        call = _Call(act)
-        self._queue.put(call)
+        call = _Call()
+        self._queue.put((call, act))
         return call
 
     def run(self, act: Callable[[], T]) -> T:
@@ -189,8 +170,13 @@ class _CallQueue:
         return result
 
     def _serve(self) -> None:
+        """Make the calls; each keeps its result or error."""
         while True:
-            self._queue.get().run()
+            call, act = self._queue.get()
+            try:
+                call.set_result(act())
+            except BaseException as error:
+                call.set_exception(error)
 
 
 def open_control(info: DistEnv, timeout: timedelta) -> Control:

@@ -23,6 +23,7 @@ from typing import Any
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import read_seconds, read_word
 from hpc_ddp.core.journal.enums import StopReason
+from hpc_ddp.core.process import NOTICE_SIGNALS
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {
@@ -33,8 +34,8 @@ REASONS = {
 
 # USR1 and USR2 are the warning signals of many job scripts, and HUP is that of a terminal. On
 # clusters that signal every process of a step they arrive here too, and would kill by default.
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
+SIGNALS = NOTICE_SIGNALS
+WARNINGS = tuple(n for n in SIGNALS if n not in (signal.SIGTERM, signal.SIGINT))
 WORD_S = 2.0  # the cluster may signal everybody before the supervisor has written its file
 POLL_S = 1.0
 DISK_EVERY_S = 60.0

@@ -36,10 +36,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from hpc_ddp.core.job.attempt_folder import NodeFolder
+from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import elastic_agent as agent
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.watch.signals import NOTICE_SIGNALS
 from hpc_ddp.node.workers.worker import started_by
 
 

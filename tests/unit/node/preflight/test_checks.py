@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net import fabric, network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import bandwidth, checks
 from hpc_ddp.node.preflight.checks import UnfitError
 from hpc_ddp.node.preflight.messages import report
-from hpc_ddp.node.watch.signals import NOTICE_SIGNALS
 from unit.node.preflight.fakes import Lines
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
+from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.supervisor import Supervisor
 from hpc_ddp.node.watch.attempt_watch import FENCE_EVERY_S
 from hpc_ddp.node.watch.peer_links import PeerLinks
-from hpc_ddp.node.watch.signals import NOTICE_SIGNALS, Signals
+from hpc_ddp.node.watch.signals import Signals
 from tests.raw_events import raw_events
 from unit.fakes import Clock
 from unit.node.supervisor.fakes import make_agent, make_supervisor, write_pids

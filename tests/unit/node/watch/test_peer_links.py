@@ -67,7 +67,7 @@ def start(
 
     yield make
     for links in started:
-        links.close()
+        end(links)
 
 
 def port_of(attempt: AttemptFolder) -> int:
@@ -79,6 +79,12 @@ def port_of(attempt: AttemptFolder) -> int:
 
 def connect(attempt: AttemptFolder) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port_of(attempt)), 60)
+
+
+def end(links: PeerLinks) -> None:
+    """End a supervisor's thread, and with it all its links."""
+    links._has_ended = True
+    wait_until(lambda: links._selector.get_map() is None, "the end of a supervisor's links")
 
 
 def take_wakes(*links: PeerLinks) -> list[bool]:
@@ -104,7 +110,7 @@ def test_the_end_of_a_peer_wakes_its_neighbours_and_breaks_the_links(
     everyone = (first, second, third)
     wait_until(lambda: all(links.is_whole for links in everyone), "the links of three")
     wait_until(lambda: not any(take_wakes(*everyone)), "the end of the wake-ups of the start")
-    second.close()
+    end(second)
     wait_until(first.take_wake, "the end of a peer")
     assert (first.is_whole, second.is_whole, third.is_whole) == (False, False, True)
     again = start(1)
