@@ -27,7 +27,7 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from cluster_build import GPUS, KEEPER, Machinery, Proctrack
+from cluster_build import GPUS, KEEPER, NODES, Machinery, Proctrack
 from cluster_machine import (
     INSTANCES,
     LIMIT_S,
@@ -66,13 +66,14 @@ class Cluster(Machinery):
         extra: str = "",
         instance: int | None = None,
         suite: str | None = None,
+        size: int = NODES,
         first_node: int = 1,
         cpus: Sequence[int] | None = None,
     ) -> Cluster:
         """Bring up the first free instance (or that one); `extra` is added to slurm.conf.
 
-        `suite` is the one of Debian to take Slurm from; without, the environment says it. The nodes
-        are numbered from `first_node` on, and `cpus` are those of each.
+        `suite` is the one of Debian to take Slurm from; without, the environment says it. The
+        `size` nodes are numbered from `first_node` on, and `cpus` are those of each.
         """
         reason = available() or (cgroup_reason() if proctrack == "cgroup" else None)
         if reason:
@@ -85,8 +86,8 @@ class Cluster(Machinery):
         self = cls(number)
         self._lock = lock
         self.proctrack, self.accounting, self.extra = proctrack, accounting, extra
-        self.suite, self.first_node = suite, first_node
-        self.cpus = [*cpus] if cpus else self.cpus
+        self.suite, self.size, self.first_node = suite, size, first_node
+        self.cpus = [*cpus] if cpus else self.cpus[:1] * size
         try:
             self._clear()  # an earlier holder may have been killed
             _start_guard(number)

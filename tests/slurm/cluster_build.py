@@ -28,6 +28,7 @@ from cluster_machine import (
     folder_of,
     free_subnet,
     freezer_mount,
+    ip_batch,
     kill,
     poll,
     sh,
@@ -38,7 +39,7 @@ from cluster_versions import home_of
 Proctrack = Literal["linuxproc", "cgroup"]
 
 HERE = Path(__file__).resolve().parent
-NODES = range(1, 5)
+NODES = 4
 GPUS = 4
 KEEPER = "keeper"  # the process that holds the lock of a cluster without a user
 # What a job or a shell inside a job has, and what must not leak into the commands of a test.
@@ -48,7 +49,7 @@ SLURM_VARIABLE = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|SCANCEL|SQUEUE|SINFO|S
 class Machinery:
     """The hosts and daemons of one instance, without a care for whose it is."""
 
-    KEPT = ("address", "accounting", "proctrack", "extra", "suite", "first_node", "cpus")
+    KEPT = ("subnet", "accounting", "proctrack", "extra", "suite", "size", "first_node", "cpus")
 
     def __init__(self, instance: int) -> None:
         self.instance = instance
@@ -57,9 +58,10 @@ class Machinery:
         self.scratch = self.folder / "scratch"
         self.cluster = f"hd{instance}"
         self.controller = f"{self.cluster}ctl"
+        self.size = NODES
         self.first_node = 1
-        self.cpus = [8] * len(NODES)  # of each node
-        self.address = ""
+        self.cpus = [8] * NODES  # of each node
+        self.subnet = ""  # such as 10.66.40.0/24
         self.ctld_port, self.slurmd_port, self.dbd_port = (
             26800 + 10 * instance + k for k in (0, 1, 2)
         )
@@ -71,8 +73,18 @@ class Machinery:
         self.attached = False
 
     @property
+    def address(self) -> str:
+        """The login side's address on the nodes' network; '' before there is one."""
+        return str(ipaddress.IPv4Network(self.subnet)[-2]) if self.subnet else ""
+
+    def addresses(self) -> dict[str, str]:
+        """The address of each node."""
+        network = ipaddress.IPv4Network(self.subnet)
+        return {node: str(network[k]) for k, node in enumerate(self.nodes, start=1)}
+
+    @property
     def nodes(self) -> list[str]:
-        return [f"{self.cluster}n{k + self.first_node - 1}" for k in NODES]
+        return [f"{self.cluster}n{k + self.first_node}" for k in range(self.size)]
 
     # --- commands ---
 
@@ -132,15 +144,14 @@ class Machinery:
     # --- building ---
 
     def _build(self) -> None:
-        subnet = free_subnet(self.instance)
-        self.address = str(subnet[254])
+        self.subnet = str(free_subnet(self.instance, self.size))
         for name in ("log", "state", "cgroup", "db-tmp", *(f"spool.{n}" for n in self.nodes)):
             (self.folder / name).mkdir(parents=True)
         if self.accounting:
             self._start("mariadb-install", *self._mariadb_install())
-        self._write_names(subnet)
+        self._write_names()
         self._write_conf()
-        self._make_network(subnet)
+        self._make_network()
         self._make_scratch()
         self._start_munge()
         for host in (self.controller, *self.nodes):
@@ -151,19 +162,20 @@ class Machinery:
         self._start_slurmds()
         self._check()
 
-    def _write_names(self, subnet: ipaddress.IPv4Network) -> None:
+    def _write_names(self) -> None:
         try:
             names = Path("/etc/hosts").read_text().rstrip() + "\n"
         except OSError:
             names = "127.0.0.1 localhost\n"
-        for name, k in ((self.controller, 254), *zip(self.nodes, NODES, strict=True)):
-            names += f"{subnet[k]} {name}\n"
+        for name, address in ((self.controller, self.address), *self.addresses().items()):
+            names += f"{address} {name}\n"
         (self.folder / "hosts").write_text(names)
 
     def _write_conf(self) -> None:
-        base = self.address.rpartition(".")[0]
+        addresses = self.addresses()
         values = {
             **{k: str(v) for k, v in vars(self).items() if not k.startswith("_")},
+            "address": self.address,
             "accounting": f"AccountingStorageType=accounting_storage/slurmdbd\n"
             f"AccountingStorageHost={self.address}\nAccountingStoragePort={self.dbd_port}\n"
             # Whoever speaks to slurmdbd takes munge's socket from here, and not from AuthInfo.
@@ -172,8 +184,9 @@ class Machinery:
             else "AccountingStorageType=accounting_storage/none",
             "plugins": f"PluginDir={home_of(self.suite)}/lib/slurm" if self.suite else "",
             "node_lines": "\n".join(
-                f"NodeName={node} NodeAddr={base}.{k} CPUs={cpus} RealMemory=20000 Gres=gpu:{GPUS}"
-                for node, k, cpus in zip(self.nodes, NODES, self.cpus, strict=True)
+                f"NodeName={node} NodeAddr={addresses[node]} CPUs={cpus} RealMemory=20000"
+                f" Gres=gpu:{GPUS}"
+                for node, cpus in zip(self.nodes, self.cpus, strict=True)
             ),
         }
         for name in ("slurm.conf", "slurmdbd.conf"):
@@ -213,23 +226,30 @@ class Machinery:
         """The login side's end of the node's link."""
         if node not in self.nodes:
             raise ClusterError(f"no node `{node}`; there are {', '.join(self.nodes)}")
-        return f"{self._bridge}n{node[-1]}"
+        return f"{self._bridge}n{self.nodes.index(node) + 1}"
 
     def _netns(self, node: str) -> str:
         return f"hpc-ddp-{self.instance}-{node}"
 
-    def _make_network(self, subnet: ipaddress.IPv4Network) -> None:
-        sh("ip", "link", "add", self._bridge, "type", "bridge")
-        sh("ip", "addr", "add", f"{self.address}/24", "dev", self._bridge)
-        sh("ip", "link", "set", self._bridge, "up")
-        for node, k in zip(self.nodes, NODES, strict=True):
+    def _make_network(self) -> None:
+        size = ipaddress.IPv4Network(self.subnet).prefixlen
+        lines = [
+            f"link add {self._bridge} type bridge",
+            f"addr add {self.address}/{size} dev {self._bridge}",
+            f"link set {self._bridge} up",
+        ]
+        ip_batch(lines)
+        for node, address in self.addresses().items():
             ns, cable = self._netns(node), self._cable(node)
             sh("ip", "netns", "add", ns)
-            sh(*f"ip link add {cable} type veth peer name eth0 netns {ns}".split())
-            sh("ip", "link", "set", cable, "master", self._bridge, "up")
-            sh("ip", "-n", ns, "addr", "add", f"{subnet[k]}/24", "dev", "eth0")
-            sh("ip", "-n", ns, "link", "set", "eth0", "up")
-            sh("ip", "-n", ns, "link", "set", "lo", "up")
+            ip_batch(
+                [
+                    f"link add {cable} type veth peer name eth0 netns {ns}",
+                    f"link set {cable} master {self._bridge} up",
+                ]
+            )
+            inside = [f"addr add {address}/{size} dev eth0", "link set eth0 up", "link set lo up"]
+            ip_batch(inside, "-n", ns)
 
     def _make_scratch(self) -> None:
         """A small file system of the nodes' own; shared, so that they see what is done to it."""
@@ -318,8 +338,7 @@ class Machinery:
             self._fail(f"slurmd.{(dead or self.nodes)[0]}", "idle nodes")
 
     def _check(self) -> None:
-        base = self.address.rpartition(".")[0]
-        reach = f"exec 3<>/dev/tcp/{base}.2/{self.slurmd_port}"
+        reach = f"exec 3<>/dev/tcp/{self.addresses()[self.nodes[1]]}/{self.slurmd_port}"
         if self.exec_on(self.nodes[0], "bash", "-c", reach, check=False).returncode:
             raise ClusterError(
                 "the nodes do not reach each other; a firewall of this machine may filter bridges "
@@ -432,7 +451,7 @@ class Machinery:
 
     def _remove_network(self) -> None:
         for link in os.listdir("/sys/class/net"):
-            if re.fullmatch(rf"{self._bridge}(n\d)?", link):
+            if re.fullmatch(rf"{self._bridge}(n\d+)?", link):
                 sh("ip", "link", "del", link, check=False)
         for space in Path("/run/netns").glob(f"{self._netns(self.cluster)}n*"):
             sh("ip", "netns", "del", space.name, check=False)

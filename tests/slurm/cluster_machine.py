@@ -30,6 +30,7 @@ PACKAGES = {
 LINKS = "ip link add x type bridge && ip link add type veth"
 # What outlives a checkout: other versions of Slurm.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpc-ddp"
+LARGE = 250  # nodes that a /24 has addresses for
 LIMIT_S = 600.0  # of a wait for the cluster: far more than a busy machine needs
 APT_LOCK_S = 600.0  # a machine that has just been booted may be installing its updates
 PATH = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
@@ -128,16 +129,32 @@ def freezer_mount() -> Path | None:
     return None
 
 
-def free_subnet(instance: int) -> ipaddress.IPv4Network:
-    """A /24 that overlaps no route of this machine."""
+def free_subnet(instance: int, size: int) -> ipaddress.IPv4Network:
+    """A network for `size` nodes that overlaps no route of this machine: a /24, else a larger one,
+    of which there is one for all instances."""
     routes = json.loads(sh("ip", "-4", "-j", "route", "show", "table", "all") or "[]")
     networks = [ipaddress.ip_network(r["dst"]) for r in routes if r["dst"][0].isdigit()]
     taken = [n for n in networks if n.prefixlen > 8]  # a wider one, as of a VPN, bears our hole
     for x in (66, 166, 216, 99, 31):
-        subnet = ipaddress.IPv4Network(f"10.{x}.{40 + instance}.0/24")
+        end = f"{40 + instance}.0/24" if size <= LARGE else "128.0/18"
+        subnet = ipaddress.IPv4Network(f"10.{x}.{end}")
         if not any(subnet.overlaps(t) for t in taken):
             return subnet
     raise ClusterError("each subnet that the test cluster would take is routed on this machine")
+
+
+def ip_batch(lines: Iterable[str], *options: str) -> None:
+    """Run commands of `ip`, in one process; raise ClusterError at the first that fails."""
+    done = subprocess.run(
+        ["ip", *options, "-batch", "-"],
+        env={**os.environ, "PATH": PATH},
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ClusterError(f"`ip -batch` failed: {tail(done.stderr)}")
 
 
 # --- processes and commands ----------------------------------------------------------------------
