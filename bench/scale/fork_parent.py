@@ -105,9 +105,8 @@ class WarmParent:
                 elif descriptor == self.wake.fileno():
                     self.wake.recv(4096)
                     self.report_ends()
-                elif request := self.requests.get(descriptor):
-                    if not self.follow(request):
-                        return
+                elif (request := self.requests.get(descriptor)) and not self.follow(request):
+                    return
 
     def follow(self, request: Request) -> bool:
         """Act on what a client sends. Return False in the child that it has asked for."""

@@ -8,8 +8,8 @@ Two things are not. What imports torch is forked from one warm parent (fork_pare
 memory; and the ranks only count steps (stand_in.py). `--exec` starts all as a cluster does, to
 compare the counts.
 
-A rehearsal starts a run, counts while it only trains, has a job of a higher priority preempt it, and
-lets it finish in its second attempt. Needs root, gcc, bpftrace and what `make cluster` needs.
+A rehearsal starts a run, counts while it only trains, has a job of a higher priority preempt it,
+and lets it finish in its second attempt. Needs root, gcc, bpftrace and what `make cluster` needs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,8 @@ DISK = Path("/var/tmp/hpc-ddp-rehearsal")  # the shared disk: a file system of i
 MEMORY = Path("/dev/shm/hpc-ddp-rehearsal")  # what the rehearsal and its ranks tell each other
 LIMIT_S = 1500.0
 SETTLE_S = 60.0  # until the first looks of a start are over
+# All nodes share this machine's two cores: Slurm's own limits of time are for nodes with their own.
+SLURM_CONF = "MessageTimeout=100\nSlurmdTimeout=600\nTCPTimeout=60\n"
 # All namespaces share the table of neighbours, and all nodes this machine's process ids.
 LIMITS = {
     "net.ipv4.neigh.default.gc_thresh3": 1 << 17,
@@ -76,7 +79,7 @@ class Rehearsal:
     phases: dict[str, Phase] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
 
-    def play(self, seconds: float) -> None:
+    def play(self, settle: float, seconds: float) -> None:
         """Start, train for some seconds, be preempted, start again, finish."""
         ranks = self.cluster.size * self.workers
         with self.phase("start"):
@@ -86,7 +89,7 @@ class Rehearsal:
         self.figures["sockets of the last node"] = self.sockets(self.cluster.nodes[-1])
         self.figures["processes"] = self.processes()
         self.figures["memory used, MB"] = used_mb()
-        time.sleep(SETTLE_S)
+        time.sleep(settle)
         with self.phase("training"):
             time.sleep(seconds)
         with self.phase("preemption"):
@@ -289,13 +292,15 @@ def rehearse(size: int, options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     with shared_disk(), contextlib.ExitStack() as stack:
         python = sys.executable if options.exec else stack.enter_context(warm_python())
-        cluster = Cluster.up(accounting=False, size=size, extra=options.slurm_conf)
+        cluster = Cluster.up(accounting=False, size=size, extra=SLURM_CONF)
         stack.callback(cluster.down)
+        grace = ["PartitionName=low", f"GraceTime={LIMIT_S:.0f}"]  # all nodes share two cores
+        cluster.run("scontrol", "update", *grace)
         print(f"{size} nodes are up after {time.monotonic() - began:.0f} s", flush=True)
         rehearsal = Rehearsal(cluster, options.workers, python)
         rehearsal.figures["memory used by the idle rig, MB"] = used_mb()
         try:
-            rehearsal.play(options.seconds)
+            rehearsal.play(options.settle, options.seconds)
         except BaseException:
             keep = Path("/tmp/rehearsal-failed")
             shutil.rmtree(keep, ignore_errors=True)
@@ -310,11 +315,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--workers", type=int, default=1, help="ranks of a node")
+    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds before that")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training that are counted")
     parser.add_argument("--exec", action="store_true", help="start each process as a cluster does")
-    parser.add_argument("--slurm-conf", default="", help="more lines of slurm.conf")
     parser.add_argument("--output", type=Path, help="a file of JSON lines to append to")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with wide_limits():
         for size in options.nodes:
             result = rehearse(size, options) | {"exec": options.exec}

@@ -24,3 +24,4 @@ if stopped:
     (memory / f"stopped-{attempt}-{rank}").touch()
     if rank == "0":
         state.write_text(str(step))
+os._exit(0)  # taking torch apart takes a second of CPU, and the nodes have two cores together

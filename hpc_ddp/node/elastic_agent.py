@@ -16,8 +16,9 @@
   that workers whose peer has lost its link stay in their collective.
 - Ranks go by Slurm's order of the nodes, in which neighbours share switches and the first node,
   with rank 0, hosts the store. torchrun sorts host names as text: node10 comes before node9.
-- It looks at no source files while the workers run.
-- The state of the rendezvous carries the attempt's signature. It is a pickle in a store that
+- The nodes of a job of fixed size meet by `FixedRendezvous`, whose traffic does not grow with the
+  square of the job. An elastic job keeps torchrun's own. It looks at no source files there while
+  the workers run, and its state carries the attempt's signature: it is a pickle in a store that
   whoever reaches the port may write to, and torchrun would load any.
 
 The only module of this room that imports torch: it runs in the worker's environment.
@@ -43,6 +44,7 @@ from hpc_ddp.core.file_io import patiently, read_word, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.child_process import NO_GROUP, split
+from hpc_ddp.node.net.fixed_rendezvous import FixedRendezvous
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
@@ -230,6 +232,18 @@ def sign_state(secret: bytes) -> None:
     Backend.set_state = set_signed  # type: ignore[method-assign,assignment]
 
 
+def meet_by_index(index: int, hosts: Sequence[str], secret: bytes) -> None:
+    """Patch torchrun: this node, number `index` of `hosts`, meets the others by `FixedRendezvous`,
+    whatever the backend that torchrun is asked for."""
+    from torch.distributed.elastic.rendezvous import registry
+
+    def create(parameters: Any) -> Any:
+        """Return the rendezvous of this node; raise as `FixedRendezvous.create`."""
+        return FixedRendezvous.create(parameters, index, hosts, secret)
+
+    registry.get_rendezvous_handler = create
+
+
 def read_options(options: list[str]) -> Any:
     """Return torchrun's parsed options (an argparse Namespace) for words of the form
     ``--name=value``.
@@ -288,13 +302,17 @@ def launch(
     config, command, command_args = run.config_from_args(args)
     ignore_notices()
     end_when_told(place.attempt.node(place.node))
-    leave_sources_alone()
-    rank_in_order([place.host_of(index) for index in range(len(place.nodes))])
-    sign_state(patiently(place.attempt.secret.read_bytes))
+    hosts = [place.host_of(index) for index in range(len(place.nodes))]
+    secret = patiently(place.attempt.secret.read_bytes)
+    if config.min_nodes < config.max_nodes:
+        leave_sources_alone()
+        rank_in_order(hosts)
+        sign_state(secret)
+        count_the_lost()
+    else:
+        meet_by_index(place.index, hosts, secret)
     if server is not None:
         fork_workers(server)
-    if config.min_nodes < config.max_nodes:
-        count_the_lost()
     if config.max_restarts:
         # Each start of the workers has a store of its own: in the agent's, which all of them
         # share, they would find what those before them have left.

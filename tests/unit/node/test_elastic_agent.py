@@ -148,6 +148,7 @@ def test_torchrun_is_started_as_changed(
     monkeypatch.setattr(agent, "leave_sources_alone", lambda: changes.append("names"))
     monkeypatch.setattr(agent, "rank_in_order", lambda h: changes.append(f"order of {' '.join(h)}"))
     monkeypatch.setattr(agent, "sign_state", lambda key: changes.append(f"signed {key.hex()}"))
+    monkeypatch.setattr(agent, "meet_by_index", lambda *place: changes.extend(map(str, place)))
     words = [*TORCHRUN, *options, "train.py", "--cost=$5"]
     run = RunFolder(tmp_path)
     run.claim_attempt({"nodes": ["n2", "n10"]}, lambda identity: False)
@@ -155,10 +156,13 @@ def test_torchrun_is_started_as_changed(
     assert agent.launch(words, place) is None
     script = started_by(sys.executable, ["train.py", "--cost=$$5"])
     assert starts[0] == [sys.executable, *script[1:]]
-    order = [f"names order of n2-ib n10-ib signed {place.attempt.secret.read_bytes().hex()}"]
-    assert " ".join(changes[:2]) == "SIGTERM n10"
-    assert [" ".join(changes[2:5])] == order
-    assert changes[5:] == ["lost"] * counts
+    secret = place.attempt.secret.read_bytes()
+    assert changes[:2] == ["SIGTERM", "n10"]
+    assert changes[2:] == (
+        ["names", "order of n2-ib n10-ib", f"signed {secret.hex()}", "lost"]
+        if counts
+        else ["1", "['n2-ib', 'n10-ib']", str(secret)]
+    )
     for rank, code in ((1, 3), (0, -9)):
         failures[rank] = ProcessFailure(0, 1, code, "none")
         failures[rank].timestamp = 5

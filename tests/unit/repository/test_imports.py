@@ -33,10 +33,11 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "cli": ({"core", "live_jobs", "slurm", "slurm_text", "submission", "report", "cli"}, {"click"}),
     "api": ({"core", "live_jobs", "slurm", "slurm_text", "submission", "report"}, set()),
 }
-# The agent is torchrun, so it runs where torch is, as does the trial of devices; the bandwidth is
-# that of torch's own collectives; submitit is given the supervisor by name.
+# The agent is torchrun, so it runs where torch is, as do its rendezvous and the trial of devices;
+# the bandwidth is that of torch's own collectives; submitit is given the supervisor by name.
 EXCEPTIONS = {
     ("node/elastic_agent.py", "torch"),
+    ("node/net/fixed_rendezvous.py", "torch"),
     ("node/preflight/bandwidth.py", "torch"),
     ("node/workers/device_check.py", "torch"),
     ("submission/backends.py", "hpc_ddp.node.supervisor"),

@@ -1,0 +1,224 @@
+"""torchrun's rendezvous for a job of fixed size: a node writes one key of the store and reads one.
+
+torchrun's own negotiates who is a member, over one list of all nodes that each of them reads once a
+second and writes every five: the first node's traffic grows with the square of the job. An elastic
+job needs that. A job of fixed size does not: its nodes know their ranks, by Slurm's order, and only
+wait for each other. The store is the same, of the c10d backend, on the first node.
+
+A round is one start of the workers: the first, and one for each restart within the attempt. These
+are its keys, below ``hpc-ddp/<id>/<round>/``:
+
+- ``wanted``: a node wants this round, a restart, and the others have to hear of it
+- ``joined/<rank>``: a node waits for the others
+- ``outcome``: all have joined, by the first node; or there is to be no such round, by any node
+
+The content of a key is a word's HMAC-SHA256, with the attempt's secret, over key and word: whoever
+reaches the port may write keys, and can't make any node believe one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+ASK_EVERY_S = 1.0  # for a restart that another node wants; it also shows that the store is there
+LOOK_EVERY_S = 0.1  # of the first node for the others; a `wait` that is in vain prints warnings
+GRACE_S = 5.0  # of the others, since the first node can name those that are missing
+NAMED = 8  # of the nodes that are missing
+WANTED, JOINED, BEGUN, CLOSED = "wanted", "joined", "begun", "closed"
+
+
+@dataclass
+class FixedRendezvous:
+    """Has the methods of torch's ``RendezvousHandler`` that its agent calls.
+
+    `store` is the c10d store, `hosts` the addresses of all nodes in the order of their ranks, `id`
+    unique among the attempts; a join takes `join_s` seconds at most.
+
+    All methods raise torch's RendezvousConnectionError where the store does not answer, and
+    RendezvousStateError for a key that was not written by an agent of this attempt.
+    """
+
+    store: Any
+    id: str
+    rank: int
+    hosts: Sequence[str]
+    secret: bytes
+    join_s: float = 600.0
+    round: int = 0  # the next one
+    _server: Any = None  # the store of the workers, on the first node
+    _next_ask: float = 0.0
+
+    @classmethod
+    def create(cls, parameters: Any, rank: int, hosts: Sequence[str], secret: bytes) -> Any:
+        """Return the rendezvous for torchrun's ``RendezvousParameters``. Raise
+        RendezvousConnectionError as torch's ``create_backend``: a port that is in use, no store."""
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+
+        _, store = create_backend(parameters)
+        join_s = float(parameters.get_as_int("join_timeout", 600))
+        return cls(store, parameters.run_id, rank, hosts, secret, join_s)
+
+    def get_backend(self) -> str:
+        """Return the name under which torchrun asked for it."""
+        return "c10d"
+
+    def get_run_id(self) -> str:
+        return self.id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the workers use a store of their agents, as with torchrun's own rendezvous."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def next_rendezvous(self) -> Any:
+        """Wait until all nodes have joined the next round; return torch's ``RendezvousInfo``.
+
+        Raise RendezvousTimeoutError, which names missing nodes on the first one, and
+        RendezvousClosedError where a node has ended for good.
+        """
+        from torch.distributed import PrefixStore
+        from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+        end = time.monotonic() + self.join_s
+        if self.round:
+            self._write(WANTED, WANTED)
+        self._write(f"{JOINED}/{self.rank}", JOINED)
+        if self.rank == 0:
+            self._wait_for_others(end)
+            self._decide(BEGUN)
+        self._wait_for_outcome(end)
+        store = PrefixStore(f"torch.rendezvous.{self.id}.{self.round}", self.store)
+        self.round += 1
+        return RendezvousInfo(store, self.rank, len(self.hosts), self._store_of_workers(store))
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if another node wants to start the workers again, else 0; the store is asked
+        once a second."""
+        now = time.monotonic()
+        if now < self._next_ask:
+            return 0
+        self._next_ask = now + ASK_EVERY_S
+        return int(self._read(WANTED, WANTED) == WANTED)
+
+    def is_closed(self) -> bool:
+        """Return whether a node has ended for good, and there is to be no other round."""
+        return self._read("outcome", BEGUN, CLOSED) == CLOSED
+
+    def set_closed(self) -> None:
+        """Have nodes that join the next round end, unless it has begun."""
+        self._decide(CLOSED)
+
+    def shutdown(self) -> bool:
+        """As `set_closed`; return whether the store, which may be gone by now, has taken it."""
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        with suppress(RendezvousError):
+            self.set_closed()
+            return True
+        return False
+
+    # --- the parts of a join ---
+
+    def _wait_for_others(self, end: float) -> None:
+        """Return once each node's key is there; raise as `next_rendezvous`."""
+        keys = [self._key(f"{JOINED}/{rank}") for rank in range(len(self.hosts))]
+        while not self._call(self.store.check, keys):
+            if self.is_closed():
+                return  # `_wait_for_outcome` raises
+            if time.monotonic() > end:
+                pairs = zip(keys, self.hosts, strict=True)
+                missing = [host for key, host in pairs if not self._call(self.store.check, [key])]
+                more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+                raise self._late(f"{', '.join(missing[:NAMED])}{more} did not join")
+            time.sleep(LOOK_EVERY_S)
+        for rank, content in enumerate(self._call(self.store.multi_get, keys)):
+            self._word(f"{JOINED}/{rank}", content, (JOINED,))
+
+    def _wait_for_outcome(self, end: float) -> None:
+        """Return once the round has begun; raise as `next_rendezvous`."""
+        from torch.distributed import DistStoreError
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+        limit = timedelta(seconds=max(0.1, end + GRACE_S - time.monotonic()))
+        try:
+            self._call(self.store.wait, [self._key("outcome")], limit)
+        except DistStoreError:
+            raise self._late("not all nodes joined") from None
+        if self.is_closed():
+            raise RendezvousClosedError("another node has ended for good")
+
+    def _late(self, text: str) -> Exception:
+        from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+        return RendezvousTimeoutError(f"{text} within {self.join_s:.0f} s")
+
+    def _store_of_workers(self, store: Any) -> Any:
+        """Return torch's ``RendezvousStoreInfo``: host and port of the store by which the workers
+        make their process group. `store` is the round's."""
+        from torch.distributed import TCPStore
+        from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
+
+        host, port = self.hosts[self.rank], None
+        if self.rank == 0 and self.use_agent_store:
+            self._server = self._server or TCPStore(host, 0, is_master=True, multi_tenant=True)
+            port = self._server.port
+        return self._call(RendezvousStoreInfo.build, self.rank, store, host, port)
+
+    # --- keys ---
+
+    def _key(self, name: str) -> str:
+        return f"hpc-ddp/{self.id}/{self.round}/{name}"
+
+    def _signature(self, name: str, word: str) -> str:
+        text = f"{self._key(name)}\0{word}".encode()
+        return hmac.new(self.secret, text, hashlib.sha256).hexdigest()
+
+    def _write(self, name: str, word: str) -> None:
+        self._call(self.store.set, self._key(name), self._signature(name, word))
+
+    def _decide(self, word: str) -> None:
+        """Write the outcome of the next round, unless a node has written one."""
+        self._call(
+            self.store.compare_set, self._key("outcome"), "", self._signature("outcome", word)
+        )
+
+    def _read(self, name: str, *words: str) -> str:
+        """Return which of the words a key has, '' where it is missing."""
+        if not self._call(self.store.check, [self._key(name)]):
+            return ""
+        return self._word(name, self._call(self.store.get, self._key(name)), words)
+
+    def _word(self, name: str, content: bytes, words: Sequence[str]) -> str:
+        """Return which of the words a key's content stands for; raise RendezvousStateError for any
+        other content."""
+        from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+        for word in words:
+            if hmac.compare_digest(content, self._signature(name, word).encode()):
+                return word
+        raise RendezvousStateError(
+            "the state of the rendezvous is not from this attempt: a stranger has written it"
+        )
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """Call a function of the store, and return its result; raise DistStoreError, as it does,
+        where it has waited in vain."""
+        from torch.distributed import DistStoreError
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+        try:
+            return function(*arguments)
+        except DistStoreError:
+            raise
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            raise RendezvousConnectionError(
+                f"the store of the rendezvous, on {self.hosts[0]}, does not answer"
+            ) from error
