@@ -10,16 +10,17 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
-from hpc_ddp.core.file_io import read_json, read_tail
+from hpc_ddp.core.file_io import READERS, read_json, read_small_files, read_tail
 from hpc_ddp.core.file_owners import is_executable
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.job.job_ref import JobRef
@@ -32,12 +33,13 @@ from hpc_ddp.core.journal.events import (
     WorkerStarted,
 )
 from hpc_ddp.core.journal.fields import read_fields
-from hpc_ddp.core.journal.journal import last_event, last_step
+from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.slurm_text import Record
 
 TAIL_BYTES = 32 * 1024
+MOST_AGENT_LOGS = 64
 
 T = TypeVar("T")
 E = TypeVar("E", bound=JournalEvent)
@@ -152,8 +154,18 @@ class RunFacts:
 
     def select(self, *kinds: type[E], attempt: int | None = None) -> list[E]:
         """Return the events of these kinds, of one attempt or (None) of all."""
-        events = [event for event in self.events if isinstance(event, kinds)]
+        events: list[Any] = [event for kind in kinds for event in self._by_kind.get(kind, ())]
+        if len(kinds) > 1:
+            events.sort(key=lambda event: (event.attempt, event.time))
         return [event for event in events if attempt in (None, event.attempt)]
+
+    @cached_property  # of a hundred thousand events, most of which are metrics
+    def _by_kind(self) -> dict[type[JournalEvent], list[JournalEvent]]:
+        """The events of each kind, in order."""
+        by_kind: dict[type[JournalEvent], list[JournalEvent]] = {}
+        for event in self.events:
+            by_kind.setdefault(type(event), []).append(event)
+        return by_kind
 
     @property
     def has_progress(self) -> bool:
@@ -184,20 +196,25 @@ class RunFacts:
 # --- gathering -----------------------------------------------------------------------------
 
 
-def gather(run: RunFolder) -> RunFacts:
+def gather(run: RunFolder, events: Sequence[JournalEvent] | None = None) -> RunFacts:
     """Read a run's folder, and query Slurm if the run has a job; so for each task of an array.
-    Facts that can't be read have their default."""
-    return _gather(run, _try(lambda: is_executable(run), False))
+    Facts that can't be read have their default.
+
+    `events` is the run's journal; None: it is read here, and briefly (`read_briefly`).
+    """
+    return _gather(run, _try(lambda: is_executable(run), False), events)
 
 
-def _gather(run: RunFolder, can_start: bool) -> RunFacts:
+def _gather(
+    run: RunFolder, can_start: bool, events: Sequence[JournalEvent] | None = None
+) -> RunFacts:
     """Return the facts of a run, or of a task of an array, as `gather` does. `can_start` says
     whether the user may start something of it."""
-    events, problem = list[JournalEvent](), ""
+    problem = ""
     try:
-        events = run.events()
+        events = read_briefly(run.journal_folder) if events is None else events
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
+        events, problem = (), f"{error.filename}: {error.strerror}"
     attempts = _try(run.attempts, list[AttemptFolder]())
     outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
     facts = RunFacts(
@@ -284,7 +301,9 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     Returns fields of `RunFacts`; what can't be read is empty.
     """
     nodes = _try(attempt.nodes, list[NodeFolder]())
-    failures = [failure for node in nodes for failure in _failures(node)]
+    with ThreadPoolExecutor(READERS) as pool:  # thousands of small files take seconds in a row
+        failures = [failure for of_node in pool.map(_failures, nodes) for failure in of_node]
+        stands = {rank: place for of_node in pool.map(_stands, nodes) for rank, place in of_node}
     # Failures before the last start do not count: the workers were started again.
     workers = facts.select(WorkerStarted, attempt=attempt.number)
     began = max((event.time for event in workers), default=0)
@@ -296,13 +315,14 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     failure = _first_cause(facts, failures)
     node = attempt.node(failure.node) if failure and _is_name(failure.node) else None
     rank = failure.rank if failure else None
-    agent_logs = [_tail(n.agent_log)[-2000:] for n in nodes]
+    # Without a failed node the reason may be in any node's: those of a thousand are alike.
+    agent_logs = [] if node else [_tail(n.agent_log)[-2000:] for n in nodes[:MOST_AGENT_LOGS]]
     return {
         "failure": failure,
         "terminated": sorted({f.rank for f in failures if f.was_terminated and f.rank is not None}),
         "rank_log": _tail(node.rank_log(rank)) if node and rank is not None else "",
         "agent_log": _tail(node.agent_log) if node else "".join(agent_logs),
-        "stands": _stands(nodes),
+        "stands": stands,
     }
 
 
@@ -346,18 +366,26 @@ _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<nam
 _LIBRARY = re.compile(r"site-packages|/lib/python|/lib/hpc_ddp/|^<")
 
 
-def _stands(nodes: Sequence[NodeFolder]) -> dict[int, str]:
-    """Return by rank the line of the user's code where it stood in a hang, as ``train.py line 7``;
-    ranks without stacks are left out."""
-    places = {}
-    for node in nodes:
-        for path in sorted(node.path.glob("stack-rank-*.txt")):
-            rank = path.stem.removeprefix("stack-rank-")
-            main_thread = _tail(path).rpartition("hread 0x")[2]  # the main thread comes last
-            place = place_in(main_thread, newest_first=True)
-            if rank.isdecimal() and place:
-                places[int(rank)] = place
+def _stands(node: NodeFolder) -> list[tuple[int, str]]:
+    """Return the node's ranks in a hang, each with the line of the user's code where it stood, as
+    ``train.py line 7``; ranks without stacks are left out."""
+    names = node.names("stack-rank-", ".txt")
+    places: list[tuple[int, str]] = []
+    files = _try(lambda: read_small_files(node.path, names), []) if names else []
+    for name, small in zip(names, files, strict=False):
+        rank = name.removeprefix("stack-rank-").removesuffix(".txt")
+        stacks = small.content[-TAIL_BYTES:] if small else _tail(node.path / name).encode()
+        main_thread = stacks.rpartition(b"hread 0x")[2]  # the main thread comes last
+        place = _place_of(main_thread.partition(b"\n")[2])
+        if rank.isdecimal() and place:
+            places.append((int(rank), place))
     return places
+
+
+@cache  # most of thousands of ranks stand at the same place
+def _place_of(stack: bytes) -> str:
+    """Return the innermost line of the user's code in a stack; '' without one."""
+    return place_in(stack.decode(errors="replace"), newest_first=True)
 
 
 def place_in(text: str, newest_first: bool = False) -> str:
