@@ -178,7 +178,8 @@ class LargeRun:
             printed = []
             for rank in range(index * self.per_node, (index + 1) * self.per_node):
                 text = log_of_0 if rank == 0 else NOISE.format(rank=rank) + WARNING
-                printed.append(f"{begin + index % 3 / 2:.3f} {rank} {len(text)}\n")
+                size = len(text) if rank else len(WARNING)
+                printed.append(f"{begin + index % 3 / 2:.3f} {rank} {size}\n")
                 if is_hang:
                     error = self.hang(node.stacks(rank), end)
                     text += "".join(f"[rank{rank}]: {line}\n" for line in error.splitlines())
@@ -311,6 +312,7 @@ def command(root: Path, *words: str) -> Callable[[], object]:
         (root / f".status-{os.geteuid()}.json").unlink(missing_ok=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         env = {**os.environ, "PYTHONPATH": str(REPO), "HPC_DDP_RUNS": str(root), "PATH": "/none"}
+        env.pop("PYTHONUNBUFFERED", None)
         os.execve(sys.executable, [sys.executable, "-m", "hpc_ddp", *words], env)
 
     return become

@@ -13,25 +13,21 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedReader, BytesIO
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
 WORD_BYTES = 1 << 16
-# Read of one small file, and of all journal files of a run: a sparse file of terabytes must neither
-# fill the memory nor take hours. Of another user's run much less, since any number may be made.
-MOST_TEXT_BYTES = 1 << 26
-SMALL_BYTES, AT_ONCE = 1 << 16, 512  # of a file that is read ahead, and how many are
+MOST_TEXT_BYTES = 1 << 26  # of one file: a sparse file of terabytes must not fill the memory
+SMALL_BYTES = 1 << 16  # of `SmallFile`
 READERS = 16  # threads
-MOST_BYTES, MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 30, 1 << 26, 50_000
-LONGEST_LINE = 1 << 20  # bytes; names of 5,000 nodes are a tenth of it
 ROOT, MOST_LINKS = 0, 40
 _OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # Lines that torch prints in every rank of every job.
@@ -133,11 +129,39 @@ def read_small_files(folder: Path, names: Sequence[str]) -> list[SmallFile | Non
     OSError where the folder can't be opened, or lies behind a link of another user.
     """
     check_links(folder)
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with _opened(folder) as directory:
         return [_read_small(directory, name) for name in names]
-    finally:
-        os.close(directory)
+
+
+class SmallFolder(NamedTuple):
+    """A folder: its name, the sorted names of what is in it, and some files by their names, as
+    `read_small_files` returns them."""
+
+    name: str
+    entries: Sequence[str]
+    files: Mapping[str, SmallFile | None]
+
+
+def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[SmallFolder]:
+    """Yield the folders in a folder by name, each with its files for whose names `is_wanted` is
+    true; one that can't be listed, or is a link, as empty.
+
+    Threads read them: a job of a thousand nodes has a folder of each. Raise OSError where the
+    folder can't be listed, or lies behind a link of another user.
+    """
+    check_links(folder)
+    with _opened(folder) as top, ThreadPoolExecutor(READERS) as pool:
+
+        def read(name: str) -> SmallFolder:
+            with contextlib.suppress(OSError), _opened(name, top, os.O_NOFOLLOW) as below:
+                entries = sorted(os.listdir(below))
+                files = {entry: _read_small(below, entry) for entry in filter(is_wanted, entries)}
+                return SmallFolder(name, entries, files)
+            return SmallFolder(name, (), {})
+
+        with os.scandir(folder) as entries:  # which says without a look at each what it is
+            names = sorted(entry.name for entry in entries if entry.is_dir())
+        yield from pool.map(read, names)
 
 
 def _read_small(directory: int, name: str) -> SmallFile | None:
@@ -156,72 +180,6 @@ def _read_small(directory: int, name: str) -> SmallFile | None:
         os.close(file)
     is_small = is_small and len(content) <= SMALL_BYTES
     return SmallFile(content, status.st_uid != os.geteuid()) if is_small else None
-
-
-class LineReader:
-    """Reads the lines of a run's journal files, one by one and all together within a budget."""
-
-    def __init__(self) -> None:
-        self._bytes = self._files = 0
-        self._pool: ThreadPoolExecutor | None = None
-
-    def read_folder(self, folder: Path, names: Sequence[str]) -> Iterator[Iterator[bytes]]:
-        """Yield the lines of each file of a folder with one of these names, as `read` does, and
-        with its errors.
-
-        Threads read small files ahead, `AT_ONCE`: a job of a thousand nodes has thousands, and a
-        shared disk opens one in a millisecond.
-        """
-        for begin in range(0, len(names), AT_ONCE):
-            some = names[begin : begin + AT_ONCE]
-            for name, small in zip(some, self._read_ahead(folder, some), strict=True):
-                path = folder / name
-                if small is None:
-                    yield self.read(path)
-                else:
-                    yield self._lines(BytesIO(small.content), small.is_foreign, path)
-
-    def _read_ahead(self, folder: Path, names: Sequence[str]) -> list[SmallFile | None]:
-        """Return the files with these names as `read_small_files` does, with its errors."""
-        size = AT_ONCE // READERS
-        parts = [names[begin : begin + size] for begin in range(0, len(names), size)]
-        if len(parts) == 1:
-            return read_small_files(folder, names)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(READERS)
-        files = self._pool.map(partial(read_small_files, folder), parts)
-        return [file for part in files for file in part]
-
-    def read(self, path: Path) -> Iterator[bytes]:
-        """Yield the lines of a file without their ends; those of `LONGEST_LINE` are left out.
-
-        The budget is for all files that this reader has read, and less for another user's file.
-
-        Raises
-        ------
-        OSError
-            the file can't be read, is no regular file, or lies behind a link of another user; the
-            budget is spent; or another user's file has such a line, as a sparse file does
-        """
-        with open_data(path) as file:
-            is_foreign = os.fstat(file.fileno()).st_uid != os.geteuid()
-            yield from self._lines(file, is_foreign, path)
-
-    def _lines(self, file: BinaryIO, is_foreign: bool, path: Path) -> Iterator[bytes]:
-        """Yield the lines of an open file as `read` does, with its errors; `path` is named in
-        them."""
-        most_bytes = MOST_FOREIGN_BYTES if is_foreign else MOST_BYTES
-        self._files += 1
-        is_spent = is_foreign and self._files > MOST_FOREIGN_FILES
-        is_rest = False  # of a line that is too long
-        while line := file.readline(LONGEST_LINE):
-            self._bytes += len(line)
-            is_long = len(line) == LONGEST_LINE and not line.endswith(b"\n")
-            if is_spent or self._bytes > most_bytes or (is_long and is_foreign):
-                raise OSError(errno.EFBIG, "too large for a journal", str(path))
-            if not (is_long or is_rest):
-                yield line.rstrip(b"\r\n")
-            is_rest = is_long
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.file_io import LineReader, patiently
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal.enums import Cause
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
@@ -39,6 +39,7 @@ from hpc_ddp.core.journal.events import (
     parse_event,
     step_of,
 )
+from hpc_ddp.core.journal.line_reader import LineReader
 from hpc_ddp.core.journal.stragglers import IN_A_ROW
 
 E = TypeVar("E", bound=JournalEvent)

@@ -5,22 +5,18 @@ Files that are half-written, damaged or another user's read as missing; nothing 
 
 from __future__ import annotations
 
-import re
 import shlex
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
-from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
-from hpc_ddp.core.file_io import READERS, read_json, read_small_files, read_tail
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.file_owners import is_executable
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.job.job_ref import JobRef
@@ -32,13 +28,12 @@ from hpc_ddp.core.journal.events import (
     VerdictGiven,
     WorkerStarted,
 )
-from hpc_ddp.core.journal.fields import read_fields
 from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.report.explain.node_records import RecordedFailure, read_ends, tail
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.slurm_text import Record
 
-TAIL_BYTES = 32 * 1024
 MOST_AGENT_LOGS = 64
 
 T = TypeVar("T")
@@ -53,27 +48,6 @@ def is_standalone(events: Sequence[JournalEvent]) -> bool:
     """
     last = last_event(events, Submitted, Started)
     return isinstance(last, Started) and last.backend == "local"
-
-
-@dataclass(frozen=True)
-class RecordedFailure:
-    """A rank (None: torchrun itself) that did not end well; `code` negative for a signal."""
-
-    rank: int | None
-    node: str
-    error: str
-    code: int = 1
-    time: float = 0.0
-
-    @property
-    def was_terminated(self) -> bool:
-        """Whether its supervisor ended it, since another rank had failed."""
-        return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether it probably follows from another failure: a lost connection, or SIGTERM."""
-        return self.was_terminated or bool(COMMUNICATION_ERROR.search(self.error))
 
 
 @dataclass(frozen=True)
@@ -229,7 +203,7 @@ def _gather(
         live=_is_live(events),
         saved=_try(lambda: _newest_checkpoint(run.checkpoints), None),
         library=_try(lambda: _library(run.checkpoints), ""),
-        job_log=_tail(outputs[-1]) if outputs else "",
+        job_log=tail(outputs[-1]) if outputs else "",
         tasks={
             str(task.index): _gather(task, can_start) for task in _try(run.tasks, list[RunFolder]())
         },
@@ -301,9 +275,7 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     Returns fields of `RunFacts`; what can't be read is empty.
     """
     nodes = _try(attempt.nodes, list[NodeFolder]())
-    with ThreadPoolExecutor(READERS) as pool:  # thousands of small files take seconds in a row
-        failures = [failure for of_node in pool.map(_failures, nodes) for failure in of_node]
-        stands = {rank: place for of_node in pool.map(_stands, nodes) for rank, place in of_node}
+    failures, stands = _try(lambda: read_ends(attempt), (list[RecordedFailure](), dict[int, str]()))
     # Failures before the last start do not count: the workers were started again.
     workers = facts.select(WorkerStarted, attempt=attempt.number)
     began = max((event.time for event in workers), default=0)
@@ -316,12 +288,12 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     node = attempt.node(failure.node) if failure and _is_name(failure.node) else None
     rank = failure.rank if failure else None
     # Without a failed node the reason may be in any node's: those of a thousand are alike.
-    agent_logs = [] if node else [_tail(n.agent_log)[-2000:] for n in nodes[:MOST_AGENT_LOGS]]
+    agent_logs = [] if node else [tail(n.agent_log)[-2000:] for n in nodes[:MOST_AGENT_LOGS]]
     return {
         "failure": failure,
         "terminated": sorted({f.rank for f in failures if f.was_terminated and f.rank is not None}),
-        "rank_log": _tail(node.rank_log(rank)) if node and rank is not None else "",
-        "agent_log": _tail(node.agent_log) if node else "".join(agent_logs),
+        "rank_log": tail(node.rank_log(rank)) if node and rank is not None else "",
+        "agent_log": tail(node.agent_log) if node else "".join(agent_logs),
         "stands": stands,
     }
 
@@ -329,19 +301,6 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
 def _is_name(node: str) -> bool:
     """Return whether a journal's name of a node may be the name of a folder."""
     return bool(node) and not set(node) & {"/", "\0"}
-
-
-def _failures(node: NodeFolder) -> list[RecordedFailure]:
-    """Return the failures that a node has recorded; damaged records are left out."""
-    failures = []
-    for path in node.records():
-        entries = read_json(path).get("failures")
-        for entry in entries if isinstance(entries, list) else []:
-            if isinstance(entry, dict):
-                with suppress(ValueError):  # damaged
-                    recorded = read_fields(fields(RecordedFailure), entry)
-                    failures.append(RecordedFailure(**{**recorded, "node": node.path.name}))
-    return failures
 
 
 def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
@@ -355,46 +314,3 @@ def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> Record
     code = next((f.code for f in same), verdict.exit_code or 1)
     error = verdict.error or next((f.error for f in same if f.error), "")
     return RecordedFailure(verdict.rank, verdict.node, error, code)
-
-
-def _tail(path: Path) -> str:
-    """Return the last `TAIL_BYTES` of a log; '' where it can't be read."""
-    return read_tail(path, TAIL_BYTES)
-
-
-_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
-_LIBRARY = re.compile(r"site-packages|/lib/python|/lib/hpc_ddp/|^<")
-
-
-def _stands(node: NodeFolder) -> list[tuple[int, str]]:
-    """Return the node's ranks in a hang, each with the line of the user's code where it stood, as
-    ``train.py line 7``; ranks without stacks are left out."""
-    names = node.names("stack-rank-", ".txt")
-    places: list[tuple[int, str]] = []
-    files = _try(lambda: read_small_files(node.path, names), []) if names else []
-    for name, small in zip(names, files, strict=False):
-        rank = name.removeprefix("stack-rank-").removesuffix(".txt")
-        stacks = small.content[-TAIL_BYTES:] if small else _tail(node.path / name).encode()
-        main_thread = stacks.rpartition(b"hread 0x")[2]  # the main thread comes last
-        place = _place_of(main_thread.partition(b"\n")[2])
-        if rank.isdecimal() and place:
-            places.append((int(rank), place))
-    return places
-
-
-@cache  # most of thousands of ranks stand at the same place
-def _place_of(stack: bytes) -> str:
-    """Return the innermost line of the user's code in a stack; '' without one."""
-    return place_in(stack.decode(errors="replace"), newest_first=True)
-
-
-def place_in(text: str, newest_first: bool = False) -> str:
-    """Return the innermost line of a traceback that is in the user's code, as ``train.py line 7``;
-    '' without one. With `newest_first` its frames are in reverse order."""
-    frames = list(_FRAME.finditer(text))
-    if newest_first:
-        frames.reverse()
-    user_frames = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
-    if not user_frames:
-        return ""
-    return f"{Path(user_frames[-1]['file']).name} line {user_frames[-1]['line']}"
