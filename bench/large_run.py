@@ -1,9 +1,10 @@
 """Measures `hpc-ddp status`, `logs`, `explain` and `report` of one large run, by its nodes.
 
 ``python bench/large_run.py --nodes 4 64 256 1024`` makes a run of each size in a temporary folder,
-with 8 ranks a node, and prints a table: seconds and peak memory of each command, beside a run of
-2 x 2 ranks with the same history, and the bare time to list and read the same files. ``--folder``
-keeps the runs. Each figure is the median of `ROUNDS`; files are in the page cache.
+with 8 ranks a node, and prints a table of each command: seconds, in brackets those of a processor,
+and peak memory. Beside it stand a run of 2 x 2 ranks with the same history, and the bare time to
+list and read the same files. ``--folder`` keeps the runs. Seconds are the median of `ROUNDS`, and
+files are in the page cache.
 
 The run is a week long: `ATTEMPTS` attempts, most of them preempted, one ended by 16 failed ranks
 on two nodes, the last one by a hang that all ranks report. Rank 0 prints 50 MB in all, a line each
@@ -280,13 +281,14 @@ def read_all(folder: Path, pattern: str = "") -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, and MB of peak memory."""
+    """Seconds, those of a processor, and MB of peak memory."""
 
     seconds: float
+    cpu_s: float
     peak_mb: float
 
     def __str__(self) -> str:
-        return f"{self.seconds:.2f} s, {self.peak_mb:.0f} MB"
+        return f"{self.seconds:.2f} ({self.cpu_s:.2f}) s, {self.peak_mb:.0f} MB"
 
 
 def cost_of(work: Callable[[], object]) -> Cost:
@@ -302,7 +304,8 @@ def cost_of(work: Callable[[], object]) -> Cost:
         os._exit(0)
     _, code, usage = os.wait4(pid, 0)
     assert code == 0, "the work has failed"
-    return Cost(time.perf_counter() - begin, usage.ru_maxrss / 1024)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return Cost(time.perf_counter() - begin, cpu_s, usage.ru_maxrss / 1024)
 
 
 def command(root: Path, *words: str) -> Callable[[], object]:
@@ -364,7 +367,8 @@ def measure(run: RunFolder) -> dict[str, Cost]:
     for words, work in works(run).items():
         rounds = [cost_of(work) for _ in range(ROUNDS)]
         seconds = statistics.median(cost.seconds for cost in rounds)
-        costs[words] = Cost(seconds, max(cost.peak_mb for cost in rounds))
+        cpu_s = statistics.median(cost.cpu_s for cost in rounds)
+        costs[words] = Cost(seconds, cpu_s, max(cost.peak_mb for cost in rounds))
     return costs
 
 
