@@ -117,7 +117,8 @@ class AttemptLogs:
         # Every so often all logs are read: a supervisor may not be able to note their sizes.
         read_all = is_last or self._updates % LIST_EVERY == 1
         logs = {key: log for key, log in self.logs.items() if read_all or log.may_have_grown}
-        contents, now, busy = self._read_small(logs), time.time(), _busy_seconds(logs)
+        contents = self._read_small(logs) if read_all else {}
+        now, busy = time.time(), _busy_seconds(logs)
         short: list[Line] = []
         streams: list[Iterator[Line]] = []
         for key, log in sorted(logs.items()):

@@ -155,6 +155,18 @@ def test_logs_open_no_journal_but_that_of_the_batch_script(
     assert "hello" in capfd.readouterr().out
 
 
+def test_following_opens_only_logs_that_have_grown(tmp_path: Path, count: Count) -> None:
+    logs = Logs(tmp_path).attempt(0).say("hello\n", 0, 1, 2, 3)
+    group = merge.AttemptLogs(logs.run, logs.run.attempt(0), tidy=True)
+    group.update(is_last=False)
+    assert len(list(group.new_lines(is_last=False))) == 4
+    opened = count(os, "open")
+    logs.say("more\n", 2)
+    group.update(is_last=False)
+    assert [line.text for line in group.new_lines(is_last=False)] == [b"more\n"]
+    assert {Path(name).name for name in opened if str(name).endswith(".log")} == {"rank-2.log"}
+
+
 def _print_each_second(logs: Logs, rank: int, lines: int, begin: float) -> None:
     """Have a rank of the first node print a line each second, as its supervisor notes."""
     node, size = logs.run.attempt(0).node("a"), 0
