@@ -25,7 +25,6 @@ class LineReader:
 
     def __init__(self) -> None:
         self._bytes = self._files = 0
-        self._pool: ThreadPoolExecutor | None = None
 
     def read_folder(self, folder: Path, names: Sequence[str]) -> Iterator[Iterator[bytes]]:
         """Yield the lines of each file of a folder with one of these names, as `read` does, and
@@ -34,25 +33,15 @@ class LineReader:
         Threads read small files ahead, `AT_ONCE`: a job of a thousand nodes has thousands, and a
         shared disk opens one in a millisecond.
         """
-        for begin in range(0, len(names), AT_ONCE):
-            some = names[begin : begin + AT_ONCE]
-            for name, small in zip(some, self._read_ahead(folder, some), strict=True):
-                path = folder / name
-                if small is None:
-                    yield self.read(path)
-                else:
-                    yield self._lines(BytesIO(small.content), small.is_foreign, path)
-
-    def _read_ahead(self, folder: Path, names: Sequence[str]) -> list[SmallFile | None]:
-        """Return the files with these names as `read_small_files` does, with its errors."""
-        size = AT_ONCE // READERS
-        parts = [names[begin : begin + size] for begin in range(0, len(names), size)]
-        if len(parts) == 1:
-            return read_small_files(folder, names)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(READERS)
-        files = self._pool.map(partial(read_small_files, folder), parts)
-        return [file for part in files for file in part]
+        with ThreadPoolExecutor(READERS) as pool:  # a thread starts as it gets work
+            for begin in range(0, len(names), AT_ONCE):
+                some = names[begin : begin + AT_ONCE]
+                for name, small in zip(some, _read_ahead(pool, folder, some), strict=True):
+                    path = folder / name
+                    if small is None:
+                        yield self.read(path)
+                    else:
+                        yield self._lines(BytesIO(small.content), small.is_foreign, path)
 
     def read(self, path: Path) -> Iterator[bytes]:
         """Yield the lines of a file without their ends; those of `LONGEST_LINE` are left out.
@@ -84,3 +73,16 @@ class LineReader:
             if not (is_long or is_rest):
                 yield line.rstrip(b"\r\n")
             is_rest = is_long
+
+
+def _read_ahead(
+    pool: ThreadPoolExecutor, folder: Path, names: Sequence[str]
+) -> list[SmallFile | None]:
+    """Return the files with these names as `read_small_files` does, with its errors; few are read
+    without threads."""
+    size = AT_ONCE // READERS
+    parts = [names[begin : begin + size] for begin in range(0, len(names), size)]
+    if len(parts) == 1:
+        return read_small_files(folder, names)
+    files = pool.map(partial(read_small_files, folder), parts)
+    return [file for part in files for file in part]
