@@ -248,7 +248,7 @@ class LineFolder:
             for text in line.text.splitlines(keepends=True)
         ]
         for line, ranks in _fold(lines):
-            yield line, [like for rank in ranks for like in ranks_like[rank]]
+            yield line, [equal for rank in ranks for equal in ranks_like[rank]]
 
 
 def _fold(held: Sequence[Line]) -> Iterator[tuple[Line, list[int]]]:
