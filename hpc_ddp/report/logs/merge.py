@@ -248,7 +248,7 @@ class LineFolder:
             for text in line.text.splitlines(keepends=True)
         ]
         for line, ranks in _fold(lines):
-            yield line, [equal for rank in ranks for equal in ranks_like[rank]]
+            yield line, list(itertools.chain.from_iterable(ranks_like[rank] for rank in ranks))
 
 
 def _fold(held: Sequence[Line]) -> Iterator[tuple[Line, list[int]]]:
