@@ -1,6 +1,6 @@
-"""What the nodes of an attempt have recorded of its end: failures, and where the ranks stood.
+"""The nodes' records of the end of an attempt: failures, and where the ranks stood in a hang.
 
-Files that are half-written or damaged are left out.
+Half-written and damaged files are left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_ends(attempt: AttemptFolder) -> tuple[list[RecordedFailure], dict[int, 
     """Return the failures that the nodes of an attempt have recorded, and of a hang the line of the
     user's code where each rank stood, by rank, as ``train.py line 7``.
 
-    Of 8,000 ranks most stand at the same place, and that is looked for once. Raise OSError where
+    Most of thousands of ranks stand at the same place, and that is looked for once. Raise OSError where
     the attempt's folder can't be listed.
     """
     failures: list[RecordedFailure] = []
