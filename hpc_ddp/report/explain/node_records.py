@@ -51,8 +51,8 @@ def read_ends(attempt: AttemptFolder) -> tuple[list[RecordedFailure], dict[int, 
     """Return the failures that the nodes of an attempt have recorded, and of a hang the line of the
     user's code where each rank stood, by rank, as ``train.py line 7``.
 
-    Most of thousands of ranks stand at the same place, and that is looked for once. Raise OSError where
-    the attempt's folder can't be listed.
+    Most of thousands of ranks stand at the same place, and that is looked for once. Raise OSError
+    where the attempt's folder can't be listed.
     """
     failures: list[RecordedFailure] = []
     stands: dict[int, str] = {}
