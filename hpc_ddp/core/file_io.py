@@ -13,22 +13,23 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
 WORD_BYTES = 1 << 16
-# Read of one small file, and of all journal files of a run: a sparse file of terabytes must neither
-# fill the memory nor take hours. Of another user's run much less, since any number may be made.
-MOST_TEXT_BYTES = 1 << 26
-MOST_BYTES, MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 30, 1 << 26, 50_000
-LONGEST_LINE = 1 << 20  # bytes; names of 5,000 nodes are a tenth of it
+MOST_TEXT_BYTES = 1 << 26  # of one file: a sparse file of terabytes must not fill the memory
+SMALL_BYTES = 1 << 16  # of `SmallFile`
+READERS = 16  # threads
 ROOT, MOST_LINKS = 0, 40
+_OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # Lines that torch prints in every rank of every job.
 NOISE = (
     r"\[W\d{4} .*socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
@@ -95,7 +96,7 @@ def open_data(path: Path) -> BufferedReader:
         link of another user
     """
     check_links(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    descriptor = os.open(path, _OPENING)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")
@@ -112,37 +113,73 @@ def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
         return file.read(most_bytes).decode(errors="replace")
 
 
-class LineReader:
-    """Reads the lines of a run's journal files, one by one and all together within a budget."""
+@dataclass(frozen=True)
+class SmallFile:
+    """A file of `SMALL_BYTES` at most, and whether it is another user's."""
 
-    def __init__(self) -> None:
-        self._bytes = self._files = 0
+    content: bytes
+    is_foreign: bool
 
-    def read(self, path: Path) -> Iterator[bytes]:
-        """Yield the lines of a file without their ends; those of `LONGEST_LINE` are left out.
 
-        The budget is for all files that this reader has read, and less for another user's file.
+def read_small_files(folder: Path, names: Sequence[str]) -> list[SmallFile | None]:
+    """Return the files of a folder with these names; None for one that is larger, no regular file,
+    a link, or can't be read.
 
-        Raises
-        ------
-        OSError
-            the file can't be read, is no regular file, or lies behind a link of another user; the
-            budget is spent; or another user's file has such a line, as a sparse file does
-        """
-        with open_data(path) as file:
-            is_foreign = os.fstat(file.fileno()).st_uid != os.geteuid()
-            most_bytes = MOST_FOREIGN_BYTES if is_foreign else MOST_BYTES
-            self._files += 1
-            is_spent = is_foreign and self._files > MOST_FOREIGN_FILES
-            is_rest = False  # of a line that is too long
-            while line := file.readline(LONGEST_LINE):
-                self._bytes += len(line)
-                is_long = len(line) == LONGEST_LINE and not line.endswith(b"\n")
-                if is_spent or self._bytes > most_bytes or (is_long and is_foreign):
-                    raise OSError(errno.EFBIG, "too large for a journal", str(path))
-                if not (is_long or is_rest):
-                    yield line.rstrip(b"\r\n")
-                is_rest = is_long
+    In a third of the time of `open_data`, since the folder's own path is followed once. Raise
+    OSError where the folder can't be opened, or lies behind a link of another user.
+    """
+    check_links(folder)
+    with _opened(folder) as directory:
+        return [_read_small(directory, name) for name in names]
+
+
+class SmallFolder(NamedTuple):
+    """A folder: its name, the sorted names of what is in it, and some files by their names, as
+    `read_small_files` returns them."""
+
+    name: str
+    entries: Sequence[str]
+    files: Mapping[str, SmallFile | None]
+
+
+def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[SmallFolder]:
+    """Yield the folders in a folder by name, each with its files for whose names `is_wanted` is
+    true; one that can't be listed, or is a link, as empty.
+
+    Threads read them: a job of a thousand nodes has a folder of each. Raise OSError where the
+    folder can't be listed, or lies behind a link of another user.
+    """
+    check_links(folder)
+    with _opened(folder) as top, ThreadPoolExecutor(READERS) as pool:
+
+        def read(name: str) -> SmallFolder:
+            with contextlib.suppress(OSError), _opened(name, top, os.O_NOFOLLOW) as below:
+                entries = sorted(os.listdir(below))
+                files = {entry: _read_small(below, entry) for entry in filter(is_wanted, entries)}
+                return SmallFolder(name, entries, files)
+            return SmallFolder(name, (), {})
+
+        with os.scandir(folder) as entries:  # which says without a look at each what it is
+            names = sorted(entry.name for entry in entries if entry.is_dir())
+        yield from pool.map(read, names)
+
+
+def _read_small(directory: int, name: str) -> SmallFile | None:
+    """Return a file of the folder with a descriptor, as `read_small_files` does."""
+    try:
+        file = os.open(name, _OPENING | os.O_NOFOLLOW, dir_fd=directory)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(file)
+        is_small = stat.S_ISREG(status.st_mode) and status.st_size <= SMALL_BYTES
+        content = os.read(file, SMALL_BYTES + 1) if is_small else b""
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    is_small = is_small and len(content) <= SMALL_BYTES
+    return SmallFile(content, status.st_uid != os.geteuid()) if is_small else None
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.file_io import patiently, read_json
+from hpc_ddp.core.file_io import READERS, patiently, read_json
 from hpc_ddp.core.job.job_ref import JobRef
-
-READERS = 16  # threads
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,17 @@ class NodeFolder:
         return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
 
     def records(self) -> list[Path]:
-        """Return the files in which the node's tasks have recorded their ends so far, by name."""
-        return sorted(self.path.glob("record*.json"))
+        """Return the files in which the node's tasks have recorded their ends so far, by name; []
+        where the folder can't be listed."""
+        return [self.path / name for name in self.names("record", ".json")]
+
+    def names(self, begin: str, end: str) -> list[str]:
+        """Return the names of the node's files that begin and end so, sorted; [] where the folder
+        can't be listed. In a tenth of the time of a glob: there are thousands of nodes."""
+        names: list[str] = []
+        with suppress(OSError):
+            names = os.listdir(self.path)
+        return sorted(name for name in names if name.startswith(begin) and name.endswith(end))
 
     @property
     def agent_log(self) -> Path:

@@ -44,13 +44,11 @@ class JournalEvent:
 
     def to_line(self) -> dict[str, Any]:
         """Return the event as the JSON object of a line of the journal."""
-        head = {"time": self.time, "event": self.event, "attempt": self.attempt}
-        return {**head, **self.to_fields()}
+        return {"time": self.time, "event": self.event, "attempt": self.attempt, **self.to_fields()}
 
     @classmethod
     def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the record's arguments from a line's JSON object; raise ValueError for a damaged
-        field."""
+        """Return the record's arguments from a line's JSON object; raise ValueError for damage."""
         return read_fields(cls.own_fields(), line)
 
 
@@ -241,8 +239,7 @@ class MetricsLine(JournalEvent):
 
     @classmethod
     def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a line as ``values``; raise ValueError where ``step`` or
-        ``total_steps`` is no whole number."""
+        """Return a line's ``values``; raise ValueError for a step that is no whole number."""
         values = {name: entry for name, entry in line.items() if name not in _HEAD}
         for name in ("step", "total_steps"):
             if values.get(name) is not None:
@@ -252,18 +249,21 @@ class MetricsLine(JournalEvent):
 
 @dataclass(frozen=True)
 class StepTiming(JournalEvent):
-    """Mean seconds per step over the last `steps` steps: in all (rank 0), and by rank the work and
-    the wait for data; the slowest rank and its node."""
+    """Mean seconds per step over the last `steps` steps: in all (rank 0), and of the slowest
+    `ranks` the work and the wait for data; quartiles of all ranks; the slowest rank, its node."""
 
     event = "ranks"
     writer = RANK_0
     step: int
     steps: int
     step_s: float
+    ranks: Sequence[int]
     data_s: Sequence[float]
+    data_quartiles_s: Sequence[float]
     slowest: int
     node: str
     busy_s: Sequence[float] | None = None
+    busy_quartiles_s: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from hpc_ddp.core.journal.enums import Action, Cause, StopReason
 
@@ -22,6 +23,7 @@ _TYPES: dict[str, tuple[type[Any], ...]] = {
     "Sequence": (list,),
     "Mapping": (dict,),
 }
+_PLAIN = {"int": (int,), "float": (float, int)}
 # A missing word has no empty value: the line counts as damaged.
 _WORDS = {"Action": Action, "Cause": Cause, "StopReason": StopReason}
 
@@ -43,13 +45,28 @@ def _read_field(declared: Field[Any], entry: Any) -> Any:
 
     Raise ValueError for a value of another type, and for a missing word such as a cause.
     """
-    type_name = str(declared.type).removesuffix(" | None")
-    if entry is not None or type_name in _WORDS:
-        return checked(entry, type_name)
+    kind = _kind_of(str(declared.type))
+    if entry is not None or kind.name in _WORDS:
+        return checked(entry, kind.name)
     if declared.default is not MISSING:
         return declared.default
-    is_optional = type_name != declared.type
-    return None if is_optional else _TYPES[type_name.partition("[")[0]][0]()
+    return None if kind.is_optional else _TYPES[kind.outer][0]()
+
+
+class _Kind(NamedTuple):
+    """A type of the records, as ``Sequence[str] | None``, in its parts."""
+
+    name: str
+    is_optional: bool
+    outer: str
+    inner: str
+
+
+@cache  # read for each field of each line
+def _kind_of(text: str) -> _Kind:
+    name = text.removesuffix(" | None")
+    outer, _, inner = name.removesuffix("]").partition("[")
+    return _Kind(name, name != text, outer, inner)
 
 
 def checked(entry: Any, type_name: str) -> Any:
@@ -63,16 +80,29 @@ def checked(entry: Any, type_name: str) -> Any:
     KeyError
         no record has such a type
     """
+    if type(entry) in _PLAIN.get(type_name, ()) and -_LARGEST < entry < _LARGEST:  # most are
+        return entry
     if type_name in _WORDS:
         return _WORDS[type_name](entry)
-    outer, _, inner = type_name.removesuffix("]").partition("[")
+    _, _, outer, inner = _kind_of(type_name)
     if not isinstance(entry, _TYPES[outer]):
         raise ValueError(f"no {type_name}")
     if outer in ("int", "float") and not abs(entry) < _LARGEST:  # also for NaN
         raise ValueError("no possible number")
-    if outer == "Sequence":
+    if outer == "Sequence" and not _is_plain(entry, inner):
         return [checked(element, inner) for element in entry]
     return entry
+
+
+def _is_plain(entries: list[Any], type_name: str) -> bool:
+    """Return whether all entries are texts or numbers of a type as they should be, in a fifth of
+    the time that it takes to check each: a list may have a thousand nodes."""
+    kinds = set(map(type, entries))
+    if type_name == "str":
+        return kinds <= {str}
+    if type_name not in ("int", "float") or not kinds <= set(_TYPES[type_name]):
+        return False
+    return all(map(_LARGEST.__gt__, map(abs, entries)))  # False for NaN
 
 
 def to_number(entry: Any) -> float | None:

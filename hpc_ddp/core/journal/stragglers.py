@@ -1,11 +1,15 @@
 """Which rank the others wait for, from the `ranks` events of a journal.
 
 All ranks of a job end their steps together, whichever rank is slow. So each rank measures its own
-work: a step less what it has waited for others in it. Rank 0 writes that down by rank, rarely.
+work: a step less what it has waited for others in it. Rank 0 writes that down rarely, and of the
+slowest ranks alone: so the event of ten thousand ranks is as large as that of 32.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +19,8 @@ from hpc_ddp.core.journal.events import JournalEvent, Started, StepTiming, Worke
 IN_A_ROW = 3  # events; a minute and a half at the least
 FACTOR = 1.25  # of what the others need
 LEAST_SHARE = 0.1  # of a step's time that all wait: less than that is not worth a word
+MOST_RANKS = 32  # of an event
+DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,56 @@ class Slow:
         problem = "waits for data" if self.data else "is slow"
         seconds, usual = brief_duration(self.own_s), brief_duration(self.others_s)
         return f"rank {self.rank}{where} {problem}: {seconds} a step of its own, others {usual}"
+
+
+def summarize_times(
+    step: int,
+    steps: int,
+    step_s: float,
+    data_s: Sequence[float],
+    busy_s: Sequence[float] | None,
+    nodes: Sequence[str],
+) -> StepTiming:
+    """Return the `ranks` event of the last `steps` steps, up to `step`.
+
+    `data_s` and `busy_s`, the wait for data and the own work of each rank, and `nodes` are by rank,
+    of one rank or more; times are mean seconds per step, `step_s` rank 0's whole one. The event has
+    the `MOST_RANKS` ranks that are slowest by either time, compared with the median.
+    """
+    excess = [_excess(own_s) for own_s in (data_s, busy_s) if own_s]
+    largest = [max(of_rank) for of_rank in zip(*excess, strict=True)]
+    slowest = heapq.nlargest(MOST_RANKS, range(len(largest)), key=largest.__getitem__)
+    ranks = sorted(slowest)
+    return StepTiming(
+        step,
+        steps,
+        _round(step_s),
+        ranks,
+        [_round(data_s[rank]) for rank in ranks],
+        _quartiles(data_s),
+        slowest[0],
+        nodes[slowest[0]],
+        [_round(busy_s[rank]) for rank in ranks] if busy_s else None,
+        _quartiles(busy_s) if busy_s else None,
+    )
+
+
+def _excess(seconds: Sequence[float]) -> list[float]:
+    """Return how many seconds longer than the median each rank takes."""
+    usual = statistics.median_low(seconds)
+    return [rank_s - usual for rank_s in seconds]
+
+
+def _quartiles(seconds: Sequence[float]) -> list[float]:
+    """Return the least, the lower quartile, the median, the upper quartile and the most of some
+    seconds, one or more; the lower one of two: of two ranks the quicker."""
+    ordered = sorted(seconds)
+    return [_round(ordered[(len(ordered) - 1) * part // 4]) for part in range(5)]
+
+
+def _round(seconds: float) -> float:
+    """Return seconds with `DIGITS` significant digits, 0 for negative ones."""
+    return float(f"{max(seconds, 0.0):.{DIGITS}g}")
 
 
 def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
@@ -63,14 +119,17 @@ def _slow_in(event: StepTiming) -> dict[int, Slow]:
     By their own work, or else by their wait for data alone: behind a rank 0 that waits for data the
     others may wait for its buffers in what counts as their own work.
     """
-    data = event.data_s
+    data, usual_data = event.data_s, _median_of(event.data_quartiles_s)
     slow: dict[int, Slow] = {}
-    for own_s in (event.busy_s or (), data):
-        usual = _median(own_s) if own_s else 0.0
-        for rank, seconds in enumerate(own_s):
+    for own_s, quartiles in (
+        (event.busy_s, event.busy_quartiles_s),
+        (data, event.data_quartiles_s),
+    ):
+        usual = _median_of(quartiles)
+        for index, (rank, seconds) in enumerate(zip(event.ranks, own_s or (), strict=False)):
             more = seconds - usual
             if seconds >= FACTOR * usual and more >= LEAST_SHARE * event.step_s and more > 0:
-                waits = len(data) == len(own_s) and data[rank] - _median(data) >= more / 2
+                waits = len(data) > index and data[index] - usual_data >= more / 2
                 node = event.node if rank == event.slowest else None
                 slow[rank] = Slow(rank, node, seconds, usual, waits)
         if slow:
@@ -78,5 +137,6 @@ def _slow_in(event: StepTiming) -> dict[int, Slow]:
     return slow
 
 
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]  # the lower one: of two ranks the quicker
+def _median_of(quartiles: Sequence[float] | None) -> float:
+    """Return the median of an event's quartiles; inf, which no rank is slower than, without one."""
+    return quartiles[2] if quartiles and len(quartiles) == 5 else math.inf

@@ -12,7 +12,8 @@ from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.report.explain.explanation import Explanation, at_step, fill_hint, log_hint, shorten
-from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in
+from hpc_ddp.report.explain.facts import RunFacts
+from hpc_ddp.report.explain.node_records import RecordedFailure, place_in
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
 
 _MODULE = "hpc_ddp.training in the script (docs/adopt)"

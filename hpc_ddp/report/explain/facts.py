@@ -5,21 +5,18 @@ Files that are half-written, damaged or another user's read as missing; nothing 
 
 from __future__ import annotations
 
-import re
 import shlex
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
-from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
-from hpc_ddp.core.file_io import read_json, read_tail
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.file_owners import is_executable
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.job.job_ref import JobRef
@@ -31,13 +28,13 @@ from hpc_ddp.core.journal.events import (
     VerdictGiven,
     WorkerStarted,
 )
-from hpc_ddp.core.journal.fields import read_fields
-from hpc_ddp.core.journal.journal import last_event, last_step
+from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.report.explain.node_records import RecordedFailure, read_ends, tail
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.slurm_text import Record
 
-TAIL_BYTES = 32 * 1024
+MOST_AGENT_LOGS = 64
 
 T = TypeVar("T")
 E = TypeVar("E", bound=JournalEvent)
@@ -51,27 +48,6 @@ def is_standalone(events: Sequence[JournalEvent]) -> bool:
     """
     last = last_event(events, Submitted, Started)
     return isinstance(last, Started) and last.backend == "local"
-
-
-@dataclass(frozen=True)
-class RecordedFailure:
-    """A rank (None: torchrun itself) that did not end well; `code` negative for a signal."""
-
-    rank: int | None
-    node: str
-    error: str
-    code: int = 1
-    time: float = 0.0
-
-    @property
-    def was_terminated(self) -> bool:
-        """Whether its supervisor ended it, since another rank had failed."""
-        return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether it probably follows from another failure: a lost connection, or SIGTERM."""
-        return self.was_terminated or bool(COMMUNICATION_ERROR.search(self.error))
 
 
 @dataclass(frozen=True)
@@ -152,8 +128,18 @@ class RunFacts:
 
     def select(self, *kinds: type[E], attempt: int | None = None) -> list[E]:
         """Return the events of these kinds, of one attempt or (None) of all."""
-        events = [event for event in self.events if isinstance(event, kinds)]
+        events: list[Any] = [event for kind in kinds for event in self._by_kind.get(kind, ())]
+        if len(kinds) > 1:
+            events.sort(key=lambda event: (event.attempt, event.time))
         return [event for event in events if attempt in (None, event.attempt)]
+
+    @cached_property  # of a hundred thousand events, most of which are metrics
+    def _by_kind(self) -> dict[type[JournalEvent], list[JournalEvent]]:
+        """The events of each kind, in order."""
+        by_kind: dict[type[JournalEvent], list[JournalEvent]] = {}
+        for event in self.events:
+            by_kind.setdefault(type(event), []).append(event)
+        return by_kind
 
     @property
     def has_progress(self) -> bool:
@@ -184,20 +170,25 @@ class RunFacts:
 # --- gathering -----------------------------------------------------------------------------
 
 
-def gather(run: RunFolder) -> RunFacts:
+def gather(run: RunFolder, events: Sequence[JournalEvent] | None = None) -> RunFacts:
     """Read a run's folder, and query Slurm if the run has a job; so for each task of an array.
-    Facts that can't be read have their default."""
-    return _gather(run, _try(lambda: is_executable(run), False))
+    Facts that can't be read have their default.
+
+    `events` is the run's journal; None: it is read here, and briefly (`read_briefly`).
+    """
+    return _gather(run, _try(lambda: is_executable(run), False), events)
 
 
-def _gather(run: RunFolder, can_start: bool) -> RunFacts:
+def _gather(
+    run: RunFolder, can_start: bool, events: Sequence[JournalEvent] | None = None
+) -> RunFacts:
     """Return the facts of a run, or of a task of an array, as `gather` does. `can_start` says
     whether the user may start something of it."""
-    events, problem = list[JournalEvent](), ""
+    problem = ""
     try:
-        events = run.events()
+        events = read_briefly(run.journal_folder) if events is None else events
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
+        events, problem = (), f"{error.filename}: {error.strerror}"
     attempts = _try(run.attempts, list[AttemptFolder]())
     outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
     facts = RunFacts(
@@ -212,7 +203,7 @@ def _gather(run: RunFolder, can_start: bool) -> RunFacts:
         live=_is_live(events),
         saved=_try(lambda: _newest_checkpoint(run.checkpoints), None),
         library=_try(lambda: _library(run.checkpoints), ""),
-        job_log=_tail(outputs[-1]) if outputs else "",
+        job_log=tail(outputs[-1]) if outputs else "",
         tasks={
             str(task.index): _gather(task, can_start) for task in _try(run.tasks, list[RunFolder]())
         },
@@ -284,7 +275,7 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     Returns fields of `RunFacts`; what can't be read is empty.
     """
     nodes = _try(attempt.nodes, list[NodeFolder]())
-    failures = [failure for node in nodes for failure in _failures(node)]
+    failures, stands = _try(lambda: read_ends(attempt), (list[RecordedFailure](), dict[int, str]()))
     # Failures before the last start do not count: the workers were started again.
     workers = facts.select(WorkerStarted, attempt=attempt.number)
     began = max((event.time for event in workers), default=0)
@@ -296,32 +287,20 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     failure = _first_cause(facts, failures)
     node = attempt.node(failure.node) if failure and _is_name(failure.node) else None
     rank = failure.rank if failure else None
-    agent_logs = [_tail(n.agent_log)[-2000:] for n in nodes]
+    # Without a failed node the reason may be in any node's: those of a thousand are alike.
+    agent_logs = [] if node else [tail(n.agent_log)[-2000:] for n in nodes[:MOST_AGENT_LOGS]]
     return {
         "failure": failure,
         "terminated": sorted({f.rank for f in failures if f.was_terminated and f.rank is not None}),
-        "rank_log": _tail(node.rank_log(rank)) if node and rank is not None else "",
-        "agent_log": _tail(node.agent_log) if node else "".join(agent_logs),
-        "stands": _stands(nodes),
+        "rank_log": tail(node.rank_log(rank)) if node and rank is not None else "",
+        "agent_log": tail(node.agent_log) if node else "".join(agent_logs),
+        "stands": stands,
     }
 
 
 def _is_name(node: str) -> bool:
     """Return whether a journal's name of a node may be the name of a folder."""
     return bool(node) and not set(node) & {"/", "\0"}
-
-
-def _failures(node: NodeFolder) -> list[RecordedFailure]:
-    """Return the failures that a node has recorded; damaged records are left out."""
-    failures = []
-    for path in node.records():
-        entries = read_json(path).get("failures")
-        for entry in entries if isinstance(entries, list) else []:
-            if isinstance(entry, dict):
-                with suppress(ValueError):  # damaged
-                    recorded = read_fields(fields(RecordedFailure), entry)
-                    failures.append(RecordedFailure(**{**recorded, "node": node.path.name}))
-    return failures
 
 
 def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
@@ -335,38 +314,3 @@ def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> Record
     code = next((f.code for f in same), verdict.exit_code or 1)
     error = verdict.error or next((f.error for f in same if f.error), "")
     return RecordedFailure(verdict.rank, verdict.node, error, code)
-
-
-def _tail(path: Path) -> str:
-    """Return the last `TAIL_BYTES` of a log; '' where it can't be read."""
-    return read_tail(path, TAIL_BYTES)
-
-
-_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
-_LIBRARY = re.compile(r"site-packages|/lib/python|/lib/hpc_ddp/|^<")
-
-
-def _stands(nodes: Sequence[NodeFolder]) -> dict[int, str]:
-    """Return by rank the line of the user's code where it stood in a hang, as ``train.py line 7``;
-    ranks without stacks are left out."""
-    places = {}
-    for node in nodes:
-        for path in sorted(node.path.glob("stack-rank-*.txt")):
-            rank = path.stem.removeprefix("stack-rank-")
-            main_thread = _tail(path).rpartition("hread 0x")[2]  # the main thread comes last
-            place = place_in(main_thread, newest_first=True)
-            if rank.isdecimal() and place:
-                places[int(rank)] = place
-    return places
-
-
-def place_in(text: str, newest_first: bool = False) -> str:
-    """Return the innermost line of a traceback that is in the user's code, as ``train.py line 7``;
-    '' without one. With `newest_first` its frames are in reverse order."""
-    frames = list(_FRAME.finditer(text))
-    if newest_first:
-        frames.reverse()
-    user_frames = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
-    if not user_frames:
-        return ""
-    return f"{Path(user_frames[-1]['file']).name} line {user_frames[-1]['line']}"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from hpc_ddp.core.journal.events import (
@@ -14,6 +15,7 @@ from hpc_ddp.core.journal.events import (
     MetricsLine,
     TrainingBegun,
 )
+from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import by_start
 
 HUGE = 1e300  # larger values are drawn like infinity
@@ -67,22 +69,34 @@ class Curve:
     @property
     def finite(self) -> list[float]:
         """The numbers that are neither NaN nor infinite."""
-        return [point.number for point in self.points if point.is_finite]
+        return [number for _, number, _ in self.points if abs(number) < HUGE]
 
     def segments(self) -> Iterator[Segment]:
         """Yield the curve's points, cut at each start, where steps were done again, and where it is
         not finite; nothing without points."""
-        redone_from: dict[int, float] = {}  # by start: the first step of all later ones
-        first_step = math.inf
-        for start, group in groupby(reversed(self.points), key=lambda point: point.start):
-            redone_from[start] = first_step
-            first_step = min(first_step, *(point.step for point in group))
+        starts = [list(group) for _, group in groupby(self.points, key=itemgetter(2))]
+        first_step = math.inf  # of all later starts
+        redone_from: list[float] = []
+        for points in reversed(starts):
+            redone_from.insert(0, first_step)
+            first_step = min(first_step, *map(itemgetter(0), points))
+        for points, redone_step in zip(starts, redone_from, strict=True):
+            yield from _segments_of(points, redone_step)
 
-        def key(point: Point) -> tuple[int, bool, bool]:
-            return point.start, point.is_finite, point.step >= redone_from[point.start]
 
-        for (_, is_finite, is_redone), group in groupby(self.points, key=key):
-            yield Segment(list(group), is_finite, is_redone)
+def _segments_of(points: Sequence[Point], redone_from: float) -> Iterator[Segment]:
+    """Yield the points of one start, cut where they are not finite, and where a later start has
+    done their steps again, from the step `redone_from` on."""
+    is_finite = all(map(HUGE.__gt__, map(abs, map(itemgetter(1), points))))
+    if is_finite and max(map(itemgetter(0), points)) < redone_from:  # as most of 100,000 are
+        yield Segment(points, True, False)
+        return
+
+    def key(point: Point) -> tuple[bool, bool]:
+        return point.is_finite, point.step >= redone_from
+
+    for (is_finite, is_redone), group in groupby(points, key=key):
+        yield Segment(list(group), is_finite, is_redone)
 
 
 def columns(points: Sequence[Point], width: float) -> list[Column]:
@@ -103,11 +117,13 @@ def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
         for event in start:
             if not isinstance(event, MetricsLine):
                 continue
-            for name in event.values:
-                number = event.number(name)
-                if name not in _NO_METRICS and number is not None:
-                    curve = curves.setdefault(name, Curve(name))
-                    curve.points.append(Point(event.step, number, index))
+            step = event.step
+            for name, entry in event.values.items():
+                number = entry if type(entry) is float else to_number(entry)
+                if number is not None and name not in _NO_METRICS:
+                    if name not in curves:
+                        curves[name] = Curve(name)
+                    curves[name].points.append(Point(step, number, index))
     order = {"loss": 0, "mfu": 2, "samples_per_s": 3}
     return dict(sorted(curves.items(), key=lambda pair: order.get(pair[0], 1)))
 

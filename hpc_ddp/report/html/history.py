@@ -28,7 +28,7 @@ from hpc_ddp.live_jobs import read_queue
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import RunFacts, gather
-from hpc_ddp.report.status.run_status import Status, status_of
+from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
 
 _SIGNS = {"preempted": "▼", "time limit": "▼", "notice": "▼", "finished": "✓", "cancelled": "⏹"}
@@ -69,8 +69,9 @@ def read_run(run: RunFolder) -> RunHistory:
     """Read a run's folder, and query Slurm, also for its last jobs. Without an answer the state is
     the journal's, or ``unknown`` where that leaves it open. Raise OSError where the journal can't
     be read."""
-    facts = gather(run)
-    status = status_of(run, read_queue())
+    events = run.events()
+    facts = gather(run, events)
+    status = summarize(run, events, run.jobs(events), read_queue())
     waits = status.state is RunState.WAITING
     pieces = goodput.pieces(facts.events, facts.now if status.state.is_live else None, waits)
     return RunHistory(run, facts, status, explain(facts), pieces)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import open_data
+from hpc_ddp.core.journal.journal import read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 
-CHUNK = 1 << 16  # bytes read of a log at once: there may be thousands of logs
+CHUNK = 1 << 20  # bytes read of a log at once: there may be thousands of logs
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     paths = [path for node in nodes if (path := node.rank_log(rank or 0)).exists()]
     if paths:
         return paths
-    if is_standalone(run.events()):
+    if is_standalone(read_briefly(run.journal_folder)):
         raise UsageError(
             f"run {run.path} was started by hand: its output went to its terminal",
             hint=f"hpc-ddp explain {run.quoted}",
@@ -86,12 +88,33 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     )
 
 
+class Cut(NamedTuple):
+    """A size that a log had: no block of lines goes beyond it. With `is_alone` no other log grew
+    within seconds of what is before it."""
+
+    size: int
+    is_alone: bool
+
+
+class Block(NamedTuple):
+    """Lines of a log that were printed together; `time` in unix seconds is the first one's.
+
+    The last one may lack its line break.
+    """
+
+    time: float
+    text: bytes
+    is_alone: bool
+
+
 class LogFile:
-    """A growing file, read line by line.
+    """A growing file, read by whole lines.
 
     `times` and `sizes` are the supervisor's notes of its size over time. With `tidy`, only the
     last state of a progress bar is a line.
     """
+
+    __slots__ = ("_position", "_tidy", "path", "sizes", "times")
 
     def __init__(self, path: Path, tidy: bool = False) -> None:
         self.path, self._tidy, self._position = path, tidy, 0
@@ -104,37 +127,74 @@ class LogFile:
         True without notes."""
         return not self.sizes or self.sizes[-1] > self._position
 
-    def new_lines(self, is_last: bool) -> Iterator[tuple[float, bytes]]:
-        """Yield the new lines with their times, in unix seconds; the next call begins behind the
-        last one. A line has its line break; one without is yielded only if `is_last`. A file that
-        can't be read has none."""
+    def new_text(self, is_last: bool, content: bytes | None = None) -> Iterator[bytes]:
+        """Yield the new lines, some at once; the next call begins behind the last one. A line
+        without its line break is yielded only if `is_last`. A file that can't be read has none.
+
+        `content` is all that the file has, None: it is read here.
+        """
         partial = b""
         while True:
-            try:
-                with open_data(self.path) as file:  # not kept open: there may be thousands
-                    file.seek(self._position + len(partial))
-                    chunk = file.read(CHUNK)
-            except OSError:
+            chunk = self._read(self._position + len(partial), content)
+            if chunk is None:
                 return
-            *lines, partial = (partial + chunk).split(b"\n")
-            for line in lines:
-                self._position += len(line) + 1
-                yield self._time_of(self._position), self._last_drawn(line) + b"\n"
-            if self._tidy:
-                drawn = self._last_drawn(partial)
+            end = chunk.rfind(b"\n") + 1
+            if end:
+                text = partial + chunk[:end]
+                self._position += len(text)
+                yield text
+                partial = chunk[end:]
+            else:
+                partial += chunk
+            if self._tidy and b"\r" in partial:
+                drawn = _last_drawn(partial)
                 self._position += len(partial) - len(drawn)
                 partial = drawn
             if not chunk:
                 break
         if partial and is_last:
             self._position += len(partial)
-            yield self._time_of(self._position), partial
+            yield partial
 
-    def _last_drawn(self, line: bytes) -> bytes:
-        """Return the last state of a progress bar in a line, which is all behind its last carriage
-        return; the line as it is unless `tidy`."""
-        bar = line.rstrip(b"\r")
-        return line[bar.rfind(b"\r") + 1 :] if self._tidy else line
+    def _read(self, position: int, content: bytes | None) -> bytes | None:
+        """Return what follows a position of the file, at most `CHUNK` bytes; None where it can't be
+        read."""
+        if content is not None:
+            return content[position:]
+        try:
+            with open_data(self.path) as file:  # not kept open: there may be thousands
+                file.seek(position)
+                return file.read(CHUNK)
+        except OSError:
+            return None
+
+    def new_blocks(
+        self, is_last: bool, cuts: Sequence[Cut], content: bytes | None = None
+    ) -> Iterator[Block]:
+        """Yield the new lines as `new_text` does, in blocks that end at the `cuts`, which rise."""
+        next_cut = 0
+        for text in self.new_text(is_last, content):
+            begin, at = self._position - len(text), 0
+            while at < len(text):
+                while next_cut < len(cuts) and cuts[next_cut].size <= begin + at:
+                    next_cut += 1
+                end, is_alone = len(text), False
+                if next_cut < len(cuts):
+                    size, is_alone = cuts[next_cut]
+                    if size < begin + end:
+                        end = text.rfind(b"\n", at, size - begin) + 1
+                        next_cut += 1
+                if end > at:
+                    first = text.find(b"\n", at, end) + 1 or end
+                    seconds = self._time_of(begin + first)
+                    yield Block(seconds, self._drawn(text[at:end]), is_alone)
+                    at = end
+
+    def _drawn(self, text: bytes) -> bytes:
+        """Return lines with the last state of each progress bar; as they are unless `tidy`."""
+        if not self._tidy or b"\r" not in text:
+            return text
+        return b"\n".join(map(_last_drawn, text.split(b"\n")))
 
     def _time_of(self, size: int) -> float:
         """Return the time (unix seconds) of the first note by which the file had `size` bytes;
@@ -145,3 +205,9 @@ class LogFile:
         with contextlib.suppress(OSError):
             return max(self.path.stat().st_mtime, *self.times[-1:], 0.0)
         return time.time()
+
+
+def _last_drawn(line: bytes) -> bytes:
+    """Return the last state of a progress bar in a line: all behind its last carriage return."""
+    bar = line.rstrip(b"\r")
+    return line[bar.rfind(b"\r") + 1 :]

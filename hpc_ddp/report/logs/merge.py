@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
+import math
+import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_ddp.core.file_io import MOST_TEXT_BYTES, open_data
+from hpc_ddp.core.file_io import (
+    MOST_TEXT_BYTES,
+    open_data,
+    read_small_below,
+)
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import events_of
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.logs.files import LogFile
+from hpc_ddp.report.logs.files import Block, Cut, LogFile
 
 LIST_EVERY = 10  # polls between two looks for new ranks
 FOLD_S = 2.0  # equal lines of several ranks within this time are one: times are good to a second
 
 
 class Line(NamedTuple):
-    """A line of a rank's log; `time` in unix seconds."""
+    """A line of a rank's log, or several that were printed together; `time` in unix seconds. With
+    `is_alone` no other rank has printed anything within seconds."""
 
     time: float
     rank: int
     node: str
     text: bytes
+    is_alone: bool = False
 
 
 @dataclass
@@ -53,39 +62,52 @@ class AttemptLogs:
         `is_last`. Raise OSError where the attempt's folder can't be listed.
         """
         if is_last or not self._updates % LIST_EVERY or not self.logs:
-            for node in self.attempt.nodes():
-                for path in node.path.glob("rank-*.log"):
-                    rank = path.stem.removeprefix("rank-")
-                    if rank.isdecimal():
-                        log = LogFile(path, self.tidy)
-                        self.logs.setdefault((node.path.name, int(rank)), log)
-                for path in node.path.glob("printed*"):
-                    self._offsets.setdefault(path, 0)
+            self._find_logs()
         self._updates += 1
         for path in self._offsets:
-            self._read_notes(path)
+            with contextlib.suppress(OSError), open_data(path) as file:
+                file.seek(self._offsets[path])
+                self._add_notes(path, file.read(MOST_TEXT_BYTES))
 
-    def _read_notes(self, path: Path) -> None:
-        """Read the new lines of a supervisor's `printed` into the times and sizes of its logs.
-        Damaged ones, and those of logs that `update` has not looked for yet, are left out."""
-        with contextlib.suppress(OSError), open_data(path) as file:
-            file.seek(self._offsets[path])
-            for line in file.read(MOST_TEXT_BYTES).splitlines(keepends=True):
-                if not line.endswith(b"\n"):
-                    break  # half-written: the next update reads it
-                self._offsets[path] += len(line)
-                with contextlib.suppress(ValueError, IndexError, KeyError):
-                    words = line.split()
-                    seconds, size = float(words[0]), int(words[2])
-                    log = self.logs[path.parent.name, int(words[1])]
-                    log.times.append(seconds)
-                    log.sizes.append(size)
+    def _find_logs(self) -> None:
+        """Add the logs that have come since, and the supervisors' files of notes, which are read
+        on the way where they are small. Raise OSError where the attempt's folder can't be
+        listed."""
+        for node, entries, files in read_small_below(self.attempt.path, _has_notes):
+            folder = self.attempt.node(node).path
+            for name in filter(_is_log, entries):
+                key = node, int(name[5:-4])
+                if key not in self.logs:
+                    self.logs[key] = LogFile(folder / name, self.tidy)
+            for name, small in files.items():
+                path = folder / name
+                if path not in self._offsets:
+                    self._offsets[path] = 0
+                    self._add_notes(path, small.content if small else b"")
+
+    def _add_notes(self, path: Path, text: bytes) -> None:
+        """Add new lines of a supervisor's `printed` to the times and sizes of its logs. Damaged
+        ones, and those of logs that `update` has not looked for yet, are left out."""
+        text = text[: text.rfind(b"\n") + 1]  # a half-written line is read by the next update
+        self._offsets[path] += len(text)
+        try:
+            notes = _notes_in(text.split())
+        except ValueError:
+            notes = _notes_in([word for note in _NOTE.findall(text) for word in note])
+        node, rank, log = path.parent.name, b"", None
+        for seconds, of_rank, size in notes:
+            if of_rank != rank:  # a rank that prints each second has half a million
+                rank, log = of_rank, self.logs.get((node, int(of_rank)))
+            if log:
+                log.times.append(seconds)
+                log.sizes.append(size)
 
     def events(self) -> list[JournalEvent]:
-        """Return the attempt's events, without those of the ranks, which are many; raise OSError
-        where a journal can't be read."""
-        paths = sorted(self.run.journal_folder.glob("*.jsonl"))
-        events = (e for p in paths if not p.name.startswith("rank-") for e in events_of(p))
+        """Return the attempt's events of the batch script, its beginning and its end; raise OSError
+        where they can't be read. Those of the others are in thousands of files."""
+        events: list[JournalEvent] = []
+        with contextlib.suppress(FileNotFoundError):
+            events = list(events_of(self.run.journal("batch").path))
         return [event for event in events if event.attempt == self.attempt.number]
 
     def new_lines(self, is_last: bool) -> Iterator[Line]:
@@ -94,22 +116,91 @@ class AttemptLogs:
         read have none."""
         # Every so often all logs are read: a supervisor may not be able to note their sizes.
         read_all = is_last or self._updates % LIST_EVERY == 1
-        now = time.time()
-        streams = [
-            _stream(node, rank, log, is_last, now)
-            for (node, rank), log in sorted(self.logs.items())
-            if read_all or log.may_have_grown
-        ]
-        return heapq.merge(*streams, key=itemgetter(0, 1))
+        logs = {key: log for key, log in self.logs.items() if read_all or log.may_have_grown}
+        contents = self._read_small(logs) if read_all else {}
+        now, busy = time.time(), _busy_seconds(logs)
+        short: list[Line] = []
+        streams: list[Iterator[Line]] = []
+        for key, log in sorted(logs.items()):
+            content = contents.get(key)
+            blocks = log.new_blocks(is_last, _cuts(log, busy), content)
+            stream = _stream(*key, blocks, now)
+            if content is None:
+                streams.append(stream)
+            else:
+                short += stream
+        short.sort(key=itemgetter(0, 1))
+        return heapq.merge(short, *streams, key=itemgetter(0, 1))
+
+    def _read_small(self, logs: Container[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
+        """Return the contents of those of some logs that are small, with fewer questions to the
+        disk than one by one. Raise OSError where the attempt's folder can't be listed."""
+        contents: dict[tuple[str, int], bytes] = {}
+        for node, _, files in read_small_below(self.attempt.path, _is_log):
+            for name, small in files.items():
+                if small and (node, int(name[5:-4])) in logs:
+                    contents[node, int(name[5:-4])] = small.content
+        return contents
 
 
-def _stream(node: str, rank: int, log: LogFile, is_last: bool, now: float) -> Iterator[Line]:
+_NOTE = re.compile(rb"^(\d+\.?\d*) (\d+) (\d+)$", re.M)
+
+
+def _notes_in(words: Sequence[bytes]) -> list[tuple[float, bytes, int]]:
+    """Return a supervisor's notes: unix seconds, rank, and bytes of its log. Raise ValueError for
+    words that are none."""
+    seconds, sizes = map(float, words[::3]), map(int, words[2::3])
+    return list(zip(seconds, words[1::3], sizes, strict=True))
+
+
+def _is_log(name: str) -> bool:
+    return name.startswith("rank-") and name.endswith(".log") and name[5:-4].isdecimal()
+
+
+def _has_notes(name: str) -> bool:
+    return name.startswith("printed")
+
+
+def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
+    """Return the unix seconds, whole, in which several logs have grown, or one has within seconds
+    of another."""
+    owners: dict[int, tuple[str, int] | None] = {}
+    for key, log in logs.items():
+        for second in map(int, log.times):
+            if owners.setdefault(second, key) is not key:
+                owners[second] = None
+    seconds = sorted(owners)
+    changes = {second for second in seconds if owners[second] is None}
+    for before, after in itertools.pairwise(seconds):
+        if owners[before] != owners[after]:
+            changes |= {before, after}
+    around = range(-int(FOLD_S) - 1, int(FOLD_S) + 2)
+    return {second + more for second in changes for more in around}
+
+
+def _cuts(log: LogFile, busy: Container[int]) -> list[Cut]:
+    """Return where to cut a log so that its lines can be put in order with those of others: at each
+    note of a `busy` second, and else where such seconds begin."""
+    cuts: list[Cut] = []
+    alone: int | None = None  # the size at the last note of a row that is not busy
+    for seconds, size in zip(log.times, log.sizes, strict=True):
+        if int(seconds) not in busy:
+            alone = size
+            continue
+        if alone is not None:
+            cuts.append(Cut(alone, True))
+            alone = None
+        cuts.append(Cut(size, False))
+    return cuts if alone is None else [*cuts, Cut(alone, True)]
+
+
+def _stream(node: str, rank: int, blocks: Iterable[Block], now: float) -> Iterator[Line]:
     """Yield a rank's new lines. Within a call their times do not go back, nor beyond `now` in unix
     seconds (a clock may be ahead)."""
     latest = 0.0
-    for seconds, text in log.new_lines(is_last):
+    for seconds, text, is_alone in blocks:
         latest = max(latest, min(seconds, now))
-        yield Line(latest, rank, node, text)
+        yield Line(latest, rank, node, text, is_alone)
 
 
 class LineFolder:
@@ -125,13 +216,17 @@ class LineFolder:
         self._held: list[Line] = []
 
     def add(self, line: Line) -> Iterator[tuple[Line, list[int]]]:
-        """Add a line; yield those that are too old to be equal to it, and the lines behind them
-        that are held, with their ranks. Unless lines are folded, yield this one alone."""
+        """Add lines; yield those that are too old to be equal to them, and the lines behind them
+        that are held, with their ranks. Unless lines are folded, yield these alone; so for lines
+        that no other rank can have printed."""
         if not self._fold:
             yield line, [line.rank]
-            return
-        yield from self.release(line.time - FOLD_S)
-        self._held.append(line)
+        elif line.is_alone:
+            yield from self.release(math.inf)
+            yield line, [line.rank]
+        else:
+            yield from self.release(line.time - FOLD_S)
+            self._held.append(line)
 
     def release(self, before: float) -> Iterator[tuple[Line, list[int]]]:
         """Yield all held lines with their ranks, and forget them, if the first is from before
@@ -139,37 +234,57 @@ class LineFolder:
         if not self._held or self._held[0].time >= before:
             return
         held, self._held = self._held, []
-        queues: dict[int, deque[Line]] = {}
-        counts: dict[bytes, Counter[int]] = {}  # of each text, how often each rank still has it
+        texts: dict[int, list[bytes]] = {}
         for line in held:
-            queues.setdefault(line.rank, deque()).append(line)
-            counts.setdefault(line.text, Counter())[line.rank] += 1
+            texts.setdefault(line.rank, []).append(line.text)
+        alike: dict[bytes, list[int]] = {}  # most of thousands of ranks print the same
+        for rank, parts in texts.items():
+            alike.setdefault(b"".join(parts), []).append(rank)
+        ranks_like = {ranks[0]: ranks for ranks in alike.values()}
+        lines = [
+            line._replace(text=text)
+            for line in held
+            if line.rank in ranks_like
+            for text in line.text.splitlines(keepends=True)
+        ]
+        for line, ranks in _fold(lines):
+            yield line, list(itertools.chain.from_iterable(ranks_like[rank] for rank in ranks))
 
-        def pop(rank: int) -> Line:
-            """Remove the first line of a rank from its queue and the counts, and return it."""
-            line = queues[rank].popleft()
-            counts[line.text][rank] -= 1
-            return line
 
-        shown_early: Counter[int] = Counter()  # lines of each rank that were shown with another's
-        for line in held:
-            if shown_early[line.rank]:
-                shown_early[line.rank] -= 1
+def _fold(held: Sequence[Line]) -> Iterator[tuple[Line, list[int]]]:
+    """Yield lines with the ranks that printed an equal one, in order of time as far as no rank's
+    lines change their order."""
+    queues: dict[int, deque[Line]] = {}
+    counts: dict[bytes, Counter[int]] = {}  # of each text, how often each rank still has it
+    for line in held:
+        queues.setdefault(line.rank, deque()).append(line)
+        counts.setdefault(line.text, Counter())[line.rank] += 1
+
+    def pop(rank: int) -> Line:
+        """Remove the first line of a rank from its queue and the counts, and return it."""
+        line = queues[rank].popleft()
+        counts[line.text][rank] -= 1
+        return line
+
+    shown_early: Counter[int] = Counter()  # lines of each rank that were shown with another's
+    for line in held:
+        if shown_early[line.rank]:
+            shown_early[line.rank] -= 1
+            continue
+        pop(line.rank)
+        ranks = [line.rank]
+        equal = [rank for rank, count in counts[line.text].items() if count]
+        for rank in equal:
+            if rank == line.rank:
                 continue
-            pop(line.rank)
-            ranks = [line.rank]
-            equal = [rank for rank, count in counts[line.text].items() if count]
-            for rank in equal:
-                if rank == line.rank:
-                    continue
-                while True:
-                    first = pop(rank)
-                    shown_early[rank] += 1
-                    if first.text == line.text:
-                        break
-                    yield first, [rank]
-                ranks.append(rank)
-            yield line, ranks
+            while True:
+                first = pop(rank)
+                shown_early[rank] += 1
+                if first.text == line.text:
+                    break
+                yield first, [rank]
+            ranks.append(rank)
+        yield line, ranks
 
 
 def spans(numbers: Iterable[int]) -> str:

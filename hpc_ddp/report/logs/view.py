@@ -16,17 +16,19 @@ from hpc_ddp.core.file_io import NOISE, open_data
 from hpc_ddp.core.job.task_folder import trial_text
 from hpc_ddp.core.journal.enums import Action, sequel_of
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
-from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
-from hpc_ddp.report.logs.files import CHUNK, LogFile, LogQuery, log_files
+from hpc_ddp.report.logs.files import LogFile, LogQuery, log_files
 from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFolder, spans
 
 POLL_S = 0.5
 ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
 
-_NOISE = re.compile(NOISE.encode())
-TORCH_MARK = re.compile(rb"^\[rank\d+\]: ?")  # torch's own, of tracebacks
+BEGINNING = 1 << 16  # bytes of a log
+_NOISE = re.compile(rb"^.*(?:" + NOISE.encode() + rb").*\n?", re.M)
+NOISE_WORDS = (b"socket.cpp", b"[Gloo] Rank")  # one is in each line of noise
+TORCH_MARK = re.compile(rb"^\[rank\d+\]: ?", re.M)  # torch's own, of tracebacks
 COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -69,8 +71,11 @@ def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> No
 def _check_has_logs(run: RunFolder, query: LogQuery) -> None:
     """Raise UsageError for a script that was started by hand and has no log: none will come; and
     OSError where the journal or an attempt's folder can't be read."""
-    if is_standalone(run.events()):
+    try:
         log_files(run, query.rank or 0, query.attempt)
+    except UsageError:  # the journal, which is larger, is read only where there is no log
+        if is_standalone(read_briefly(run.journal_folder)):
+            raise
 
 
 def _open_view(run: RunFolder, query: LogQuery) -> PlainView | MergedView:
@@ -102,8 +107,8 @@ class PlainView:
         Raise UsageError and OSError as `log_files` does, and OSError where stdout is closed."""
         for path in log_files(self._run, self._query.rank, self._query.attempt):
             log = self._files.setdefault(path, LogFile(path))
-            for _, line in log.new_lines(is_last=True):
-                sys.stdout.buffer.write(line)
+            for text in log.new_text(is_last=True):
+                sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
 
 
@@ -164,12 +169,14 @@ class MergedView:
         """Return whether the beginning of a log has a line that is shown; False where it can't be
         read."""
         with contextlib.suppress(OSError), open_data(path) as file:
-            return any(map(self._is_shown, file.read(CHUNK).splitlines(keepends=True)))
+            return bool(self._without_noise(file.read(BEGINNING)))
         return False
 
-    def _is_shown(self, line: bytes) -> bool:
-        """Return whether a line is shown: noise is not, unless the query is raw."""
-        return self._query.raw or not _NOISE.search(line)
+    def _without_noise(self, text: bytes) -> bytes:
+        """Return the lines of a text that are shown: noise is not, unless the query is raw."""
+        if self._query.raw or not any(word in text for word in NOISE_WORDS):
+            return text
+        return _NOISE.sub(b"", text)
 
     def _show(self, group: AttemptLogs, is_last: bool) -> None:
         """Print the new lines of an attempt, with a heading where it begins and where it ends, once
@@ -184,8 +191,8 @@ class MergedView:
             self._print_heading(group, _beginning(events))
             group.begin_shown = True
         for line in group.new_lines(is_over):
-            if self._is_shown(line.text):
-                self._print(group, folder.add(line))
+            if text := self._without_noise(line.text):
+                self._print(group, folder.add(line._replace(text=text)))
         before = float("inf") if is_over else time.time() - FOLD_S / 2
         self._print(group, folder.release(before))
         if verdict and not group.end_shown:
@@ -198,7 +205,9 @@ class MergedView:
         for line, ranks in lines:
             text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
             if self._has_marks:
-                text = self._mark(group, line, ranks).encode() + TORCH_MARK.sub(b"", text)
+                mark = self._mark(group, line, ranks).encode()
+                text = TORCH_MARK.sub(b"", text) if b"[rank" in text else text
+                text = mark + text[:-1].replace(b"\n", b"\n" + mark) + b"\n"
             sys.stdout.buffer.write(text)
 
     def _mark(self, group: AttemptLogs, line: Line, ranks: list[int]) -> str:

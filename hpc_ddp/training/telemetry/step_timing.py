@@ -10,22 +10,20 @@ stream, since the CPU runs ahead of it.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from hpc_ddp.core.journal.events import StepTiming
 from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.core.journal.stragglers import summarize_times
 from hpc_ddp.training import devices
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.process.control import Control
 
 EVERY_S, SELDOM_S = 30.0, 300.0  # between two events, at first and at last
 SAMPLE_S = 0.05  # at most one step in this time is measured, since events of a GPU cost some us
-DIGITS = 4
 
 Mark = Any  # a moment: seconds, or torch.Event
 
@@ -150,30 +148,8 @@ class StepTimer:
         work.wait()
         if not rows or not rows[0][3]:
             return
-        step_s, busy_s, data_s, steps = ([row[i].item() for row in rows] for i in range(4))
-        has_busy = not any(map(math.isnan, busy_s))
-        excess = [_excess(data_s), _excess(busy_s)] if has_busy else [_excess(data_s)]
-        largest = [max(rank_excess) for rank_excess in zip(*excess, strict=True)]
-        slowest = largest.index(max(largest))
+        step_s, busy_s, data_s, steps = torch.stack(rows).T.tolist()
+        own_s = None if any(map(math.isnan, busy_s)) else busy_s
         self._journal.write_later(
-            StepTiming(
-                step,
-                int(steps[0]),
-                _round(step_s[0]),
-                [_round(seconds) for seconds in data_s],
-                slowest,
-                self._nodes[slowest],
-                [_round(seconds) for seconds in busy_s] if has_busy else None,
-            )
+            summarize_times(step, int(steps[0]), step_s[0], data_s, own_s, self._nodes)
         )
-
-
-def _excess(seconds: Sequence[float]) -> list[float]:
-    """Return how many seconds longer than the median each rank takes."""
-    usual = statistics.median_low(seconds)
-    return [rank_s - usual for rank_s in seconds]
-
-
-def _round(seconds: float) -> float:
-    """Return seconds with `DIGITS` significant digits, 0 for negative ones."""
-    return float(f"{max(seconds, 0.0):.{DIGITS}g}")

@@ -13,10 +13,12 @@ import pytest
 
 from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import LineReader, make_private, parse_object, write_json
+from hpc_ddp.core.file_io import make_private, parse_object, write_json
 from hpc_ddp.core.file_owners import check_executable, check_folder, is_executable
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal import line_reader
 from hpc_ddp.core.journal.journal import read_briefly, read_events
+from hpc_ddp.core.journal.line_reader import LineReader
 from hpc_ddp.core.run_folder import RunFolder
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
@@ -246,7 +248,7 @@ def test_all_journal_files_of_a_run_share_a_budget(
     run: RunFolder, limit: str, monkeypatch: pytest.MonkeyPatch, files_are_anothers: None
 ) -> None:
     (run.journal_folder / "submit.jsonl").write_bytes(FINISHED)
-    monkeypatch.setattr(file_io, limit, 2 if limit.endswith("FILES") else 2 * len(FINISHED))
+    monkeypatch.setattr(line_reader, limit, 2 if limit.endswith("FILES") else 2 * len(FINISHED))
     (run.journal_folder / "a.jsonl").write_bytes(FINISHED)
     assert len(read_events(run.journal_folder)) == 2
     (run.journal_folder / "b.jsonl").write_bytes(FINISHED)
@@ -261,7 +263,7 @@ def test_of_ones_own_run_a_long_line_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash of a node may leave zeros in a file."""
-    monkeypatch.setattr(file_io, "LONGEST_LINE", 100)
+    monkeypatch.setattr(line_reader, "LONGEST_LINE", 100)
     (tmp_path / "a.jsonl").write_bytes(FINISHED + b"\0" * 250 + FINISHED + FINISHED)
     assert len([*LineReader().read(tmp_path / "a.jsonl")]) == 2
     assert len(read_events(tmp_path)) == 2

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.stragglers import summarize_times
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.report.explain.explain import explain
@@ -157,7 +158,7 @@ def make_run(root: Path, number: int = 7, ended: bool = False) -> RunFolder:
     return run
 
 
-def write_step_times(run: RunFolder, busy_s: list[float], data_s: list[float], **more: Any) -> None:
-    slowest = busy_s.index(max(busy_s))
-    fields = {"step": 9, "steps": 9, "step_s": 0.3, "slowest": slowest, "node": f"n{slowest}"}
-    write_event(run, "rank-0", "ranks", 1, busy_s=busy_s, data_s=data_s, **{**fields, **more})
+def write_step_times(run: RunFolder, busy_s: list[float], data_s: list[float]) -> None:
+    """Journal the step times of all ranks, rank k of the node ``n<k>``."""
+    event = summarize_times(9, 9, 0.3, data_s, busy_s, [f"n{rank}" for rank in range(len(busy_s))])
+    write_event(run, "rank-0", "ranks", 1, **event.to_fields())

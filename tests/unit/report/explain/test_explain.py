@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from hpc_ddp.core.journal.stragglers import summarize_times
 from hpc_ddp.core.process import identity
 from hpc_ddp.training.checkpoint import disk
 from unit.report.written_runs import Written, record
@@ -70,12 +70,8 @@ def test_a_running_run_is_explained(written: Written) -> None:
     assert "checkpoint is of step 10" in explanation.text
     assert "it may hang" in explanation.text  # the last event is 950 s old
     for _ in range(3):
-        step_times: dict[str, Any] = {
-            "busy_s": [0.1, 0.1, 0.4],
-            "data_s": [0.0, 0.0, 0.3],
-            "slowest": 2,
-        }
-        written.event("ranks", step=20, steps=9, step_s=0.4, node="n2", **step_times)
+        times = summarize_times(20, 9, 0.4, [0.0, 0.0, 0.3], [0.1, 0.1, 0.4], ["n1", "n1", "n2"])
+        written.event("ranks", **times.to_fields())
     explanation = written.explain(record("RUNNING"))
     assert (
         "But rank 2 on n2 waits for data: 0.4 s a step of its own, others 0.1 s: the"

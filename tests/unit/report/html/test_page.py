@@ -201,7 +201,8 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     written.run.script.write_text(f"#!/bin/bash\n{EVIL}</pre></details>")
     hostile: dict[str, Any] = {EVIL: 1.0, "</script><b>": 2.0}
     written.start().steps(1, 5, **hostile)
-    written.event("ranks", step=5, steps=5, step_s=1, busy_s=[1, 2], slowest=1, node=EVIL)
+    slow: dict[str, Any] = {"ranks": [0, 1], "busy_s": [1, 2], "busy_quartiles_s": [1, 1, 1, 1, 2]}
+    written.event("ranks", step=5, steps=5, step_s=1, slowest=1, node=EVIL, **slow)
     written.event("preflight", ok=False, why=EVIL, seconds=1, report={EVIL: {"bad": []}})
     written.event("failed", rank=0, node=EVIL, error=EVIL, traceback=EVIL)
     why: dict[str, Any] = {"why": EVIL, "rank": 0, "node": EVIL, "error": EVIL, "bad_nodes": [EVIL]}
@@ -215,7 +216,17 @@ def test_the_page_of_a_damaged_journal_and_job(tmp_path: Path) -> None:
     written = Written(tmp_path).start().steps(1, 5)
     for event in ("ranks", "checkpoint", "preflight", "notice", "failed", "first_step"):
         for value in (None, "x", [], {}, [None], {"a": 1}):
-            names = ("step", "busy_s", "report", "bad_nodes", "nodes", "hosts", "rank", "error")
+            names = (
+                "step",
+                "busy_s",
+                "ranks",
+                "report",
+                "bad_nodes",
+                "nodes",
+                "hosts",
+                "rank",
+                "error",
+            )
             damage: dict[str, Any] = dict.fromkeys(names, value)
             written.event(event, **damage)
     written.run.job_json.write_text("[]")

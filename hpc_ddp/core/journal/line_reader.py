@@ -1,0 +1,88 @@
+"""The lines of a run's journal files: within a budget, and small files ahead of their time."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+from hpc_ddp.core.file_io import READERS, SmallFile, open_data, read_small_files
+
+# Read of all journal files of a run: a sparse file of terabytes must neither fill the memory nor
+# take hours. Of another user's run much less, since any number may be made.
+MOST_BYTES, MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 30, 1 << 26, 50_000
+LONGEST_LINE = 1 << 20  # bytes; names of 5,000 nodes are a tenth of it
+AT_ONCE = 512  # small files that are read ahead
+
+
+class LineReader:
+    """Reads the lines of a run's journal files, one by one and all together within a budget."""
+
+    def __init__(self) -> None:
+        self._bytes = self._files = 0
+
+    def read_folder(self, folder: Path, names: Sequence[str]) -> Iterator[Iterator[bytes]]:
+        """Yield the lines of each file of a folder with one of these names, as `read` does, and
+        with its errors.
+
+        Threads read small files ahead, `AT_ONCE`: a job of a thousand nodes has thousands, and a
+        shared disk opens one in a millisecond.
+        """
+        with ThreadPoolExecutor(READERS) as pool:  # a thread starts as it gets work
+            for begin in range(0, len(names), AT_ONCE):
+                some = names[begin : begin + AT_ONCE]
+                for name, small in zip(some, _read_ahead(pool, folder, some), strict=True):
+                    path = folder / name
+                    if small is None:
+                        yield self.read(path)
+                    else:
+                        yield self._lines(BytesIO(small.content), small.is_foreign, path)
+
+    def read(self, path: Path) -> Iterator[bytes]:
+        """Yield the lines of a file without their ends; those of `LONGEST_LINE` are left out.
+
+        The budget is for all files that this reader has read, and less for another user's file.
+
+        Raises
+        ------
+        OSError
+            the file can't be read, is no regular file, or lies behind a link of another user; the
+            budget is spent; or another user's file has such a line, as a sparse file does
+        """
+        with open_data(path) as file:
+            is_foreign = os.fstat(file.fileno()).st_uid != os.geteuid()
+            yield from self._lines(file, is_foreign, path)
+
+    def _lines(self, file: BinaryIO, is_foreign: bool, path: Path) -> Iterator[bytes]:
+        """Yield the lines of an open file as `read` does, with its errors; `path` is named in
+        them."""
+        most_bytes = MOST_FOREIGN_BYTES if is_foreign else MOST_BYTES
+        self._files += 1
+        is_spent = is_foreign and self._files > MOST_FOREIGN_FILES
+        is_rest = False  # of a line that is too long
+        while line := file.readline(LONGEST_LINE):
+            self._bytes += len(line)
+            is_long = len(line) == LONGEST_LINE and not line.endswith(b"\n")
+            if is_spent or self._bytes > most_bytes or (is_long and is_foreign):
+                raise OSError(errno.EFBIG, "too large for a journal", str(path))
+            if not (is_long or is_rest):
+                yield line.rstrip(b"\r\n")
+            is_rest = is_long
+
+
+def _read_ahead(
+    pool: ThreadPoolExecutor, folder: Path, names: Sequence[str]
+) -> list[SmallFile | None]:
+    """Return the files with these names as `read_small_files` does, with its errors; few are read
+    without threads."""
+    size = AT_ONCE // READERS
+    parts = [names[begin : begin + size] for begin in range(0, len(names), size)]
+    if len(parts) == 1:
+        return read_small_files(folder, names)
+    files = pool.map(partial(read_small_files, folder), parts)
+    return [file for part in files for file in part]

@@ -1,0 +1,125 @@
+"""The nodes' records of the end of an attempt: failures, and where the ranks stood in a hang.
+
+Half-written and damaged files are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+from hpc_ddp.core.errors import COMMUNICATION_ERROR
+from hpc_ddp.core.file_io import SmallFile, parse_object, read_small_below, read_tail
+from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
+from hpc_ddp.core.journal.fields import read_fields
+
+TAIL_BYTES = 32 * 1024
+
+
+@dataclass(frozen=True)
+class RecordedFailure:
+    """A rank (None: torchrun itself) that did not end well; `code` negative for a signal."""
+
+    rank: int | None
+    node: str
+    error: str
+    code: int = 1
+    time: float = 0.0
+
+    @property
+    def was_terminated(self) -> bool:
+        """Whether its supervisor ended it, since another rank had failed."""
+        return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it probably follows from another failure: a lost connection, or SIGTERM."""
+        return self.was_terminated or bool(COMMUNICATION_ERROR.search(self.error))
+
+
+def tail(path: Path) -> str:
+    """Return the last `TAIL_BYTES` of a log; '' where it can't be read."""
+    return read_tail(path, TAIL_BYTES)
+
+
+def read_ends(attempt: AttemptFolder) -> tuple[list[RecordedFailure], dict[int, str]]:
+    """Return the failures that the nodes of an attempt have recorded, and of a hang the line of the
+    user's code where each rank stood, by rank, as ``train.py line 7``.
+
+    Most of thousands of ranks stand at the same place, and that is looked for once. Raise OSError
+    where the attempt's folder can't be listed.
+    """
+    failures: list[RecordedFailure] = []
+    stands: dict[int, str] = {}
+    for name, _, files in read_small_below(attempt.path, _tells_of_the_end):
+        node = attempt.node(name)
+        failures += _failures(node, files)
+        stands |= _stands(node, files)
+    return failures, stands
+
+
+def _tells_of_the_end(name: str) -> bool:
+    return name.startswith(("record", "stack-rank-"))
+
+
+def _content(node: NodeFolder, name: str, small: SmallFile | None) -> bytes:
+    """Return the last `TAIL_BYTES` of a node's file; b'' where it can't be read."""
+    return small.content[-TAIL_BYTES:] if small else tail(node.path / name).encode()
+
+
+def _failures(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> list[RecordedFailure]:
+    """Return the failures in those of a node's files that are records; damaged ones are left
+    out."""
+    failures = []
+    for name, small in files.items():
+        entries = None
+        if name.startswith("record") and name.endswith(".json"):
+            with suppress(ValueError):
+                entries = parse_object(_content(node, name, small)).get("failures")
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, dict):
+                with suppress(ValueError):
+                    recorded = read_fields(fields(RecordedFailure), entry)
+                    failures.append(RecordedFailure(**{**recorded, "node": node.path.name}))
+    return failures
+
+
+_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
+_LIBRARY = re.compile(r"site-packages|/lib/python|/lib/hpc_ddp/|^<")
+
+
+def _stands(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> dict[int, str]:
+    """Return where the node's ranks stood, by those of its files that are stacks; ranks without
+    are left out."""
+    places: dict[int, str] = {}
+    for name, small in files.items():
+        rank = name.removeprefix("stack-rank-").removesuffix(".txt")
+        if rank.isdecimal():
+            # The main thread comes last; its first line has its number.
+            main_thread = _content(node, name, small).rpartition(b"hread 0x")[2]
+            if place := _place_of(main_thread.partition(b"\n")[2]):
+                places[int(rank)] = place
+    return places
+
+
+@cache
+def _place_of(stack: bytes) -> str:
+    """Return the innermost line of the user's code in a thread's stack; '' without one."""
+    return place_in(stack.decode(errors="replace"), newest_first=True)
+
+
+def place_in(text: str, newest_first: bool = False) -> str:
+    """Return the innermost line of a traceback that is in the user's code, as ``train.py line 7``;
+    '' without one. With `newest_first` its frames are in reverse order."""
+    frames = list(_FRAME.finditer(text))
+    if newest_first:
+        frames.reverse()
+    user_frames = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
+    if not user_frames:
+        return ""
+    return f"{Path(user_frames[-1]['file']).name} line {user_frames[-1]['line']}"
