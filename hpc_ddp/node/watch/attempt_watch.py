@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -30,12 +31,14 @@ class AttemptWatch:
         """Take the supervisor's place, and its number among those of the attempt."""
         self.links = PeerLinks(place, task)
         self._quiet_s = QUIET_S * task.per_node if task.index else QUIET_FIRST_S
+        self._has_peers = task.count > task.per_node  # on other nodes
         attempt = place.attempt
         self._names = {path.name for path in (attempt.notice, attempt.failed, attempt.end_time)}
         self._folder = None if task.index else FolderWatch(attempt.path)
         if self._folder and INTERACTIVE in os.environ:
             self._folder.close()  # the shell with the batch script may be on the login node
-        self._look_at = self._fence_at = self._quick_until = 0.0
+        self._look_at = self._quick_until = 0.0
+        self._fenced_at = -math.inf
 
     @property
     def is_quiet(self) -> bool:
@@ -65,9 +68,15 @@ class AttemptWatch:
         return is_woken
 
     def is_fence_due(self) -> bool:
-        """Return whether to ask now if a later attempt has begun."""
+        """Return whether to ask now if a later attempt has begun.
+
+        Behind a cut link, or beside a dead slurmd, peers are gone as well. A node without peers has
+        no such sign.
+        """
         now = time.monotonic()
-        if now < self._fence_at:
+        is_rare = self._has_peers and self.is_quiet
+        pause = 2 * max(self._quiet_s, QUIET_S) if is_rare else FENCE_EVERY_S
+        if now < self._fenced_at + pause:
             return False
-        self._fence_at = now + (2 * max(self._quiet_s, QUIET_S) if self.is_quiet else FENCE_EVERY_S)
+        self._fenced_at = now
         return True

@@ -92,6 +92,27 @@ def test_without_links_the_disk_is_asked_each_second(
     assert looks(watch, clock, 30) == 0
 
 
+def test_a_peer_that_has_gone_makes_it_look_for_a_later_attempt(
+    attempt: AttemptFolder, clock: Clock, peers: Peers
+) -> None:
+    watch = AttemptWatch(place_of(attempt), Task(1, 3))
+    assert watch.is_fence_due()
+    clock.now += FENCE_EVERY_S + 0.1
+    assert not watch.is_fence_due()
+    peers.is_whole = False
+    assert watch.is_fence_due()
+
+
+def test_a_lone_node_looks_for_a_later_attempt_by_itself(
+    attempt: AttemptFolder, clock: Clock, peers: Peers
+) -> None:
+    """Its slurmd may be dead, and the job requeued, with no peer to be gone."""
+    watch = AttemptWatch(place_of(attempt), Task(0, 1))
+    assert watch.is_fence_due()
+    clock.now += FENCE_EVERY_S + 0.1
+    assert watch.is_fence_due()
+
+
 def test_a_wake_up_makes_it_look_at_once_and_some_more_times(
     attempt: AttemptFolder, clock: Clock, peers: Peers
 ) -> None:
