@@ -241,7 +241,7 @@ def meet_by_index(index: int, hosts: Sequence[str], secret: bytes) -> None:
         """Return the rendezvous of this node; raise as `FixedRendezvous.create`."""
         return FixedRendezvous.create(parameters, index, hosts, secret)
 
-    registry.get_rendezvous_handler = create
+    registry.get_rendezvous_handler = create  # type: ignore[assignment]
 
 
 def read_options(options: list[str]) -> Any:

@@ -84,7 +84,7 @@ class FixedRendezvous:
         Raise RendezvousTimeoutError, which names missing nodes on the first one, and
         RendezvousClosedError where a node has ended for good.
         """
-        from torch.distributed import PrefixStore
+        from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it untyped
         from torch.distributed.elastic.rendezvous import RendezvousInfo
 
         end = time.monotonic() + self.join_s
@@ -163,7 +163,7 @@ class FixedRendezvous:
     def _store_of_workers(self, store: Any) -> Any:
         """Return torch's ``RendezvousStoreInfo``: host and port of the store by which the workers
         make their process group. `store` is the round's."""
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
         from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
         host, port = self.hosts[self.rank], None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import loader as module
+from hpc_ddp.training.data import order
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError, _Batch, batches_of
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.devices import CPU
@@ -176,6 +178,16 @@ def test_a_loader_continues_at_its_position() -> None:
     position.samples = 8
     assert all(map(torch.equal, loader, batches[2:]))
     assert len(loader) == 6
+
+
+def test_a_loader_of_many_samples_continues_at_its_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(order, "LISTED", 10)
+    whole = [batch.tolist() for batch in make_loader()]
+    rest = make_loader(position=Position(step=2, samples=8, epoch_steps=2))
+    assert [batch.tolist() for batch in rest] == whole[2:]
+    assert sorted(itertools.chain(*whole)) == list(range(len(Numbers())))
 
 
 def test_a_shard_pads_nothing() -> None:
