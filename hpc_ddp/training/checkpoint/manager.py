@@ -106,29 +106,24 @@ class CheckpointManager:
         if checkpoint is None:
             return
         for name, current in self._facts().items():
-            if (stored := checkpoint.shared.get(name)) != current:
+            if (stored := checkpoint.index.shared.get(name)) != current:
                 raise UsageError(
                     f"{name} is {current}, but {stored} in the run's checkpoint:"
                     " the data would not go on in the same order",
                     hint="start another run, or go on with the same value",
                 )
         tree = self._tree_of(checkpoint)
-        is_resized = len(checkpoint.ranks) != self._dims.world_size
-        anew = {*(self._per_rank if is_resized else ()), *added}
+        anew = {*(self._per_rank if checkpoint.is_resized else ()), *added}
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
         self._put_back(objects, tree, checkpoint, added)
-        vars(self._position).update(checkpoint.shared["position"])
-        self.best = Best(**checkpoint.shared["best"])
+        vars(self._position).update(checkpoint.index.shared["position"])
+        self.best = Best(**checkpoint.index.shared["best"])
         self._written, self.resumed = self._now(), True
         # All ranks of a stream take up the same one, whichever of them wrote it.
-        records = [
-            record
-            for rank, record in checkpoint.ranks.items()
-            if record.get("stream", rank) == self._dims.stream
-        ]
-        self._rng = records[0]["rng"] if records else None
+        first = checkpoint.index.streams.get(self._dims.stream)
+        self._rng = None if first is None else checkpoint.record(first)["rng"]
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had.
@@ -137,21 +132,21 @@ class CheckpointManager:
         with a warning that rank 0 prints; raise HpcDdpError if a model or an optimizer is among
         them.
         """
-        tree: dict[str, Any] = checkpoint.shared["tree"]
-        trees = {rank: record.get("objects", {}) for rank, record in checkpoint.ranks.items()}
-        if len(trees) == self._dims.world_size:
-            tree = joined(tree, trees[self._dims.rank])
+        index = checkpoint.index
+        tree: dict[str, Any] = index.shared["tree"]
+        if not index.private:
             return tree
-        names = sorted({name for tree_of_rank in trees.values() for name in tree_of_rank})
-        if not names:
+        if not checkpoint.is_resized:
+            tree = joined(tree, checkpoint.record(self._dims.rank).get("objects", {}))
             return tree
         text = (
-            f"each of the {len(trees)} ranks that wrote the checkpoint of step {checkpoint.step}"
-            f" had its own {', '.join(names)}, and {self._dims.world_size} run here"
+            f"each of the {index.world_size} ranks that wrote the checkpoint of step"
+            f" {checkpoint.step} had its own {', '.join(index.private)},"
+            f" and {self._dims.world_size} run here"
         )
         kinds = (torch.nn.Module, torch.optim.Optimizer)
-        if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in names):
-            raise HpcDdpError(text, hint=f"start {len(trees)} workers, as before")
+        if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in index.private):
+            raise HpcDdpError(text, hint=f"start {index.world_size} workers, as before")
         if self._dims.rank == 0:
             say(f"WARNING: {text}: it begins anew")
         return tree

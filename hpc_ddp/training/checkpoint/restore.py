@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import io
+import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,28 +30,53 @@ from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.process_group import on_first
 
 STATE = "state.pt"
+RECORD = "rank-{}.pt"
+READERS = 16  # threads
 
 
-@dataclass(frozen=True)
-class Restored:
-    """A checkpoint that is open.
+class Index(NamedTuple):
+    """The parts of a checkpoint, as one rank has read them for all.
 
     Attributes
     ----------
-    step
-        of the run
     shared
-        the plain values that its ranks shared
-    ranks
-        the plain values that each of its ranks had of its own, by rank
-    reader
-        of its tensors
+        the plain values that the ranks shared
+    world_size
+        the number of ranks that wrote it
+    streams
+        the first rank of each stream of random numbers
+    private
+        names of the objects of which each rank had its own
+    pieces
+        name of each data file, and the pieces in it, as tuples of `StoredShard`
     """
 
-    step: int
     shared: dict[str, Any]
-    ranks: dict[int, dict[str, Any]]
-    reader: Reader
+    world_size: int
+    streams: dict[int, int]
+    private: list[str]
+    pieces: list[tuple[str, Sequence[tuple[Any, ...]]]]
+
+
+class Restored:
+    """A checkpoint that is open, on the CPU; tensors are read later, by its reader.
+
+    Where ranks had tensors of their own (see `state.my_parts`), the reader has those of `rank` if
+    `world_size` ranks wrote it; else the buffers of rank 0, and no others.
+    """
+
+    def __init__(self, folder: Path, index: Index, rank: int, world_size: int) -> None:
+        self._folder, self._rank = folder, rank
+        self.step, self.index = checkpoints.step_of(folder), index
+        self.is_resized = index.world_size != world_size
+        files = [(folder / name, pieces) for name, pieces in index.pieces]
+        self.reader = Reader(files, None if self.is_resized else rank)
+
+    def record(self, rank: int) -> dict[str, Any]:
+        """Return the plain values that a rank had of its own; raise DiskError if they can't be
+        read."""
+        with reading(self._folder, self._rank):
+            return _load(self._folder / RECORD.format(rank))
 
 
 def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
@@ -78,11 +104,14 @@ def reading(folder: Path, rank: int = 0) -> Iterator[None]:
         ) from error
 
 
-def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restored:
-    """Open a checkpoint that has been verified, on the CPU; tensors are read later, by its reader.
+def open_checkpoint(folder: Path) -> Restored:
+    """Open a checkpoint that has been verified, by this process alone, as another number of ranks;
+    raises as `read_index`."""
+    return Restored(folder, read_index(folder), rank=0, world_size=0)
 
-    Where ranks had tensors of their own (see `state.my_parts`), the reader has those of `rank` if
-    `world_size` ranks wrote it; else the buffers of rank 0, and no others.
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a checkpoint that has been verified.
 
     Raises
     ------
@@ -100,19 +129,35 @@ def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restore
             hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
         )
     names = [name for name in manifest["files"] if name.startswith("rank-")]
-    records = [_load(folder / name) for name in names]
-    ranks = {record["rank"]: record for record in sorted(records, key=itemgetter("rank"))}
+    with ThreadPoolExecutor(READERS) as pool:  # a parallel file system opens many files at a time
+        records = list(pool.map(lambda name: _load(folder / name), names))
+    records.sort(key=itemgetter("rank"))
     shared = _load(folder / STATE)
-    for record in ranks.values():
+    for record in records:
         if "tree" in record:
-            shared["tree"] = joined(shared["tree"], record.pop("tree"))
-    data = [
-        (folder / f"{kind}-{writer}.bin", record.get(key, ()))
-        for writer, record in ranks.items()
-        for kind, key in (("tensors", "pieces"), ("frozen", "frozen"))
-    ]
-    reader = Reader(data, rank if len(ranks) == world_size else None)
-    return Restored(checkpoints.step_of(folder), shared, ranks, reader)
+            shared["tree"] = joined(shared["tree"], record["tree"])
+    return Index(
+        shared,
+        len(records),
+        {record.get("stream", record["rank"]): record["rank"] for record in reversed(records)},
+        sorted({name for record in records for name in record.get("objects", ())}),
+        [
+            (f"{kind}-{record['rank']}.bin", record[key])
+            for record in records
+            for kind, key in (("tensors", "pieces"), ("frozen", "frozen"))
+            if record.get(key)
+        ],
+    )
+
+
+def _read_index(folder: Path) -> Index:
+    """Return `read_index` on rank 0, for whose answer the others wait: DiskError for OSError,
+    HpcDdpError for whatever else is wrong with the files."""
+    with reading(folder):
+        try:
+            return read_index(folder)
+        except (ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+            raise HpcDdpError(f"{folder} can't be opened: {error!r}") from error
 
 
 def dump(content: Mapping[str, Any]) -> bytes:
@@ -231,11 +276,10 @@ class Restorer:
             )
 
     def _open(self, folder: Path) -> Restored:
-        """Open a checkpoint for this rank; raises as `open_checkpoint`, with DiskError for
-        OSError."""
-        rank, world_size = self.control.rank, self.control.world_size
-        with reading(folder, rank):
-            return open_checkpoint(folder, rank, world_size)
+        """Open a checkpoint; a collective, since rank 0 reads the index for all: each rank would
+        open a file of each. Raise HpcDdpError as `_read_index`."""
+        index = on_first(self.control, partial(_read_index, folder))
+        return Restored(folder, index, self.control.rank, self.control.world_size)
 
     def _damage_of(self, folder: Path) -> str | None:
         """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks. A

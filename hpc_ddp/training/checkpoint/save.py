@@ -26,7 +26,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk, schedule
 from hpc_ddp.training.checkpoint.frozen import FrozenPart, FrozenWeights
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory, find_misfit
-from hpc_ddp.training.checkpoint.restore import STATE, Restorer, dump, non_finite_error
+from hpc_ddp.training.checkpoint.restore import RECORD, STATE, Restorer, dump, non_finite_error
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.process.control import Control
@@ -272,7 +272,7 @@ class Checkpoints(Restorer):
     def _prepare(self, content: Content) -> Files:
         """Wait for the copied state, set `stall_s`; return this rank's files by name."""
         rank = self._background.rank
-        files: Files = {f"rank-{rank}.pt": [dump(content.rank_values)]}
+        files: Files = {RECORD.format(rank): [dump(content.rank_values)]}
         self.stall_s = content.stall_s + content.buffer.wait()
         if content.rank_values["pieces"]:  # of tensors without numbers it is empty
             files[f"tensors-{rank}.bin"] = content.buffer.bytes

@@ -27,6 +27,7 @@ from hpc_ddp.training.models.dtensor import from_local, is_sharded, local_box
 OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
 ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
 MOST_FILES = 256  # open at a time; processes may have 1,024
+LEAST_SHARE = 1 << 25  # bytes; a file costs a parallel file system more than those of a smaller one
 BLOCK = 1 << 27  # bytes of the staging memory; a multiple of the alignment
 
 Shape = tuple[int, ...]
@@ -79,6 +80,16 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
         return whole(tensor)
     _, shape, start, size = whole(tensor)
     return LocalShard(tensor[first:last], shape, (first, *start[1:]), (last - first, *size[1:]))
+
+
+def share_of(total: int, rank: int, size: int) -> tuple[int, int]:
+    """Return which of `total` bytes rank `rank` of `size` writes, as first byte and end; (0, 0) for
+    none: shares have at least `LEAST_SHARE`, and their ranks are spread over the nodes."""
+    count = max(1, min(size, total // LEAST_SHARE))
+    number = -(-rank * count // size)  # of the first share that begins at this rank or later
+    if number * size // count != rank:
+        return 0, 0
+    return total * number // count, total * (number + 1) // count
 
 
 class StagingBuffer:
@@ -168,8 +179,7 @@ def words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _allocate(size: int, device: torch.device) -> torch.Tensor:
-    """Return `size` bytes of the host, uint8 of shape (size,), for copies from a device: pinned, if
-    it can be."""
+    """Return `size` bytes of the host, uint8 of shape (size,), pinned if they can be."""
     # Named, since torch's default device may be another one.
     memory = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
     if devices.is_accelerator(device):
@@ -193,10 +203,8 @@ def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tens
 
 
 def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
-    """Begin to copy a tensor into its memory, in the current stream of its device.
-
-    The segments together have as many numbers as the tensor.
-    """
+    """Begin to copy a tensor into its memory, which has as many numbers, in the current stream of
+    its device."""
     if len(segments) == 1:
         segments[0].view(numbers.shape).copy_(numbers, non_blocking=True)
         return
@@ -230,8 +238,7 @@ def lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's type of a name such as ``float32``; raise AttributeError for an unknown
-    one."""
+    """Return torch's type by a name as ``float32``; raise AttributeError for an unknown one."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

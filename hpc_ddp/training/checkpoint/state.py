@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, rows, shard, whole
+from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, rows, shard, share_of, whole
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
@@ -180,7 +180,7 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     totals = Counter[bool]()
     for name, nbytes in shared.items():
         totals[name in state.frozen] += nbytes
-    edges = {kind: (n * rank // size, n * (rank + 1) // size) for kind, n in totals.items()}
+    edges = {kind: share_of(n, rank, size) for kind, n in totals.items()}
     parts: dict[str, LocalShard] = {}
     for name, tensor in state.tensors.items():
         if is_sharded(tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint.frozen import FrozenWeights
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
-from hpc_ddp.training.checkpoint.restore import Restored
+from hpc_ddp.training.checkpoint.restore import Index, Restored, dump
 from hpc_ddp.training.checkpoint.save import Content
-from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import rng
@@ -256,7 +256,7 @@ def test_weights_are_compared_ever_more_seldom_and_at_the_last_save(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_optimizer_state_of_an_expert_is_kept_for_each_rank(rank: int) -> None:
+def test_optimizer_state_of_an_expert_is_kept_for_each_rank(tmp_path: Path, rank: int) -> None:
     """Rank 0 may have none: no token went to its expert."""
     begun: Any = RecordingSaver()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -272,8 +272,10 @@ def test_optimizer_state_of_an_expert_is_kept_for_each_rank(rank: int) -> None:
     manager.save()
     shared, private = begun.content.shared["tree"]["optimizer"]["state"], begun.content.rank_values
     assert shared.keys() == {"model.0.weight", "model.0.bias"}
-    ranks = {rank: private, 1 - rank: {**private, "rank": 1 - rank}}
-    tree = manager._tree_of(Restored(1, begun.content.shared, ranks, Reader([])))
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / f"rank-{rank}.pt").write_bytes(dump(private))
+    index = Index(begun.content.shared, 2, {}, ["optimizer"], [])
+    tree = manager._tree_of(Restored(tmp_path / "step-1", index, rank, 2))
     assert len(tree["optimizer"]["state"]) == 2 + 2 * rank
 
 

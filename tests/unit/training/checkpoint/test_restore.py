@@ -15,8 +15,9 @@ import torch
 from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import disk
-from hpc_ddp.training.checkpoint.restore import open_checkpoint
+from hpc_ddp.training.checkpoint import disk, restore
+from hpc_ddp.training.checkpoint.restore import Restorer, open_checkpoint
+from hpc_ddp.training.process.control import LoneControl
 from unit.fakes import stop_clock
 from unit.training.checkpoint.fakes import (
     Finding,
@@ -45,8 +46,9 @@ def test_a_saved_checkpoint_is_restored(run: RunFolder, make: Make) -> None:
     assert saver.slowest_save_s >= 0.25
     restored = make().restore()
     assert restored is not None
-    assert (restored.step, restored.shared) == (9, {"tree": {"a": 9}})
-    assert list(restored.ranks) == [0]
+    assert (restored.step, restored.index.shared) == (9, {"tree": {"a": 9}})
+    assert (restored.index.world_size, restored.is_resized) == (1, False)
+    assert restored.record(0)["rank"] == 0
 
 
 def test_a_run_without_checkpoints_starts_at_step_0(run: RunFolder, make: Make) -> None:
@@ -153,7 +155,7 @@ def test_a_damaged_checkpoint_in_a_read_only_folder_is_skipped(
 def test_a_checkpoint_of_a_step_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = make()
     save_steps(saver, 1, 2)
-    assert saver.load(1).shared == {"tree": {"a": 1}}
+    assert saver.load(1).index.shared == {"tree": {"a": 1}}
     with pytest.raises(HpcDdpError, match=r"step-7: it is not there") as caught:
         saver.load(7)
     assert "hpc-ddp verify" in str(caught.value.hint)
@@ -174,6 +176,32 @@ def test_pickled_code_is_not_run(run: RunFolder, make: Make) -> None:
     torch.save({"tree": Holds(0)}, run.checkpoints / "step-1" / "state.pt")
     with pytest.raises(pickle.UnpicklingError):
         open_checkpoint(run.checkpoints / "step-1")
+
+
+def test_a_rank_opens_no_file_of_the_others(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 reads what the checkpoint consists of, and tells the others."""
+    save_steps(make(), 1)
+    folder = run.checkpoints / "step-1"
+    index = restore.read_index(folder)._replace(world_size=3)
+    control = LoneControl()
+    monkeypatch.setattr(control, "rank", 1)
+    monkeypatch.setattr(control, "world_size", 3)
+    monkeypatch.setattr(control, "from_first", lambda message: index)
+    opened: list[str] = []
+    monkeypatch.setattr(restore, "_load", lambda path: opened.append(path.name))
+    restored = Restorer(run, 0, control, run.journal("rank-1", 0))._open(folder)
+    assert (restored.index, restored.is_resized, opened) == (index, False, [])
+    restored.record(1)
+    assert opened == ["rank-1.pt"]
+
+
+def test_files_that_can_not_be_opened_end_all_ranks(run: RunFolder, make: Make) -> None:
+    save_steps(make(), 1)
+    torch.save({"tree": Holds(0)}, run.checkpoints / "step-1" / "state.pt")
+    with pytest.raises(HpcDdpError, match=r"step-1 can't be opened: UnpicklingError"):
+        make()._open(run.checkpoints / "step-1")
 
 
 def test_a_disk_that_is_away_is_waited_for(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import put_back, shards, state
-from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, StoredShard, rows, whole
+from hpc_ddp.training.checkpoint.shards import (
+    OWN,
+    Reader,
+    StagingBuffer,
+    StoredShard,
+    rows,
+    share_of,
+    whole,
+)
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
 from unit.fakes import stop_clock
@@ -233,3 +242,19 @@ def test_a_thread_that_waits_chooses_its_device_also_without_parts(
     buffer.fill({})
     assert buffer.wait() == 0.0
     assert chosen == [CPU]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 100])
+@pytest.mark.parametrize("total", [0, 9, 10, 35, 80, 999])
+def test_a_small_state_is_shared_by_few_ranks(
+    monkeypatch: pytest.MonkeyPatch, total: int, size: int
+) -> None:
+    """The shares are all of the bytes in a row, none is too small, and the first rank has one."""
+    monkeypatch.setattr(shards, "LEAST_SHARE", 10)
+    parts = {rank: share_of(total, rank, size) for rank in range(size)}
+    writers = [rank for rank, (low, high) in parts.items() if low < high]
+    assert len(writers) == (min(size, max(total // 10, 1)) if total else 0)
+    assert [byte for rank in writers for byte in range(*parts[rank])] == list(range(total))
+    assert not total or writers[0] == 0
+    gaps = {after - before for before, after in pairwise(writers)}
+    assert max(gaps, default=1) - min(gaps, default=1) <= 1

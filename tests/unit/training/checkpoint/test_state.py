@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint import shards, state
 from hpc_ddp.training.checkpoint.shards import OWN, StagingBuffer
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -49,7 +49,8 @@ def test_trees_of_stages_are_joined() -> None:
     assert state.joined([1, 2], [3, 4]) == [1, 2]
 
 
-def test_ranks_share_the_rows_and_keep_their_buffers() -> None:
+def test_ranks_share_the_rows_and_keep_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "LEAST_SHARE", 1)
     model = nn.BatchNorm1d(4)
     result = state.collect({"m": model, "x": Holds(torch.ones(3))})
     first, second = (state.my_parts(result, ParallelDims(rank, 2)) for rank in (0, 1))
