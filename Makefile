@@ -19,7 +19,7 @@ PARALLEL := --numprocesses=5 --maxschedchunk=1
 # Hundreds of processes start in the tests: each would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test bytecode test-slurm test-device test-gpu lint types cluster docs bench test-more soak mutants flakes \
+.PHONY: demo test bytecode test-slurm test-device test-gpu lint types cluster docs bench test-more soak rehearse mutants flakes \
 	device-faults programs constraints clean size coverage versions version
 
 demo: $(VENV)/demo
@@ -42,7 +42,7 @@ types: export MYPY_CACHE_DIR := $(DEPS)/mypy
 types: $(VENV)/ready
 	$(BIN)/python -m mypy hpc_ddp jobs tools tests/unit tests/cli
 	$(BIN)/python -m mypy tests/ddp
-	MYPYPATH=tests/slurm $(BIN)/python -m mypy tests/slurm bench
+	MYPYPATH=tests/slurm:bench/scale $(BIN)/python -m mypy tests/slurm bench
 	MYPYPATH=tests/device $(BIN)/python -m mypy tests/device
 
 # The Slurm tests with the Slurm of another suite of Debian: bullseye has 20.11, trixie 24.11, sid
@@ -95,6 +95,10 @@ programs: $(VENV)/ready
 # Do the tests on the stand-in accelerator notice device code that is gone? ALL=1: with more tests.
 device-faults: $(VENV)/ready
 	@$(TOOL) tools.device_faults $(if $(ALL),--all) $(TOOL_WORDS)
+
+# A job of N nodes on this machine, and what each of them asks for: docs/scale.md.
+rehearse: $(VENV)/ready
+	$(BIN)/python bench/scale/rehearse.py --nodes $(or $(N),16) $(if $(CUT),--cut $(CUT))
 
 # Which tests fail now and then? Each of tests/unit, cli and ddp N times, half of them under load.
 flakes: $(VENV)/ready

@@ -9,7 +9,8 @@ memory; and the ranks only count steps (stand_in.py). `--exec` starts all as a c
 compare the counts.
 
 A rehearsal starts a run, counts while it only trains, has a job of a higher priority preempt it,
-and lets it finish in its second attempt. Needs root, gcc, bpftrace and what `make cluster` needs.
+and lets it finish in its second attempt; `--cut` lets nodes lose their network before that, all at
+once. Needs root, gcc, bpftrace, a mounted debugfs, and what `make cluster` needs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MEMORY = Path("/dev/shm/hpc-ddp-rehearsal")  # what the rehearsal and its ranks 
 LIMIT_S = 1500.0
 SETTLE_S = 60.0  # until the first looks of a start are over
 # All nodes share this machine's two cores: Slurm's own limits of time are for nodes with their own.
-SLURM_CONF = "MessageTimeout=100\nSlurmdTimeout=600\nTCPTimeout=60\n"
+SLURM_CONF = "MessageTimeout=100\nSlurmdTimeout=120\nTCPTimeout=60\n"
 # All namespaces share the table of neighbours, and all nodes this machine's process ids.
 LIMITS = {
     "net.ipv4.neigh.default.gc_thresh3": 1 << 17,
@@ -79,8 +80,8 @@ class Rehearsal:
     phases: dict[str, Phase] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
 
-    def play(self, settle: float, seconds: float) -> None:
-        """Start, train for some seconds, be preempted, start again, finish."""
+    def play(self, settle: float, seconds: float, cut: int) -> None:
+        """Start, train for some seconds, be preempted, start again, lose nodes, finish."""
         ranks = self.cluster.size * self.workers
         with self.phase("start"):
             job = self.submit()
@@ -100,10 +101,27 @@ class Rehearsal:
             self.wait_for(lambda: self.event("verdict"), "the verdict")
         with self.phase("second start"):
             self.wait_for(lambda: self.count_of("started-1-*") == ranks, "the second start")
+        if cut:
+            self.lose(self.cluster.nodes[-cut:], job)
         with self.phase("end"):
             (MEMORY / "finish").touch()
-            self.wait_for(lambda: self.event("verdict", 1), "the last verdict")
+            last = 2 if cut else 1
+            self.wait_for(lambda: self.event("verdict", last), "the last verdict")
             self.wait_for(lambda: job not in self.queue(), "the end of the job")
+
+    def lose(self, nodes: list[str], job: str) -> None:
+        """Cut nodes off at the same moment; once Slurm has requeued the job, bring them back, and
+        wait for its next start."""
+        ranks = self.cluster.size * self.workers
+        with self.phase("loss of nodes"):
+            for node in nodes:
+                self.cluster.cut(node)
+            show = ["scontrol", "show", "job", job]
+            self.wait_for(lambda: "Restarts=2" in self.cluster.run(*show).stdout, "the requeue")
+        with self.phase("start after the loss"):
+            for node in nodes:
+                self.cluster.heal(node)
+            self.wait_for(lambda: self.count_of("started-2-*") == ranks, "the third start")
 
     def submit(self) -> str:
         """Submit the run, and return the job's id."""
@@ -300,7 +318,7 @@ def rehearse(size: int, options: argparse.Namespace) -> dict[str, Any]:
         rehearsal = Rehearsal(cluster, options.workers, python)
         rehearsal.figures["memory used by the idle rig, MB"] = used_mb()
         try:
-            rehearsal.play(options.settle, options.seconds)
+            rehearsal.play(options.settle, options.seconds, options.cut)
         except BaseException:
             keep = Path("/tmp/rehearsal-failed")
             shutil.rmtree(keep, ignore_errors=True)
@@ -317,6 +335,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="ranks of a node")
     parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds before that")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training that are counted")
+    parser.add_argument("--cut", type=int, default=0, help="nodes that lose their network")
     parser.add_argument("--exec", action="store_true", help="start each process as a cluster does")
     parser.add_argument("--output", type=Path, help="a file of JSON lines to append to")
     options = parser.parse_args()

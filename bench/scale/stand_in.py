@@ -13,7 +13,7 @@ from pathlib import Path
 
 memory, state = Path(sys.argv[1]), Path(sys.argv[2])
 rank, attempt = os.environ["RANK"], os.environ["HPC_DDP_ATTEMPT"]
-stopped = []
+stopped: list[float] = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(time.time()))
 step = int(state.read_text()) if state.exists() else 0
 (memory / f"started-{attempt}-{rank}").write_text(str(step))
