@@ -10,6 +10,7 @@ One node, and how else the model can be spread (two workers for tp and pp, a mul
 
     torchrun --nproc-per-node 4 jobs/gpt.py                           # ddp: a copy on each
     torchrun --nproc-per-node 4 jobs/gpt.py --parallel fsdp           # fully sharded (FSDP2)
+    torchrun --nproc-per-node 4 jobs/gpt.py --parallel fsdp --replicas 2  # twice, over two each
     torchrun --nproc-per-node 2 jobs/gpt.py --parallel tp             # each layer over two
     torchrun --nproc-per-node 4 jobs/gpt.py --parallel fsdp --tp 2    # both, on a 2 x 2 mesh
     torchrun --nproc-per-node 4 jobs/gpt.py --parallel pp             # two stages, two pipelines
@@ -292,6 +293,7 @@ def parse_args() -> argparse.Namespace:
     add("--curve", type=Path, help="write the loss of each step's whole batch to this file")
     add("--parallel", choices=("ddp", "fsdp", "tp", "pp", "mp"), default="ddp")
     add("--tp", type=int, help="workers that share each layer (with tp, fsdp; 2 with tp)")
+    add("--replicas", type=int, default=1, help="of the sharded model (with fsdp), one a node")
     add("--pp", type=int, default=2, help="stages of the pipeline")
     add("--schedule", default="1F1B", help="of the pipeline: GPipe or 1F1B")
     add("--microbatches", type=int, default=4, help="of the pipeline, per batch")
@@ -309,6 +311,8 @@ def parse_args() -> argparse.Namespace:
     args.tp = args.tp or (2 if args.parallel == "tp" else 1)
     if args.tp > 1 and args.parallel not in ("tp", "fsdp"):
         parser.error(f"--tp with --parallel {args.parallel}; accepted: with tp or fsdp")
+    if args.replicas > 1 and args.parallel != "fsdp":
+        parser.error(f"--replicas with --parallel {args.parallel}; accepted: with fsdp")
     if args.heads % args.tp or args.width % args.heads:
         parser.error(f"--heads is {args.heads}; accepted: a multiple of --tp that divides --width")
     return args
@@ -319,7 +323,8 @@ def main() -> None:
     args = parse_args()
     stages = args.pp if args.parallel == "pp" else 1
     gpus = args.devices if args.parallel == "mp" else 1
-    run = start(args.seed, precision=args.precision, tp=args.tp, pp=stages, devices_per_worker=gpus)
+    sizes: dict[str, Any] = {"tp": args.tp, "pp": stages, "replicas": args.replicas}
+    run = start(args.seed, precision=args.precision, devices_per_worker=gpus, **sizes)
     text = read(args.text)
     characters = sorted(set(text))
     number_of = {character: i for i, character in enumerate(characters)}

@@ -71,6 +71,9 @@ class Options:
     pp
         stages of a pipeline. The other ``world size / (tp * pp)`` ranks are data parallel: only
         these take different samples
+    replicas
+        of a model in ``run.fully_shard``, each shared by neighbouring ranks (HSDP): with one for
+        each node only gradients travel between nodes
     devices_per_worker
         GPUs of each worker, `Run.devices`, for a model that the script itself spreads over them
     """
@@ -93,6 +96,7 @@ class Options:
     peak_flops: float | None = None
     tp: int = 1
     pp: int = 1
+    replicas: int = 1
     devices_per_worker: int = 1
 
     def checked(self, env: LaunchEnv) -> Options:
@@ -132,7 +136,7 @@ class Options:
         """Raise UsageError for a number out of its range, or values that exclude each other."""
         self._check("seed", -(2**63), kind=int)
         self._check("keep_last", LEAST, kind=int)
-        for name in ("tp", "pp", "devices_per_worker"):
+        for name in ("tp", "pp", "replicas", "devices_per_worker"):
             self._check(name, 1, kind=int)
         if self.precision == "fp16" and self.tp * self.pp > 1:
             raise UsageError(

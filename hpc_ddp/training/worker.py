@@ -59,7 +59,8 @@ class Worker(Member):
         self.seed = options.seed
         if options.deterministic:
             make_deterministic()
-        self._dims = ParallelDims(info.rank, info.world_size, options.tp, options.pp)
+        spread = options.tp, options.pp, options.replicas
+        self._dims = ParallelDims(info.rank, info.world_size, *spread)
         self.devices = choose_devices(info, options.devices_per_worker)
         self.device = self.devices[0]
         self._open_run(process_group.join(info, self.devices, options.hang_after, options.backend))

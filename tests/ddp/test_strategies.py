@@ -22,6 +22,8 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "mp": (2, ("--parallel", "mp")),
     "fsdp": (4, ("--parallel", "fsdp")),
     "fsdp, sparing": (2, ("--parallel", "fsdp", "--offload", "--activation-checkpointing")),
+    "hsdp": (4, ("--parallel", "fsdp", "--replicas", "2")),
+    "hsdp x tp": (4, ("--parallel", "fsdp", "--replicas", "2", "--tp", "2")),
     "tp": (2, ("--parallel", "tp")),
     "fsdp x tp": (4, ("--parallel", "fsdp", "--tp", "2")),
     "pp": (2, ("--parallel", "pp")),
@@ -97,6 +99,7 @@ def test_each_way_goes_on_as_another(trial: Trial) -> None:
     one = trial.run("one", "one")
     assert len(curve(one)) == 8
     assert_equal(trial.run("a", "fsdp", "ddp on 2", at=2), one)
+    assert_equal(trial.run("h", "hsdp", "ddp on 2", at=2), one)
     # With two batches in a step, of which the pipeline cuts each; the loss is that of the second.
     halves = trial.run("b", "fsdp x tp", "pp", at=2, extra=("--accumulate", "2"))
     steps_and_norms = [0, 2]

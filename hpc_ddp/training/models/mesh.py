@@ -12,27 +12,36 @@ class ParallelDims:
     """The ranks as an array of shape (`pp`, `dp`, `tp`), the last one fastest.
 
     So the ranks of a tensor parallel group, which talk most, are neighbours on a node. A stage
-    is one plane of it: its `dp` x `tp` ranks have the same part of the model.
+    is one plane of it: its `dp` x `tp` ranks have the same part of the model. `dp` is `replicas` x
+    `shards`: a sharded model lies on the neighbours of one replica.
     """
 
     rank: int = 0
     world_size: int = 1
     tp: int = 1
     pp: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         """Raise UsageError for sizes whose product does not divide the number of ranks."""
-        if self.world_size % (self.tp * self.pp):
+        product = self.tp * self.pp * self.replicas
+        if self.world_size % product:
+            replicas = f", replicas={self.replicas}" if self.replicas > 1 else ""
             raise UsageError(
-                f"tp={self.tp} and pp={self.pp} with {self.world_size} workers; accepted: sizes"
-                " whose product divides the number of workers",
-                hint=f"start {self.tp * self.pp} workers, or a multiple of it",
+                f"tp={self.tp} and pp={self.pp}{replicas} with {self.world_size} workers; accepted:"
+                " sizes whose product divides the number of workers",
+                hint=f"start {product} workers, or a multiple of it",
             )
 
     @property
     def dp(self) -> int:
         """Copies of the model, each of which takes its own samples."""
         return self.world_size // (self.tp * self.pp)
+
+    @property
+    def shards(self) -> int:
+        """The data parallel ranks that share one replica of a sharded model."""
+        return self.dp // self.replicas
 
     @property
     def tp_rank(self) -> int:

@@ -80,7 +80,7 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            the run is tensor parallel
+            the run is tensor parallel, or has replicas of a sharded model
         """
         dims = self._dims
         if dims.tp > 1:
@@ -88,6 +88,12 @@ class ModelSetup(Worker):
                 f"run.wrap (DDP) was called with tp={dims.tp}; accepted there: run.parallelize, and"
                 " run.fully_shard for the data parallel ranks",
                 hint="fully_shard(model, units) works with any number of ranks, also with one",
+            )
+        if dims.replicas > 1:
+            raise UsageError(
+                f"run.wrap (DDP) was called with replicas={dims.replicas}, of a sharded model;"
+                " accepted there: run.fully_shard",
+                hint="without replicas= each rank has a whole model in DDP",
             )
         # The ranks of other stages have other layers.
         group = self.mesh["dp"].get_group() if dims.pp > 1 else None
@@ -118,8 +124,8 @@ class ModelSetup(Worker):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as torch's mesh with the dimensions "pp", "dp", "tp". Every rank must ask for
-        it: the first time makes groups."""
+        """The ranks as torch's mesh with the dimensions "pp", "dp", "tp"; with replicas, "dp" is
+        made of "replica" and "shard". Every rank must ask for it: the first time makes groups."""
         if self._mesh is None:
             from hpc_ddp.training.models.sharding import make_mesh
 
@@ -168,8 +174,8 @@ class ModelSetup(Worker):
         offload: bool = False,
         init: Init | None = None,
     ) -> torch.nn.Module:
-        """Shard a model over the data parallel ranks (FSDP2), each part of it on its device; return
-        it.
+        """Shard a model over the data parallel ranks (FSDP2), or over those of each of the run's
+        replicas (HSDP), each part of it on its device; return it.
 
         In place, and in the run's precision: with "bf16" computing gathers the weights in bf16, and
         the optimizer sees fp32. One unit after the other comes to the device, so the model may be
@@ -200,7 +206,8 @@ class ModelSetup(Worker):
                 hint="bf16 needs no scaled gradients",
             )
         precision.watch(model)
-        shard_fully(model, units, self.mesh["dp"], self.device, precision.dtype, offload, init)
+        mesh = self.mesh["replica", "shard"] if self._dims.replicas > 1 else self.mesh["dp"]
+        shard_fully(model, units, mesh, self.device, precision.dtype, offload, init)
         self._wrapped.append(model)
         return model
 

@@ -42,7 +42,12 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
     DTensor's random generator is set, too, for the process.
     """
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
+    if dims.replicas > 1:
+        sizes = {"pp": dims.pp, "replica": dims.replicas, "shard": dims.shards, "tp": dims.tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    groups = [mesh.get_group(name) for name in sizes]
+    if dims.replicas > 1:
+        groups.append(mesh["replica", "shard"]._flatten("dp").get_group())
     if devices.is_accelerator(device):
         # torch would make it at the first random operation on a DTensor, and give all ranks rank
         # 0's random numbers by a broadcast: one that stages without such an operation never join,
@@ -50,7 +55,7 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
         # ranks that share a layer alike.
         _random._rng_tracker = _Tracker(device)
     # A mesh makes groups that wait for ten minutes with NCCL, and shortens the whole run's to that.
-    for group in (dist.group.WORLD, *map(mesh.get_group, sizes)):
+    for group in (dist.group.WORLD, *groups):
         backend: Any = group._get_backend(device)  # type: ignore[union-attr]
         for name in SET_TIMEOUT:
             if hasattr(backend, name):
@@ -126,7 +131,8 @@ def shard_fully(
     units
         parts of the model, of which one at a time is gathered: its blocks
     dp_mesh
-        the ranks that share each parameter: the mesh's dimension ``dp``
+        the ranks that share each parameter: the mesh's dimension ``dp``; or the two that replicate
+        and that share it
     device
         of this rank
     dtype

@@ -20,6 +20,8 @@ if case == "stages":  # the optimizer on one stage only
     stage = run.wrap(nn.Linear(4, 4))
     own = torch.optim.SGD(stage.parameters(), lr=0.1)
     run.track(**({"model": stage, "optimizer": own} if run.rank else {"model": stage}))
+if case == "replicas":
+    start(replicas=2).wrap(nn.Linear(4, 4))
 if case == "child":  # Python 3.14 starts processes so, if nothing else is set
     start()
     process = multiprocessing.get_context("spawn").Process(target=print)

@@ -29,3 +29,11 @@ def test_sizes_have_to_divide_the_workers() -> None:
     with pytest.raises(UsageError, match="tp=2 and pp=2 with 6 workers") as caught:
         ParallelDims(0, 6, tp=2, pp=2)
     assert caught.value.hint == "start 4 workers, or a multiple of it"
+    with pytest.raises(UsageError, match=r"tp=2 and pp=1, replicas=3 with 8 workers") as caught:
+        ParallelDims(0, 8, tp=2, replicas=3)
+    assert caught.value.hint == "start 6 workers, or a multiple of it"
+
+
+def test_replicas_divide_the_data_parallel_ranks() -> None:
+    dims = ParallelDims(5, 12, tp=2, replicas=3)
+    assert (dims.dp, dims.shards, dims.dp_rank) == (6, 2, 2)

@@ -36,6 +36,29 @@ def test_groups_of_a_mesh_have_the_runs_timeout(name: str, monkeypatch: pytest.M
     assert timeouts == [timedelta(seconds=9)] * 4
 
 
+def test_replicas_and_shards_are_the_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(_get_backend=lambda device: None)
+    flat = SimpleNamespace(get_group=lambda: group)
+    part = SimpleNamespace(_flatten={"dp": flat}.__getitem__)
+
+    class Mesh(dict[Any, Any]):
+        def get_group(self, name: str) -> Any:
+            return group
+
+    def init(kind: str, sizes: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Mesh:
+        assert dict(zip(mesh_dim_names, sizes, strict=True)) == {
+            "pp": 1,
+            "replica": 3,
+            "shard": 2,
+            "tp": 2,
+        }
+        return Mesh({("replica", "shard"): part})
+
+    monkeypatch.setattr(sharding, "init_device_mesh", init)
+    monkeypatch.setattr(sharding, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    sharding.make_mesh(ParallelDims(0, 12, tp=2, replicas=3), CPU, timedelta(seconds=9))
+
+
 @pytest.mark.parametrize(
     ("name", "count", "words"),
     [
