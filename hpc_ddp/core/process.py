@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 # which others see among its open files. Nobody else uses a real-time signal for anything.
 SHOW_STACKS = signal.SIGRTMIN + 8 if sys.platform == "linux" else 0
 STACKS = "hpc-ddp-stacks"
+LOCAL_NOTICE = "hpc-ddp-notice"  # the file in memory by which a supervisor gives notice
 MFD_CLOEXEC = 1  # linux/memfd.h
 # They may ask an attempt to end. Some clusters send them to every process of a step: each process
 # has to live through all of them.
@@ -41,6 +42,12 @@ def memory_file(name: str) -> int:
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), f"no file in memory: {os.strerror(ctypes.get_errno())}")
     return descriptor
+
+
+def is_memory_file(path: Path, name: str) -> bool:
+    """Return whether a descriptor in /proc, ``/proc/<pid>/fd/<number>``, is of a `memory_file` with
+    this name; raise OSError where it is of nothing, or another user's."""
+    return os.readlink(path).startswith(f"/memfd:{name} ")
 
 
 class ImportsAhead(NamedTuple):

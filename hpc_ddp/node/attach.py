@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.process import SHOW_STACKS, STACKS, live_pid
+from hpc_ddp.core.process import SHOW_STACKS, STACKS, is_memory_file, live_pid
 
 ANSWER_S = 5.0  # how long a signalled worker is given
 # What makes a process a rank of a world. Who is attached is none: a script that is tried in the
@@ -108,7 +108,7 @@ def _kept(pid: int) -> Path | None:
     """
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if os.readlink(path).startswith(f"/memfd:{STACKS}"):
+            if is_memory_file(path, STACKS):
                 return path
         except OSError:  # closed meanwhile
             continue

@@ -274,6 +274,8 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
         return _no_progress(facts)
     if spec.max_requeues is not None:
         return None
+    if facts.here(WorkerStarted) and (reason := _no_progress(facts)):
+        return f"{reason}, and without a step (--max-requeues allows more)"
     count = 1 + sum(v.cause == cause for v in again)
     if count > most_in_a_row(spec):
         return f"{NOT_SEEN}; {count} attempts have ended so (--max-requeues allows more)"
