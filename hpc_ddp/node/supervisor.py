@@ -33,7 +33,14 @@ from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, 
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import signal_recorded
-from hpc_ddp.node.child_process import LAUNCHES, Launch, expand, raise_file_limit
+from hpc_ddp.node.child_process import (
+    LAUNCHES,
+    Launch,
+    expand,
+    ignore_notices,
+    raise_file_limit,
+    warn_of_wrapper,
+)
 from hpc_ddp.node.net import tracker_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
@@ -119,6 +126,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 env=self._env(),
                 start_new_session=True,
+                preexec_fn=ignore_notices,
             )
 
     def _env(self) -> dict[str, str]:
@@ -345,12 +353,23 @@ class Supervisor:
 
 
 def main(argv: list[str]) -> int:
-    """Supervise a launch: a name in `LAUNCHES`, ``torchrun`` or ``worker``, then its command.
+    """Supervise a launch, as `supervise`: a name in `LAUNCHES`, then its command.
+
+    The batch script starts this process by the job's Python. That may be a wrapper, of a container
+    say, which was entered with it: so the child is started by this very Python.
+    """
+    kind, *command = argv
+    if "SLURM_JOB_ID" in os.environ and sys.executable:
+        command[:1] = [sys.executable]
+    return supervise(kind, command)
+
+
+def supervise(kind: str, command: list[str]) -> int:
+    """Supervise a launch of the `kind` ``torchrun`` or ``worker``, whose command is `command`.
 
     Return the exit code of the Slurm task: that of `Supervisor.run`, or 1 after an OSError or a
     wrong environment, which is printed.
     """
-    kind, *command = argv
     try:
         raise_file_limit()
         try:
@@ -358,6 +377,8 @@ def main(argv: list[str]) -> int:
             launch = LAUNCHES[kind](place, command)
         except (KeyError, ValueError) as error:  # variables, or a file of the attempt
             raise OSError(f"its place in the job is unknown: {error!r}") from error
+        if launch.peers:
+            warn_of_wrapper(os.environ)
         return Supervisor(place, launch).run()
     except OSError as error:
         say(f"this node can't take part: {error}")
@@ -365,15 +386,15 @@ def main(argv: list[str]) -> int:
 
 
 def submitit_main(kind: str, command: list[str]) -> None:
-    """Be submitit's task: the supervisor of a launch, as `main`, with the script's arguments from
-    job.json: one file with `command` serves all tasks of an array. Exits the process with the
-    supervisor's code (submitit's own is 0 whatever a function returned), or with 1 and a message
-    where job.json can't be read or `expand` refuses."""
+    """Be submitit's task: `supervise` a launch, with the script's arguments from job.json: one file
+    with `command` serves all tasks of an array. Exits the process with the supervisor's code
+    (submitit's own is 0 whatever a function returned), or with 1 and a message where job.json can't
+    be read or `expand` refuses."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
     job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
     try:
         args = json.loads(patiently(job_json.read_text)).get("args", [])
         command = expand(command, os.environ) if kind == "torchrun" else command
-        sys.exit(main([kind, *command, *args]))
+        sys.exit(supervise(kind, [*command, *args]))
     except (HpcDdpError, OSError, ValueError) as error:  # the last: a damaged job.json
         sys.exit(f"hpc-ddp: this node can't take part: {error}")

@@ -31,6 +31,7 @@ OF_AN_MPI_TASK = (
     "MV2_COMM_WORLD_",
 )
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
@@ -102,6 +103,14 @@ def began() -> str:
         return "running"
 
 
+def namespace() -> str:
+    """Return the PID namespace that this process's id is of; '' where there is no /proc."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 def open_log(name: str) -> int:
     """Write the process id to ``<name>.pid``, open ``<name>.log`` to append to it, and return its
     descriptor.
@@ -112,7 +121,7 @@ def open_log(name: str) -> int:
     while True:
         try:
             with open(f"{name}.pid", "w") as file:
-                file.write(f"{os.getpid()} {began()}")
+                file.write(f"{os.getpid()} {began()} {namespace()}")
             return os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
             if time.monotonic() > give_up:
@@ -252,10 +261,12 @@ def prepare(command: list[str]) -> list[str]:
 
 
 def main(command: list[str]) -> None:
-    """Prepare this process, and replace it by `command`; raise OSError as `prepare`, and if the
-    command can't be started."""
+    """Prepare this process, and replace it by `command`, which Python itself runs: the command's
+    own may be a wrapper, and has been entered. Raise OSError as `prepare`."""
     command = prepare(command)
-    os.execvp(command[0], command)
+    for number in NOTICE_SIGNALS:  # a supervisor's child is started with them ignored
+        signal.signal(number, signal.SIG_DFL)
+    os.execv(sys.executable, [sys.executable, *command[1:]])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -209,13 +208,3 @@ def test_an_unknown_command_is_reported(
     assert attach.main([str(tmp_path / "rank-0.pid"), "run", "no-such-command"]) == 1
     error = "error: no-such-command can't be started: No such file or directory\n"
     assert capfd.readouterr().err == error
-
-
-def test_handled_and_ignored_signals_are_told_apart() -> None:
-    before = signal.signal(signal.SIGUSR2, lambda *_: None)
-    try:
-        assert attach._catches(os.getpid(), signal.SIGUSR2)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        assert attach._catches(os.getpid(), signal.SIGUSR2) is False
-    finally:
-        signal.signal(signal.SIGUSR2, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,25 @@ def test_a_missing_python_is_recorded(attempt: AttemptFolder, clock: Clock) -> N
     (failure,) = read_json(watcher.folder.record)["failures"]
     assert (failure["rank"], failure["code"]) == (None, 127)
     assert "No such file or directory: '/no/python'" in failure["error"]
+
+
+def test_a_wrapper_of_python_outlives_a_notice(attempt: AttemptFolder) -> None:
+    """A site may signal each process of the step, and torchrun's agent dies with its parent."""
+    ends = "for name in TERM INT HUP USR1 USR2; do kill -$name $$; done; exit 3"
+    watcher = make_supervisor(attempt, "sh", "-c", ends, "elastic_agent", "train.py")
+    assert watcher._start().wait() == 3
+
+
+@pytest.mark.parametrize("is_job", [True, False])
+def test_a_wrapper_of_python_is_entered_once(monkeypatch: pytest.MonkeyPatch, is_job: bool) -> None:
+    """The batch script has started this process by it; a dry run by hpc-ddp's own Python."""
+    calls: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(supervisor, "supervise", lambda *words: calls.append(words))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if is_job:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    supervisor.main(["worker", "wrapper", "train.py"])
+    assert calls == [("worker", [sys.executable if is_job else "wrapper", "train.py"])]
 
 
 def test_a_first_node_without_an_address_is_recorded(
@@ -173,11 +193,11 @@ def test_submitits_task_ends_with_the_supervisors_code(
     calls: list[list[str]] = []
     handlers: list[tuple[int, Any]] = []
 
-    def supervise(argv: list[str]) -> int:
-        calls.append(argv)
+    def supervise(kind: str, command: list[str]) -> int:
+        calls.append([kind, *command])
         return 3
 
-    monkeypatch.setattr(supervisor, "main", supervise)
+    monkeypatch.setattr(supervisor, "supervise", supervise)
     monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
     monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
     monkeypatch.setenv("a", "5")
