@@ -183,7 +183,6 @@ def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
         "MASTER_ADDR": env.head,
         "MASTER_PORT": str(env.port),
         "TORCHELASTIC_RUN_ID": env.rdzv_id,
-        "HPC_DDP_AGENT_PID": str(os.getpid()),
     }
 
 

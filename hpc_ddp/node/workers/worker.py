@@ -235,11 +235,13 @@ def prepare(command: list[str]) -> list[str]:
     that a resume adds.
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
-    user's umask, and dies with its parent. It exits with 1 if that has died already. Raise OSError
-    if the node's folder can't be used.
+    user's umask, and dies with its parent. It exits with 1 if torchrun's agent has died already.
+    Raise OSError if the node's folder can't be used.
     """
     die_with_parent()
-    if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
+    # Of srun's the parent may be a wrapper, and Slurm ends what a dead supervisor leaves.
+    is_of_torchrun = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+    if is_of_torchrun and os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
         sys.exit("hpc-ddp: what has started this worker has died")
     name = os.path.join(os.environ["HPC_DDP_NODE_FOLDER"], f"rank-{os.environ['RANK']}")
     log = open_log(name)

@@ -54,7 +54,7 @@ def test_a_worker_gets_the_variables_of_torchrun(
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
     assert [env[name] for name in names.split()] == ["3", "1", "6", "2", "1", "3"]
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "20001")
-    assert (env["TORCHELASTIC_RUN_ID"], env["HPC_DDP_AGENT_PID"]) == ("7.0", str(os.getpid()))
+    assert env["TORCHELASTIC_RUN_ID"] == "7.0"
     assert watcher.launch.command[0] == "python"
     assert watcher.launch.command[-2:] == ["-u", "train.py"]
     assert (watcher.launch.name, watcher.folder) == ("n2-3", attempt.node("n2", 3))
