@@ -218,7 +218,8 @@ class SubmititBackend(SlurmBackend):
         folder = shlex.quote(str(run.submitit))
         executor.update_parameters(
             job_name=str(pairs.pop("job-name")),
-            wckey=None,
+            wckey=None,  # and no time limit: submitit has 5 minutes
+            time=None,
             stderr_to_stdout=True,
             setup=[
                 *(plan.rendering.block(name) for name in SET_UP),
