@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission import backends
 from unit.fakes import raise_disk_full
@@ -37,6 +38,19 @@ def test_both_backends_ask_slurm_for_the_same(
         for backend in (backends.SlurmBackend(), backends.SubmititBackend())
     )
     assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["%j", "a%Ab", "%t", "%a"])
+def test_submitit_takes_no_path_that_it_would_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("submitit.SlurmExecutor.affinity", lambda *_: 1)
+    (tmp_path / name).mkdir()
+    (tmp_path / "100%u").mkdir()
+    with pytest.raises(UsageError, match="in whose place submitit puts the job's id"):
+        backends.SubmititBackend().script(prepare_run(tmp_path / name))
+    assert backends.SubmititBackend().script(prepare_run(tmp_path / "100%u"))
+    assert backends.SlurmBackend().script(prepare_run(tmp_path / name))
 
 
 def test_the_submitit_task_looks_for_no_module_in_the_working_directory(
