@@ -145,8 +145,8 @@ def forget_other_ranks() -> None:
 
 
 def compile_cache() -> str:
-    """Return a folder for the caches of torch's compiler that no other user can have made: below
-    TMPDIR, or in the run where another user has taken the name there.
+    """Return a folder for the caches of torch's compiler that no other user can have made, or can
+    replace: below TMPDIR, or in the run where another user could do so there.
 
     torch would take ``/tmp/torchinductor_<user>`` whoever has made it, and load pickles from it.
     Raise OSError if the run's can't be made.
@@ -163,7 +163,10 @@ def compile_cache() -> str:
             continue
         facts = os.lstat(folder)
         is_folder = facts.st_mode & 0o170000 == 0o040000
-        if is_folder and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
+        # Others may rename what lies in a folder that they may write, unless it has the sticky bit.
+        modes = os.stat(os.path.dirname(folder)).st_mode
+        is_kept = folder == in_run or not modes & 0o022 or modes & 0o1000
+        if is_kept and is_folder and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
             return folder
     raise PermissionError(f"{in_run} is not this user's alone")
 

@@ -98,16 +98,30 @@ def test_a_script_has_further_arguments_from_its_second_start_on(
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_link", "where"),
-    [(None, False, "tmp"), (0o700, False, "tmp"), (0o777, False, "run"), (0o700, True, "run")],
+    ("mode", "is_link", "mode_of_tmp", "where"),
+    [
+        (None, False, 0o755, "tmp"),
+        (None, False, 0o1777, "tmp"),
+        (None, False, 0o777, "run"),  # a colleague could put another one in its place
+        (0o700, False, 0o770, "run"),
+        (0o700, False, 0o755, "tmp"),
+        (0o777, False, 0o755, "run"),
+        (0o700, True, 0o755, "run"),
+    ],
 )
 def test_the_compilers_cache_is_this_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, is_link: bool, where: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: int | None,
+    is_link: bool,
+    mode_of_tmp: int,
+    where: str,
 ) -> None:
     """Pickles are loaded from it, and its usual place has a name that anybody can make."""
     folders = {name: tmp_path / name for name in ("tmp", "run", "theirs")}
     for folder in folders.values():
         folder.mkdir()
+    folders["tmp"].chmod(mode_of_tmp)
     monkeypatch.setenv("TMPDIR", str(folders["tmp"]))
     monkeypatch.setenv("HPC_DDP_RUN", str(folders["run"]))
     taken = folders["tmp"] / f"hpc-ddp-compile-{os.geteuid()}"
