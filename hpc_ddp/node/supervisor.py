@@ -79,12 +79,13 @@ class Supervisor:
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
-        """Make the folder, and delete pid files and reported failures of an earlier start; raise
-        OSError if that fails."""
+        """Make the folder and an empty file of failures, and delete pid files of an earlier start;
+        raise OSError if that fails."""
         self.end_time, self.folder = self.place.end_time, self.launch.folder
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
-        for stale in (*self.folder.pids(), self.folder.failures):
+        for stale in self.folder.pids():
             stale.unlink(missing_ok=True)
+        self.folder.failures.write_text("")
         self.journal = self.place.run.journal(self.launch.name, self.place.attempt.number)
         self.fabric = FabricComparison(self.place, self.journal)
         self.growth = Growth(self.folder, shows_rank_0=self.launch.rank in (None, 0))
@@ -355,9 +356,8 @@ class Supervisor:
 def main(argv: list[str]) -> int:
     """Supervise a launch, as `supervise`: a name in `LAUNCHES`, then its command.
 
-    The batch script starts this process by the job's Python. That may be a wrapper, of a container
-    say, which was entered with it: so the child is started by this very Python.
-    """
+    The batch script starts this process by the job's Python, which may be a wrapper, of a container
+    say, and is entered with it: so the child is started by this very Python."""
     kind, *command = argv
     if "SLURM_JOB_ID" in os.environ and sys.executable:
         command[:1] = [sys.executable]
