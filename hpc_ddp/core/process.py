@@ -114,7 +114,7 @@ def _pid_here(number: str, namespace: str) -> int | None:
     return None
 
 
-def _may_hide(path: Path) -> bool:
+def may_hide(path: Path) -> bool:
     """Return whether a pid file names a process of another PID namespace than this process's, so
     that it may run without being seen from here."""
     with suppress(OSError):
@@ -132,7 +132,7 @@ def signal_recorded(paths: Iterable[Path], number: int) -> int:
     for path in paths:
         pid = live_pid(path)
         if pid is None:
-            count += _may_hide(path)
+            count += may_hide(path)
             continue
         with suppress(ProcessLookupError):  # just now
             os.kill(pid, number)

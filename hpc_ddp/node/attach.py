@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.process import SHOW_STACKS, STACKS, handles, is_memory_file, live_pid
+from hpc_ddp.core.process import SHOW_STACKS, STACKS, handles, is_memory_file, live_pid, may_hide
 
 ANSWER_S = 5.0  # how long a signalled worker is given
 # What makes a process a rank of a world. Who is attached is none: a script that is tried in the
@@ -36,11 +36,12 @@ def worker_of(pid_file: Path) -> int:
     Raises
     ------
     HpcDdpError
-        on this host it has not started yet, or has ended
+        on this host it has not started yet, or has ended, or it can't be seen from here
     """
     pid = live_pid(pid_file)
     if pid is None:
-        raise HpcDdpError(f"{pid_file.stem} has no process on {os.uname().nodename} now")
+        but = ", or one in a container that can't be seen from here" if may_hide(pid_file) else ""
+        raise HpcDdpError(f"{pid_file.stem} has no process on {os.uname().nodename} now{but}")
     return pid
 
 
