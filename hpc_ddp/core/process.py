@@ -89,9 +89,8 @@ def live_pid(path: Path) -> int | None:
     """
     try:
         number, began, *namespace = path.read_text().split()
-        is_here = not namespace or namespace[0] == _namespace("self")
-        pid = int(number) if is_here else _pid_here(number, namespace[0])
-    except (OSError, ValueError):
+        pid = _pid_here(number, namespace[0]) if may_hide(path) else int(number)
+    except (OSError, ValueError, IndexError):
         return None
     return pid if pid and _began(pid) == began else None
 
@@ -117,7 +116,7 @@ def _pid_here(number: str, namespace: str) -> int | None:
 def may_hide(path: Path) -> bool:
     """Return whether a pid file names a process of another PID namespace than this process's, so
     that it may run without being seen from here."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         return path.read_text().split()[2:] not in ([], [_namespace("self")])
     return False
 

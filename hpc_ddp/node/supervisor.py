@@ -354,22 +354,15 @@ class Supervisor:
 
 
 def main(argv: list[str]) -> int:
-    """Supervise a launch, as `supervise`: a name in `LAUNCHES`, then its command.
-
-    The batch script starts this process by the job's Python, which may be a wrapper, of a container
-    say, and is entered with it: so the child is started by this very Python."""
-    kind, *command = argv
-    if "SLURM_JOB_ID" in os.environ and sys.executable:
-        command[:1] = [sys.executable]
-    return supervise(kind, command)
-
-
-def supervise(kind: str, command: list[str]) -> int:
-    """Supervise a launch of the `kind` ``torchrun`` or ``worker``, whose command is `command`.
+    """Supervise a launch: a name in `LAUNCHES`, ``torchrun`` or ``worker``, then its command.
 
     Return the exit code of the Slurm task: that of `Supervisor.run`, or 1 after an OSError or a
     wrong environment, which is printed.
     """
+    kind, *command = argv
+    if "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ and sys.executable:
+        # The batch script starts this process by the job's Python: a wrapper is entered by now.
+        command[:1] = [sys.executable]
     try:
         raise_file_limit()
         try:
@@ -386,15 +379,15 @@ def supervise(kind: str, command: list[str]) -> int:
 
 
 def submitit_main(kind: str, command: list[str]) -> None:
-    """Be submitit's task: `supervise` a launch, with the script's arguments from job.json: one file
-    with `command` serves all tasks of an array. Exits the process with the supervisor's code
-    (submitit's own is 0 whatever a function returned), or with 1 and a message where job.json can't
-    be read or `expand` refuses."""
+    """Be submitit's task: the supervisor of a launch, as `main`, with the script's arguments from
+    job.json: one file with `command` serves all tasks of an array. Exits the process with the
+    supervisor's code (submitit's own is 0 whatever a function returned), or with 1 and a message
+    where job.json can't be read or `expand` refuses."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
     job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
     try:
         args = json.loads(patiently(job_json.read_text)).get("args", [])
         command = expand(command, os.environ) if kind == "torchrun" else command
-        sys.exit(supervise(kind, [*command, *args]))
+        sys.exit(main([kind, *command, *args]))
     except (HpcDdpError, OSError, ValueError) as error:  # the last: a damaged job.json
         sys.exit(f"hpc-ddp: this node can't take part: {error}")

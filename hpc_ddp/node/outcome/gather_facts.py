@@ -25,7 +25,6 @@ from hpc_ddp.core.journal.events import (
     Submitted,
     VerdictGiven,
 )
-from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
 from hpc_ddp.node.outcome.verdict import (
@@ -162,18 +161,13 @@ def _note(
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
-        sequel = sequel_of(facts.step if _is_saved(facts) else None) if goes_on else "it can go on"
+        is_saved = any(isinstance(e, (CheckpointSaved, CheckpointRestored)) for e in facts.events)
+        sequel = sequel_of(facts.step if is_saved else None) if goes_on else "it can go on"
         then = sequel if decided.action == Action.REQUEUE else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")
     if decided.action != Action.REQUEUE or not goes_on:
         for command in sync_commands(run):
             say(f"recorded offline; to send it: {command}")
-
-
-def _is_saved(facts: AttemptFacts) -> bool:
-    """Return whether the run has a checkpoint of hpc-ddp's to go on from, by its journal."""
-    restored = facts.here(CheckpointRestored)
-    return bool(last_event(facts.events, CheckpointSaved) or (restored and restored.step))
 
 
 def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:

@@ -31,6 +31,7 @@ OF_AN_MPI_TASK = (
     "MV2_COMM_WORLD_",
 )
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+NAMESPACE = "/proc/self/ns/pid"
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
@@ -103,25 +104,18 @@ def began() -> str:
         return "running"
 
 
-def namespace() -> str:
-    """Return the PID namespace that this process's id is of; '' where there is no /proc."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
 def open_log(name: str) -> int:
-    """Write the process id to ``<name>.pid``, open ``<name>.log`` to append to it, and return its
-    descriptor.
+    """Write the process id, its start and PID namespace to ``<name>.pid``, open ``<name>.log`` to
+    append to it, and return its descriptor.
 
     Tried again each second; raise OSError if the disk still refuses after `PATIENCE_S`.
     """
     give_up = time.monotonic() + PATIENCE_S
+    namespace = os.readlink(NAMESPACE) if os.path.exists(NAMESPACE) else ""  # a Mac has none
     while True:
         try:
             with open(f"{name}.pid", "w") as file:
-                file.write(f"{os.getpid()} {began()} {namespace()}")
+                file.write(f"{os.getpid()} {began()} {namespace}")
             return os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
             if time.monotonic() > give_up:

@@ -65,8 +65,10 @@ def test_a_process_of_another_pid_namespace_may_run_without_being_seen(tmp_path:
         path.write_text(f"{os.getpid()} {began}0 {namespace}")
         assert process.live_pid(path) is None
         assert process.signal_recorded([path, tmp_path / "none"], signal.SIGKILL) == count
-    path.write_text(f"{os.getpid()} {began} pid:[1]")
-    assert process.live_pid(path) is None
+    for text in (f"{os.getpid()} {began} pid:[1]", "1 2 3 4", "1", "\xff"):
+        path.write_text(text, encoding="latin-1")
+        assert process.live_pid(path) is None
+    assert process.signal_recorded([path], signal.SIGKILL) == 0
     path.write_text(f"{os.getpid()} {began} {here}")
     assert process.live_pid(path) == os.getpid()
 

@@ -94,16 +94,31 @@ def test_a_wrapper_of_python_outlives_a_notice(attempt: AttemptFolder) -> None:
     assert watcher._start().wait() == 3
 
 
-@pytest.mark.parametrize("is_job", [True, False])
-def test_a_wrapper_of_python_is_entered_once(monkeypatch: pytest.MonkeyPatch, is_job: bool) -> None:
-    """The batch script has started this process by it; a dry run by hpc-ddp's own Python."""
-    calls: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(supervisor, "supervise", lambda *words: calls.append(words))
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    if is_job:
-        monkeypatch.setenv("SLURM_JOB_ID", "7")
-    supervisor.main(["worker", "wrapper", "train.py"])
-    assert calls == [("worker", [sys.executable if is_job else "wrapper", "train.py"])]
+@pytest.mark.parametrize(
+    ("variables", "python"),
+    [
+        ({"SLURM_JOB_ID": "7"}, sys.executable),  # the batch script has started this one by it
+        ({"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}, "wrapper"),
+        ({}, "wrapper"),  # a dry run, by hpc-ddp's own Python
+    ],
+)
+def test_a_wrapper_of_python_is_entered_once(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], python: str
+) -> None:
+    commands: list[list[str]] = []
+
+    def launch(place: None, command: list[str]) -> None:
+        commands.append(command)
+        raise OSError
+
+    monkeypatch.setattr(Place, "from_env", lambda environ: None)
+    monkeypatch.setattr(supervisor, "LAUNCHES", {"worker": launch})
+    for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert supervisor.main(["worker", "wrapper", "train.py"]) == 1
+    assert commands == [[python, "train.py"]]
 
 
 def test_a_first_node_without_an_address_is_recorded(
@@ -194,11 +209,11 @@ def test_submitits_task_ends_with_the_supervisors_code(
     calls: list[list[str]] = []
     handlers: list[tuple[int, Any]] = []
 
-    def supervise(kind: str, command: list[str]) -> int:
-        calls.append([kind, *command])
+    def supervise(argv: list[str]) -> int:
+        calls.append(argv)
         return 3
 
-    monkeypatch.setattr(supervisor, "supervise", supervise)
+    monkeypatch.setattr(supervisor, "main", supervise)
     monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
     monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
     monkeypatch.setenv("a", "5")
