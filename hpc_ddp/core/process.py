@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 # which others see among its open files. Nobody else uses a real-time signal for anything.
 SHOW_STACKS = signal.SIGRTMIN + 8 if sys.platform == "linux" else 0
 STACKS = "hpc-ddp-stacks"
+LOCAL_NOTICE = "hpc-ddp-notice"  # the file in memory by which a supervisor gives notice
 MFD_CLOEXEC = 1  # linux/memfd.h
 # They may ask an attempt to end. Some clusters send them to every process of a step: each process
 # has to live through all of them.
@@ -41,6 +43,12 @@ def memory_file(name: str) -> int:
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), f"no file in memory: {os.strerror(ctypes.get_errno())}")
     return descriptor
+
+
+def is_memory_file(path: Path, name: str) -> bool:
+    """Return whether a descriptor in /proc, ``/proc/<pid>/fd/<number>``, is of a `memory_file` with
+    this name; raise OSError where it is of nothing, or another user's."""
+    return os.readlink(path).startswith(f"/memfd:{name} ")
 
 
 class ImportsAhead(NamedTuple):
@@ -71,31 +79,74 @@ def is_live(process: dict[str, Any]) -> bool:
 
 
 def live_pid(path: Path) -> int | None:
-    """Return the id of the process that a worker's pid file names; None when it is gone.
+    """Return the id of the process that a worker's pid file names; None when it is gone, or is not
+    to be seen from here.
 
     The file has the id and when the process began: the id may be another process's by now, of
-    another job of the user. A file that is missing, empty or damaged is None, too: it is so while
-    the worker starts.
+    another job of the user. Then it has the PID namespace of the id, as a container may have one of
+    its own. A file that is missing, empty or damaged is None, too: it is so while the worker
+    starts.
     """
     try:
-        pid, began = path.read_text().split()
-        return int(pid) if _began(int(pid)) == began else None
-    except (OSError, ValueError):
+        number, began, *namespace = path.read_text().split()
+        pid = _pid_here(number, namespace[0]) if may_hide(path) else int(number)
+    except (OSError, ValueError, IndexError):
         return None
+    return pid if pid and _began(pid) == began else None
+
+
+def _namespace(pid: str) -> str:
+    """Return the PID namespace of a process; raise OSError for one that is gone or another
+    user's."""
+    return os.readlink(f"/proc/{pid}/ns/pid")
+
+
+def _pid_here(number: str, namespace: str) -> int | None:
+    """Return the id here of the process that has a number in a PID namespace below this one; None
+    where there is none, and for a namespace that is not below this one."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if _namespace(pid) == namespace:
+                status = Path(f"/proc/{pid}/status").read_text()
+                if re.search(rf"^NSpid:.*\t{int(number)}$", status, re.M):
+                    return int(pid)
+    return None
+
+
+def may_hide(path: Path) -> bool:
+    """Return whether a pid file names a process of another PID namespace than this process's, so
+    that it may run without being seen from here."""
+    with suppress(OSError, ValueError):
+        return path.read_text().split()[2:] not in ([], [_namespace("self")])
+    return False
 
 
 def signal_recorded(paths: Iterable[Path], number: int) -> int:
     """Send signal `number` to the processes of pid files that still run; return how many there
-    were.
+    were, with those that may run in a container and can't be seen from here.
 
     Raise PermissionError for a process of another user; those after it then get no signal.
     """
     count = 0
-    for pid in filter(None, map(live_pid, paths)):
+    for path in paths:
+        pid = live_pid(path)
+        if pid is None:
+            count += may_hide(path)
+            continue
         with suppress(ProcessLookupError):  # just now
             os.kill(pid, number)
             count += 1
     return count
+
+
+def handles(pid: int, number: int) -> bool:
+    """Tell whether a process handles the signal `number`: one that does not would die of it.
+
+    Raise OSError if the process is gone.
+    """
+    text = Path(f"/proc/{pid}/status").read_text()
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.M)
+    return bool(match and int(match[1], 16) >> (number - 1) & 1)
 
 
 def began_at(pid: int | None = None) -> float | None:

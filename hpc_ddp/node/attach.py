@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.process import SHOW_STACKS, STACKS, live_pid
+from hpc_ddp.core.process import SHOW_STACKS, STACKS, handles, is_memory_file, live_pid, may_hide
 
 ANSWER_S = 5.0  # how long a signalled worker is given
 # What makes a process a rank of a world. Who is attached is none: a script that is tried in the
@@ -36,11 +36,12 @@ def worker_of(pid_file: Path) -> int:
     Raises
     ------
     HpcDdpError
-        on this host it has not started yet, or has ended
+        on this host it has not started yet, or has ended, or it can't be seen from here
     """
     pid = live_pid(pid_file)
     if pid is None:
-        raise HpcDdpError(f"{pid_file.stem} has no process on {os.uname().nodename} now")
+        but = ", or one in a container that can't be seen from here" if may_hide(pid_file) else ""
+        raise HpcDdpError(f"{pid_file.stem} has no process on {os.uname().nodename} now{but}")
     return pid
 
 
@@ -81,7 +82,7 @@ def stacks(pid: int) -> None:
     if py_spy and subprocess.run([py_spy, "dump", "--pid", str(pid)]).returncode == 0:
         return
     variables = _kept(pid)
-    if variables is None or not _catches(pid, SHOW_STACKS):
+    if variables is None or not handles(pid, SHOW_STACKS):
         why = "py-spy may not look at it" if py_spy else f"there is no py-spy beside {python}"
         raise HpcDdpError(
             f"{why}, and a script that has not called hpc_ddp's start can't tell by itself",
@@ -108,21 +109,11 @@ def _kept(pid: int) -> Path | None:
     """
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if os.readlink(path).startswith(f"/memfd:{STACKS}"):
+            if is_memory_file(path, STACKS):
                 return path
         except OSError:  # closed meanwhile
             continue
     return None
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Tell whether a process handles the signal `number`: one that does not would die of it.
-
-    Raise OSError if the process is gone.
-    """
-    text = Path(f"/proc/{pid}/status").read_text()
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.M)
-    return bool(match and int(match[1], 16) >> (number - 1) & 1)
 
 
 def main(words: list[str]) -> int:

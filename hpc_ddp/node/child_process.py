@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
 from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.attempt_folder import NodeFolder
+from hpc_ddp.core.process import NOTICE_SIGNALS, handles
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.peer_links import Task
 from hpc_ddp.node.workers.worker import started_by
@@ -22,6 +26,30 @@ from hpc_ddp.node.workers.worker import started_by
 AGENT_WORDS = 4  # python -u node.py elastic_agent
 MOST_FILES = 1 << 16  # some programs close each descriptor that there might be
 NO_GROUP = "no-group"  # a file of the first node: its workers have formed no process group
+
+
+def ignore_notices() -> None:
+    """Ignore the `NOTICE_SIGNALS` in this process, a fork that is to become a supervisor's child.
+
+    A wrapper of Python (``--python``) inherits it: a site may signal each process of the step, and
+    a wrapper's death would end its child. torchrun's agent and a worker take them over themselves.
+    """
+    for number in NOTICE_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def warn_of_wrapper(environ: Mapping[str, str]) -> None:
+    """Print that Slurm's task is a process above this one, by SLURM_TASK_PID, which dies of the
+    signal of a preemption; nothing for one that can't be seen from a container."""
+    task = int(environ.get("SLURM_TASK_PID") or os.getpid())
+    with suppress(OSError):
+        if task != os.getpid() and not handles(task, signal.SIGTERM):
+            name = Path(f"/proc/{task}/comm").read_text().strip()
+            say(
+                f"WARNING: this Python runs below {name}, which dies of a preemption's signal, and"
+                " the job with it, before it has saved; hint: end the wrapper (--python,"
+                ' --container) in: exec python "$@"'
+            )
 
 
 def raise_file_limit() -> None:
@@ -155,7 +183,6 @@ def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
         "MASTER_ADDR": env.head,
         "MASTER_PORT": str(env.port),
         "TORCHELASTIC_RUN_ID": env.rdzv_id,
-        "HPC_DDP_AGENT_PID": str(os.getpid()),
     }
 
 

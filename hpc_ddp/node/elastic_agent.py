@@ -30,6 +30,7 @@ import contextlib
 import hashlib
 import hmac
 import io
+import json
 import os
 import signal
 import sys
@@ -40,7 +41,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.file_io import patiently, read_word, write_json
+from hpc_ddp.core.file_io import patiently, read_word
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.child_process import NO_GROUP, split
@@ -357,6 +358,7 @@ def main(argv: list[str]) -> ForkedScript:
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # torchrun's options, by their names there: --torchrun has them
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
+    failures = NodeFolder(folder).failures  # it exists: the disk may have no room for a new file
     try:
         server = start_server(argv)
         if isinstance(server, ForkedScript):
@@ -365,10 +367,10 @@ def main(argv: list[str]) -> ForkedScript:
     except Exception as error:
         if "EADDRINUSE" in f"{error!r} {error.__cause__!r}":
             AttemptFolder(folder.parent).port_taken.touch()
-        write_json(folder / "failures.json", {"agent": f"{type(error).__name__}: {error}"})
+        failures.write_text(json.dumps({"agent": f"{type(error).__name__}: {error}"}))
         raise
     if ended is not None:
-        write_json(folder / "failures.json", ended)
+        failures.write_text(json.dumps(ended))
     # Nothing is left to do, and taking torch apart takes a second of a preempted job's grace.
     sys.stdout.flush()
     sys.stderr.flush()

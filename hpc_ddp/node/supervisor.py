@@ -33,7 +33,14 @@ from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, 
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import signal_recorded
-from hpc_ddp.node.child_process import LAUNCHES, Launch, expand, raise_file_limit
+from hpc_ddp.node.child_process import (
+    LAUNCHES,
+    Launch,
+    expand,
+    ignore_notices,
+    raise_file_limit,
+    warn_of_wrapper,
+)
 from hpc_ddp.node.net import tracker_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
@@ -72,12 +79,13 @@ class Supervisor:
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
-        """Make the folder, and delete pid files and reported failures of an earlier start; raise
-        OSError if that fails."""
+        """Make the folder and an empty file of failures, and delete pid files of an earlier start;
+        raise OSError if that fails."""
         self.end_time, self.folder = self.place.end_time, self.launch.folder
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
-        for stale in (*self.folder.pids(), self.folder.failures):
+        for stale in self.folder.pids():
             stale.unlink(missing_ok=True)
+        self.folder.failures.write_text("")
         self.journal = self.place.run.journal(self.launch.name, self.place.attempt.number)
         self.fabric = FabricComparison(self.place, self.journal)
         self.growth = Growth(self.folder, shows_rank_0=self.launch.rank in (None, 0))
@@ -119,6 +127,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 env=self._env(),
                 start_new_session=True,
+                preexec_fn=ignore_notices,
             )
 
     def _env(self) -> dict[str, str]:
@@ -351,6 +360,9 @@ def main(argv: list[str]) -> int:
     wrong environment, which is printed.
     """
     kind, *command = argv
+    if "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ and sys.executable:
+        # The batch script starts this process by the job's Python: a wrapper is entered by now.
+        command[:1] = [sys.executable]
     try:
         raise_file_limit()
         try:
@@ -358,6 +370,8 @@ def main(argv: list[str]) -> int:
             launch = LAUNCHES[kind](place, command)
         except (KeyError, ValueError) as error:  # variables, or a file of the attempt
             raise OSError(f"its place in the job is unknown: {error!r}") from error
+        if launch.peers:
+            warn_of_wrapper(os.environ)
         return Supervisor(place, launch).run()
     except OSError as error:
         say(f"this node can't take part: {error}")

@@ -44,7 +44,8 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 
 class Redaction:
     """Replaces the values of a job's environment variables, and of what is named like a secret; the
-    secrets in `environ`, the user's own, wherever they stand, from 8 characters on."""
+    secrets in `environ`, the user's own, and in the job, wherever they stand, from 8 characters
+    on."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         lines = "\n".join((*spec.setup, *spec.teardown))
@@ -52,12 +53,12 @@ class Redaction:
         any_name = rf"\b(?:{'|'.join(map(re.escape, names)) or '(?!)'})"
         self._in_script = re.compile(rf"({any_name}\+?=){_LONG_VALUE}")
         self._in_log = re.compile(rf"""({any_name}(?:=|\\*["']\s*[=:]\s*)){_VALUE}""")
-        # A log may show a secret of the user's shell under any name.
-        self._values = [
-            secret
-            for name, secret in environ.items()
-            if len(secret) >= 8 and (name in spec.env_names or _is_secret(name))
-        ]
+        # A log may show a secret of the user's shell, or of the job's arguments, under any name.
+        values = {
+            secret for name, secret in environ.items() if name in spec.env_names or _is_secret(name)
+        }
+        values |= {*_secrets_in(json.loads(spec.to_json()), "")}
+        self._values = sorted((s for s in values if len(s) >= 8), key=len, reverse=True)
 
     def clean(self, text: str, suffix: str) -> str:
         """Return the redacted text of a file with this suffix: ``.json``, ``.jsonl`` by its lines,
@@ -82,10 +83,8 @@ class Redaction:
         ``env`` is replaced; a table below a secret's name by the names in it. None stays."""
         if isinstance(content, dict):
             return {k: self._redact(v, "env" if name == "env" else k) for k, v in content.items()}
-        if isinstance(content, list):  # of arguments, the word before may be the name
-            words = ["", *map(str, content[:-1])][: len(content)]
-            names = (word if word.startswith("--") else name for word in words)
-            return [self._redact(v, n) for v, n in zip(content, names, strict=True)]
+        if isinstance(content, list):
+            return [self._redact(v, n) for n, v in _named(content, name)]
         if content is not None and (name == "env" or _is_secret(name)):
             return REDACTED
         return self._text(content, True) if isinstance(content, str) else content
@@ -98,6 +97,28 @@ class Redaction:
         for pattern in (*_SECRETS, self._in_script if is_script else self._in_log):
             text = pattern.sub(rf"\1{REDACTED}", text)
         return text
+
+
+def _named(content: list[Any], name: str) -> list[tuple[str, Any]]:
+    """Return the parts of a list that stands behind a `name`, each with its own: of arguments, the
+    word before may be that."""
+    words = ["", *map(str, content[:-1])][: len(content)]
+    names = (word if word.startswith("--") else name for word in words)
+    return list(zip(names, content, strict=True))
+
+
+def _secrets_in(content: Any, name: str) -> Iterator[str]:
+    """Yield the values in JSON content that are secrets by the `name` before them, as `Redaction`
+    replaces them; an option behind another one is none."""
+    if isinstance(content, (dict, list)):
+        parts = content.items() if isinstance(content, dict) else _named(content, name)
+        for part_name, part in parts:
+            yield from _secrets_in(part, part_name)
+    elif isinstance(content, str):
+        if _is_secret(name) and not content.startswith("--"):
+            yield content
+        for pattern in _SECRETS:
+            yield from (m[0][len(m[1]) :].strip("\"'") for m in pattern.finditer(content))
 
 
 def _is_secret(name: str) -> bool:

@@ -7,6 +7,7 @@ in the foreground until the attempt, or the run, has ended.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -198,13 +199,19 @@ class SubmititBackend(SlurmBackend):
         """Return submitit's executor, with our set-up and tear-down lines.
 
         Raise UsageError for a container or a block of the template that submitit has no use for,
-        and HpcDdpError without a Slurm client.
+        and for a run's path that it would change; HpcDdpError without a Slurm client.
         """
         import submitit
 
         spec, run = plan.spec, plan.run
         if spec.container or spec.image:
             raise UsageError("the submitit back-end has no containers", hint="--backend slurm")
+        if tag := re.search("%[jtAa]", str(run.path)):
+            raise UsageError(
+                f"the run folder {str(run.path)!r} has {tag[0]}, in whose place submitit puts the"
+                " job's id",
+                hint="--runs-dir, without it; or --backend slurm",
+            )
         template.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
         lib, python = shlex.quote(str(run.lib)), shlex.quote(sys.executable)
         try:
@@ -218,7 +225,8 @@ class SubmititBackend(SlurmBackend):
         folder = shlex.quote(str(run.submitit))
         executor.update_parameters(
             job_name=str(pairs.pop("job-name")),
-            wckey=None,
+            wckey=None,  # and no time limit: submitit has 5 minutes
+            time=None,
             stderr_to_stdout=True,
             setup=[
                 *(plan.rendering.block(name) for name in SET_UP),

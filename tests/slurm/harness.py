@@ -155,10 +155,10 @@ class Job:
         return [pid for pid in found if runs(pid)]
 
     def agent(self, attempt: int = 0) -> int:
-        """Return the process id of torchrun's agent on the node of the last rank."""
-        environ = Path(f"/proc/{self.workers(attempt)[-1]}/environ").read_bytes().split(b"\0")
-        (pid,) = (word for word in environ if word.startswith(b"HPC_DDP_AGENT_PID="))
-        return int(pid.partition(b"=")[2])
+        """Return the process id of torchrun's agent on the node of the last rank; under srun of
+        its supervisor."""
+        stat = Path(f"/proc/{self.workers(attempt)[-1]}/stat").read_text()
+        return int(stat.rpartition(")")[2].split()[1])
 
     def output(self) -> str:
         return "".join(path.read_text() for path in sorted(self.run.logs.glob("slurm*.out")))

@@ -34,7 +34,8 @@ class NodeFolder:
 
     @property
     def failures(self) -> Path:
-        """The failed workers, by torchrun's report to the supervisor; or why there are none."""
+        """The failed workers, by torchrun's report to the supervisor; or why there are none; empty
+        before (see `AttemptFolder.notice`)."""
         return self.path / f"failures{self._task}.json"
 
     @property

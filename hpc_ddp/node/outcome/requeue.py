@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
@@ -22,7 +23,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.chain import own_id, queue_next_link
 from hpc_ddp.node.outcome.excluded_nodes import keep_off
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
-from hpc_ddp.slurm_text import HAS_NO_NODES, Job
+from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
 
 PAUSE_S = 5.0
 TRIES = 120  # of a requeue, each with an answer of Slurm
@@ -150,7 +151,8 @@ def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
 
 
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
-    """Continue as a new job, where the site refuses the requeue of this one; return the exit code,
+    """Continue as a new job, where the site refuses the requeue of this one, or a chain has no next
+    one; return the exit code,
     0, or `CAN_GO_ON` without a new job. Raise OSError as `queue_next_link`."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link is None:
@@ -198,21 +200,22 @@ def _end_link(
 ) -> int:
     """End one job of a chain: the next one waits already; cancel it if nothing is left to do.
 
-    If the run continues, a missing next job is queued, and one that waits is kept off bad nodes;
-    one that a person has cancelled is not replaced. Return the exit code: then 0, or `CAN_GO_ON`
-    without a next job; else the verdict's own.
-    Refusals of Slurm are printed. Raise OSError if the run's folder can't be read or written.
+    If the run continues, a next job that is missing, or over already, is queued, and one that waits
+    is kept off bad nodes; one that a person has cancelled is not replaced. Return the exit code:
+    then 0, or `CAN_GO_ON` without a next job; else the verdict's own. Refusals of Slurm are
+    printed. Raise OSError if the run's folder can't be read or written.
     """
     link = attempt.link
     if decided.action == Action.REQUEUE:
         give_up = _last_moment(attempt, environ)
-        if link and _is_cancelled(link, give_up):
-            say(f"job {link.id}, which was to go on, has been cancelled")
-            return _left_to_the_user(run)
+        if link and (state := _end_of(link, give_up)):
+            say(f"job {link.id}, which was to go on, has ended: {state}")
+            if state == "CANCELLED":
+                return _left_to_the_user(run)
+            link = None
         if link and facts.bad_nodes:
             keep_off(run, link.id, give_up)
-        link = link or queue_next_link(run, attempt, environ, give_up)
-        return 0 if link else _left_to_the_user(run)
+        return 0 if link else _resubmit(run, attempt, environ)
     if link and decided.cause != Cause.SUPERSEDED:
         try:
             slurm.cancel([link.id])
@@ -221,12 +224,18 @@ def _end_link(
     return decided.exit_code
 
 
-def _is_cancelled(link: JobRef, give_up: float) -> bool:
-    """Return whether a job that waited has been cancelled, or is forgotten; False without an answer
-    of Slurm until `give_up`."""
+def _end_of(link: JobRef, give_up: float) -> str:
+    """Return the state in which a job that was to go on has ended, before its turn; '' where it has
+    not, and without an answer of Slurm until `give_up`. One that Slurm has forgotten, and the
+    accounting does not know, counts as CANCELLED."""
     try:
-        return slurm.show_job(link.id, give_up).is_cancelled
+        job = slurm.show_job(link.id, give_up)
     except slurm.NoAnswerError:
-        return False
+        return ""
     except HpcDdpError:
-        return True
+        with suppress(HpcDdpError):
+            return slurm.record(link).state
+        return "CANCELLED"
+    if job.is_cancelled:
+        return "CANCELLED"
+    return job.state if job.state in (*OVER, "COMPLETING") else ""

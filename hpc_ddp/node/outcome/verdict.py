@@ -270,10 +270,10 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
             return f"{len(row) + 1} attempts in a row ended so, without a newer checkpoint"
     if cause != Cause.TIME_LIMIT:
         return None
-    if facts.is_ours:
-        return _no_progress(facts)
-    if spec.max_requeues is not None:
-        return None
+    if facts.is_ours or spec.max_requeues is not None:
+        return _no_progress(facts) if facts.is_ours else None
+    if facts.here(WorkerStarted) and (reason := _no_progress(facts)):
+        return f"{reason}, and without a step (--max-requeues allows more)"
     count = 1 + sum(v.cause == cause for v in again)
     if count > most_in_a_row(spec):
         return f"{NOT_SEEN}; {count} attempts have ended so (--max-requeues allows more)"

@@ -6,7 +6,7 @@ import json
 import os
 from contextlib import suppress
 
-from hpc_ddp.core.process import memory_file
+from hpc_ddp.core.process import LOCAL_NOTICE, memory_file
 
 
 class LocalNotice:
@@ -17,14 +17,15 @@ class LocalNotice:
 
     A worker opens the file by way of the supervisor's process (``/proc/<pid>/fd/<number>``). So it
     is nowhere on a disk, only processes of the same user can read it, and it is gone with the
-    supervisor, whatever ends that.
+    supervisor, whatever ends that. In a PID namespace of the worker's own, as a container may have
+    one, the path leads nowhere, or to another process's file: such a worker asks the disk.
     """
 
     def __init__(self) -> None:
         """Make the file, empty; none where the system has no such files."""
         self._fd = -1
         with suppress(OSError):
-            self._fd = memory_file("hpc-ddp-notice")
+            self._fd = memory_file(LOCAL_NOTICE)
         self._fields: dict[str, object] = {}
         self._size_bytes = 0
 

@@ -31,6 +31,8 @@ OF_AN_MPI_TASK = (
     "MV2_COMM_WORLD_",
 )
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+NAMESPACE = "/proc/self/ns/pid"
+NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
@@ -103,16 +105,17 @@ def began() -> str:
 
 
 def open_log(name: str) -> int:
-    """Write the process id to ``<name>.pid``, open ``<name>.log`` to append to it, and return its
-    descriptor.
+    """Write the process id, its start and PID namespace to ``<name>.pid``, open ``<name>.log`` to
+    append to it, and return its descriptor.
 
     Tried again each second; raise OSError if the disk still refuses after `PATIENCE_S`.
     """
     give_up = time.monotonic() + PATIENCE_S
+    namespace = os.readlink(NAMESPACE) if os.path.exists(NAMESPACE) else ""  # a Mac has none
     while True:
         try:
             with open(f"{name}.pid", "w") as file:
-                file.write(f"{os.getpid()} {began()}")
+                file.write(f"{os.getpid()} {began()} {namespace}")
             return os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
             if time.monotonic() > give_up:
@@ -136,8 +139,8 @@ def forget_other_ranks() -> None:
 
 
 def compile_cache() -> str:
-    """Return a folder for the caches of torch's compiler that no other user can have made: below
-    TMPDIR, or in the run where another user has taken the name there.
+    """Return a folder for the caches of torch's compiler that no other user can have made, or can
+    replace: below TMPDIR, or in the run where another user could do so there.
 
     torch would take ``/tmp/torchinductor_<user>`` whoever has made it, and load pickles from it.
     Raise OSError if the run's can't be made.
@@ -154,7 +157,10 @@ def compile_cache() -> str:
             continue
         facts = os.lstat(folder)
         is_folder = facts.st_mode & 0o170000 == 0o040000
-        if is_folder and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
+        # Others may rename what lies in a folder that they may write, unless it has the sticky bit.
+        modes = os.stat(os.path.dirname(folder)).st_mode
+        is_kept = folder == in_run or not modes & 0o022 or modes & 0o1000
+        if is_kept and is_folder and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
             return folder
     raise PermissionError(f"{in_run} is not this user's alone")
 
@@ -226,11 +232,13 @@ def prepare(command: list[str]) -> list[str]:
     that a resume adds.
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
-    user's umask, and dies with its parent. It exits with 1 if that has died already. Raise OSError
-    if the node's folder can't be used.
+    user's umask, and dies with its parent. It exits with 1 if torchrun's agent has died already.
+    Raise OSError if the node's folder can't be used.
     """
     die_with_parent()
-    if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
+    # Of srun's the parent may be a wrapper, and Slurm ends what a dead supervisor leaves.
+    is_of_torchrun = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+    if is_of_torchrun and os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
         sys.exit("hpc-ddp: what has started this worker has died")
     name = os.path.join(os.environ["HPC_DDP_NODE_FOLDER"], f"rank-{os.environ['RANK']}")
     log = open_log(name)
@@ -252,10 +260,12 @@ def prepare(command: list[str]) -> list[str]:
 
 
 def main(command: list[str]) -> None:
-    """Prepare this process, and replace it by `command`; raise OSError as `prepare`, and if the
-    command can't be started."""
+    """Prepare this process, and replace it by `command`, which Python itself runs: the command's
+    own may be a wrapper, and has been entered. Raise OSError as `prepare`."""
     command = prepare(command)
-    os.execvp(command[0], command)
+    for number in NOTICE_SIGNALS:  # a supervisor's child is started with them ignored
+        signal.signal(number, signal.SIG_DFL)
+    os.execv(sys.executable, [sys.executable, *command[1:]])
 
 
 if __name__ == "__main__":

@@ -348,15 +348,15 @@ class Checkpoints(Restorer):
         return self._fail(f"rank {rank}: {failure.text}")
 
     def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:
-        """Count a failure, which has lasted for `lasted_s` already; return it, with an error if it
-        is one too many."""
+        """Count a failure that has lasted for `lasted_s`; return it, with an error if too many."""
         now = time.monotonic()
         self._failed_at.append(now - lasted_s)
         error: HpcDdpError | None = None
         if len(self._failed_at) >= TRIES and now - self._failed_at[0] >= PATIENCE_S:
+            path = self._run.quoted
             error = HpcDdpError(
                 f"{len(self._failed_at)} saves in a row failed in {self._run.checkpoints}: {why}",
-                hint=f"look at the folder, and for free space and quota: df -h {self._run.path}",
+                hint=f"look for free space, inodes and quota: df -h {path}; df -i {path}",
             )
         return Outcome(failure=why, error=error)
 

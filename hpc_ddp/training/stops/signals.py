@@ -23,7 +23,7 @@ from typing import Any
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import read_seconds, read_word
 from hpc_ddp.core.journal.enums import StopReason
-from hpc_ddp.core.process import NOTICE_SIGNALS
+from hpc_ddp.core.process import LOCAL_NOTICE, NOTICE_SIGNALS, is_memory_file
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {
@@ -221,6 +221,8 @@ def _read_local(path: Path) -> dict[str, Any] | None:
     """Return the fields that the supervisor has written into its memory; {} for a text that is not
     whole, None where it can't be read, or the supervisor has not been at work for `STALE_S`."""
     try:
+        if not is_memory_file(path, LOCAL_NOTICE):  # another PID namespace: a read may never end
+            return None
         fields = json.loads(path.read_text() or "{}")
     except OSError:
         return None

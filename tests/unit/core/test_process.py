@@ -6,12 +6,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from hpc_ddp.core import process
+from tests.skips import skip_or_fail
+from tests.waiting import wait_until
 
 
 def test_a_process_is_identified_by_its_start_time() -> None:
@@ -33,6 +36,43 @@ def test_a_zombie_is_not_live() -> None:
     assert signal.SIGRTMIN < process.SHOW_STACKS < signal.SIGRTMAX
 
 
+def test_a_worker_in_a_pid_namespace_of_its_own_is_found(tmp_path: Path) -> None:
+    """As in a container; its id is another process's here, or nobody's."""
+    path = tmp_path / "rank-0.pid"
+    script = (
+        "import sys, time; from hpc_ddp.node.workers import worker\n"
+        "worker.open_log(sys.argv[1]); time.sleep(600)"
+    )
+    enter = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*enter, "true"], capture_output=True).returncode:
+        skip_or_fail("this machine gives no PID namespace (unshare)")
+    argv = [*enter, sys.executable, "-c", script, str(path.with_suffix(""))]
+    with subprocess.Popen(argv, cwd=Path(__file__).parents[3]) as wrapper:
+        try:
+            wait_until(lambda: process.live_pid(path), "the worker", ended=wrapper.poll)
+            assert path.read_text().split()[0] == "1"
+            assert process.signal_recorded([path], signal.SIGKILL) == 1
+            assert wrapper.wait()
+            assert process.live_pid(path) is None
+        finally:
+            wrapper.kill()
+
+
+def test_a_process_of_another_pid_namespace_may_run_without_being_seen(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.pid"
+    began, here = process._began(os.getpid()), os.readlink("/proc/self/ns/pid")
+    for namespace, count in (("pid:[1]", 1), (here, 0), ("", 0)):
+        path.write_text(f"{os.getpid()} {began}0 {namespace}")
+        assert process.live_pid(path) is None
+        assert process.signal_recorded([path, tmp_path / "none"], signal.SIGKILL) == count
+    for text in (f"{os.getpid()} {began} pid:[1]", "1 2 3 4", "1", "\xff"):
+        path.write_text(text, encoding="latin-1")
+        assert process.live_pid(path) is None
+    assert process.signal_recorded([path], signal.SIGKILL) == 0
+    path.write_text(f"{os.getpid()} {began} {here}")
+    assert process.live_pid(path) == os.getpid()
+
+
 def test_a_process_is_identified_by_its_number_without_proc(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,3 +88,13 @@ def test_a_process_is_identified_by_its_number_without_proc(
     assert process.is_live(identity)
     assert not process.is_live({**identity, "pid": child.pid})
     assert process.began_at() is None
+
+
+def test_handled_and_ignored_signals_are_told_apart() -> None:
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        assert process.handles(os.getpid(), signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        assert process.handles(os.getpid(), signal.SIGUSR2) is False
+    finally:
+        signal.signal(signal.SIGUSR2, before)

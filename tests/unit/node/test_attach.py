@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -184,7 +183,14 @@ def test_an_answer_is_shown_once_it_is_whole(
 @pytest.mark.parametrize("text", ["", "x", "999999999 1", "PID 1", "PID"])
 def test_a_dead_worker_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank-0.pid").write_text(text.replace("PID", str(os.getpid())))
-    with pytest.raises(HpcDdpError, match="rank-0 has no process on"):
+    with pytest.raises(HpcDdpError, match=r"rank-0 has no process on \S+ now$"):
+        attach.worker_of(tmp_path / "rank-0.pid")
+
+
+def test_a_worker_that_can_not_be_seen_is_not_called_dead(tmp_path: Path) -> None:
+    """As from another container of the same kind."""
+    (tmp_path / "rank-0.pid").write_text(f"{os.getpid()} 1 pid:[1]")
+    with pytest.raises(HpcDdpError, match=r"or one in a container that can't be seen from here$"):
         attach.worker_of(tmp_path / "rank-0.pid")
 
 
@@ -209,13 +215,3 @@ def test_an_unknown_command_is_reported(
     assert attach.main([str(tmp_path / "rank-0.pid"), "run", "no-such-command"]) == 1
     error = "error: no-such-command can't be started: No such file or directory\n"
     assert capfd.readouterr().err == error
-
-
-def test_handled_and_ignored_signals_are_told_apart() -> None:
-    before = signal.signal(signal.SIGUSR2, lambda *_: None)
-    try:
-        assert attach._catches(os.getpid(), signal.SIGUSR2)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        assert attach._catches(os.getpid(), signal.SIGUSR2) is False
-    finally:
-        signal.signal(signal.SIGUSR2, before)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -17,6 +19,7 @@ from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Supervisor
 from hpc_ddp.node.watch import attempt_watch, log_offsets
 from hpc_ddp.node.watch.signals import Signals
+from tests.waiting import wait_until
 from unit.fakes import Clock, stop_clock
 from unit.node.fakes import NoSignals, place_of
 
@@ -51,7 +54,7 @@ def test_a_worker_gets_the_variables_of_torchrun(
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
     assert [env[name] for name in names.split()] == ["3", "1", "6", "2", "1", "3"]
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "20001")
-    assert (env["TORCHELASTIC_RUN_ID"], env["HPC_DDP_AGENT_PID"]) == ("7.0", str(os.getpid()))
+    assert env["TORCHELASTIC_RUN_ID"] == "7.0"
     assert watcher.launch.command[0] == "python"
     assert watcher.launch.command[-2:] == ["-u", "train.py"]
     assert (watcher.launch.name, watcher.folder) == ("n2-3", attempt.node("n2", 3))
@@ -63,6 +66,24 @@ def test_a_worker_gets_the_variables_of_torchrun(
     assert watcher.launch.peers == []
     assert not watcher.launch.reports_fabric
     assert task(4).launch.reports_fabric
+
+
+def test_a_wrapper_that_dies_of_a_notice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(child_process, "say", printed.append)
+    with subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE) as wrapper:
+        environ = {"SLURM_TASK_PID": str(wrapper.pid)}
+        name = Path(f"/proc/{wrapper.pid}/comm")
+        wait_until(lambda: name.read_text() == "sh\n", "the wrapper's own program")
+        child_process.warn_of_wrapper(environ)
+    assert printed[0].startswith(
+        "WARNING: this Python runs below sh, which dies of a preemption's signal"
+    )
+    printed.clear()
+    child_process.warn_of_wrapper(environ)  # gone, as one that can't be seen from a container
+    child_process.warn_of_wrapper({"SLURM_TASK_PID": str(os.getpid())})
+    child_process.warn_of_wrapper({})
+    assert printed == []
 
 
 def test_only_the_first_task_shows_its_output(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,31 @@ def test_a_bundle_leaves_out_json_that_can_not_be_parsed() -> None:
     redaction = Redaction(JobSpec("train.py"), {})
     assert redaction.clean(NESTED, ".json") == REDACTED
     assert redaction.clean(f'{{"a": 1}}\n{NESTED}', ".jsonl") == f'{{"a": 1}}\n{REDACTED}'
+
+
+@pytest.mark.parametrize(
+    ("job", "secret"),
+    [
+        ({"args": ("--password", "argsecret5", "--lr", "1")}, "argsecret5"),
+        ({"args": ("--password=argsecret5",)}, "argsecret5"),
+        ({"args": ("db.password='arg secret 5'",)}, "arg secret 5"),
+        ({"args": ("--db", "postgres://me:argsecret5@host/db")}, "argsecret5"),
+        ({"setup": ("login --api-key setupsecret",)}, "setupsecret"),
+        ({"srun": ("--export=ALL,MY_TOKEN=srunsecret",)}, "srunsecret"),
+    ],
+)
+def test_a_secret_of_the_job_is_left_out_of_its_logs(job: dict[str, Any], secret: str) -> None:
+    """Whatever stands before it there."""
+    redaction = Redaction(JobSpec("train.py", **job), {"A_TOKEN": f"{secret}-and-more"})
+    text = f"joined as {secret}, and as {secret}-and-more"
+    assert redaction.clean(text, ".log") == f"joined as {REDACTED}, and as {REDACTED}"
+
+
+def test_options_and_short_values_are_no_secrets_of_a_log() -> None:
+    args = ("--use-token", "--learning-rate", "0.1", "--key", "1", "--tokenizer", "gpt2-medium")
+    redaction = Redaction(JobSpec("train.py", args=args), {})
+    text = "--learning-rate 0.1 of gpt2-medium, 1 rank"
+    assert redaction.clean(text, ".log") == text
 
 
 def test_links_of_another_user_reach_no_bundle(

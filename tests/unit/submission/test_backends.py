@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission import backends
 from unit.fakes import raise_disk_full
 from unit.submission.fakes import prepare_run
@@ -21,6 +24,33 @@ def test_a_full_disk_leaves_no_new_run_behind(
     with pytest.raises(OSError, match="No space left"):
         backends.start(replace(prepared, is_new=is_new))
     assert prepared.run.path.exists() is not is_new
+
+
+@pytest.mark.parametrize("options", [{}, {"time": "0:30:00", "nodes": 2, "partition": "long"}])
+def test_both_backends_ask_slurm_for_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """submitit has defaults of its own, such as a time limit of 5 minutes."""
+    monkeypatch.setattr("submitit.SlurmExecutor.affinity", lambda *_: 1)
+    prepared = replace(prepare_run(tmp_path), spec=JobSpec("train.py", **options))
+    ours, theirs = (
+        {line for line in backend.script(prepared).splitlines() if line.startswith("#SBATCH")}
+        for backend in (backends.SlurmBackend(), backends.SubmititBackend())
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["%j", "a%Ab", "%t", "%a"])
+def test_submitit_takes_no_path_that_it_would_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("submitit.SlurmExecutor.affinity", lambda *_: 1)
+    (tmp_path / name).mkdir()
+    (tmp_path / "100%u").mkdir()
+    with pytest.raises(UsageError, match="in whose place submitit puts the job's id"):
+        backends.SubmititBackend().script(prepare_run(tmp_path / name))
+    assert backends.SubmititBackend().script(prepare_run(tmp_path / "100%u"))
+    assert backends.SlurmBackend().script(prepare_run(tmp_path / name))
 
 
 def test_the_submitit_task_looks_for_no_module_in_the_working_directory(

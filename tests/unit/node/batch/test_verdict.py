@@ -56,19 +56,29 @@ def test_an_error_of_the_script_is_given_up(
     ]
 
 
-@pytest.mark.parametrize(("step", "then"), [(None, "it is started again"), (5, "it goes on")])
+@pytest.mark.parametrize(
+    ("step", "saved", "then"),
+    [
+        (None, False, "it is started again"),
+        (5, False, "it is started again"),
+        (5, True, "it goes on"),
+    ],
+)
 def test_a_lost_node_is_kept_off_the_requeued_job(
     controller: Slurm,
     run: RunFolder,
     attempt: AttemptFolder,
     printed: list[str],
     step: int | None,
+    saved: bool,
     then: str,
 ) -> None:
     controller.answer("sinfo", "n2|down*\n")
     controller.answer("sbatch")
     if step:
         run.journal("rank-0").write(raw("first_step", step=step))
+    if saved:
+        run.journal("rank-0").write(raw("checkpoint", step=step))
     write_record(attempt, "n1")
     assert verdict(step_environ(run)) == 0
     (event,) = [event for event in raw_events(run.path) if event["event"] == "verdict"]

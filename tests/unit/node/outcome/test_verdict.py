@@ -413,6 +413,23 @@ def test_a_plain_script_at_the_time_limit_starts_over_as_often_as_allowed() -> N
     assert decide_by(job=job, attempt=9, events=nine, spec=more).action == "requeue"
 
 
+def test_a_script_that_hangs_before_its_first_step_is_given_up_at_its_second_time_limit() -> None:
+    """It uses hpc_ddp.training: no step in a whole job is no progress that can't be seen."""
+    job = replace(RUNNING, state="COMPLETING", reason="TimeLimit")
+    begun = [event_of("worker", k, began=None, called=1.0) for k in range(2)]
+    first = event_of("verdict", 0, cause="time limit", action="requeue", progress=False)
+    assert decide_by(job=job, events=begun[:1]).action == "requeue"
+    verdict = decide_by(job=job, attempt=1, events=[begun[0], first, begun[1]])
+    assert (verdict.action, verdict.why) == (
+        "give up",
+        "time limit; two attempts in a row have ended without a newer checkpoint, and without a"
+        " step (--max-requeues allows more)",
+    )
+    more = JobSpec("t.py", max_requeues=20)  # the script may have a loop of its own
+    events = [begun[0], first, begun[1]]
+    assert decide_by(job=job, attempt=1, events=events, spec=more).action == "requeue"
+
+
 def test_an_error_before_the_first_step_is_final_in_the_first_attempts_alone() -> None:
     """Later it may be the node's: a GPU that is taken, say."""
     assert decide_by(records=failed_records(), events=()).action == "give up"

@@ -71,6 +71,23 @@ def test_a_notice_before_there_are_workers_ends_torchrun(
     assert (sent, agent.killed) == ([], True)
 
 
+def test_workers_that_can_not_be_seen_are_given_their_time(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    """In a container they read the notice by themselves."""
+    watcher, agent = make_supervisor(attempt, end_time=1060.0), make_agent()
+    (watcher.folder.path / "rank-0.pid").write_text("1 then pid:[1]")
+    watcher.signals.seen += [signal.SIGTERM]
+    watcher._poll(agent)
+    assert (watcher.notice, sent, agent.killed) == ("SIGTERM", [], False)
+    clock.now += 59.0
+    watcher._poll(agent)
+    assert not agent.killed
+    clock.now += 1.0
+    watcher._poll(agent)
+    assert agent.killed
+
+
 def test_a_signal_after_a_peers_failure_is_a_teardown(
     attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
 ) -> None:

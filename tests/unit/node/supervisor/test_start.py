@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -70,9 +71,10 @@ def test_a_start_removes_files_of_an_earlier_one(attempt: AttemptFolder) -> None
     folder = attempt.node("n1")
     folder.path.mkdir()
     for path in (folder.failures, folder.path / "rank-0.pid"):
-        path.touch()
+        path.write_text("{}")
     make_supervisor(attempt)
-    assert list(folder.path.iterdir()) == []
+    assert list(folder.path.iterdir()) == [folder.failures]
+    assert folder.failures.read_text() == ""  # torchrun may find no room for a new file
 
 
 def test_a_missing_python_is_recorded(attempt: AttemptFolder, clock: Clock) -> None:
@@ -83,6 +85,40 @@ def test_a_missing_python_is_recorded(attempt: AttemptFolder, clock: Clock) -> N
     (failure,) = read_json(watcher.folder.record)["failures"]
     assert (failure["rank"], failure["code"]) == (None, 127)
     assert "No such file or directory: '/no/python'" in failure["error"]
+
+
+def test_a_wrapper_of_python_outlives_a_notice(attempt: AttemptFolder) -> None:
+    """A site may signal each process of the step, and torchrun's agent dies with its parent."""
+    ends = "for name in TERM INT HUP USR1 USR2; do kill -$name $$; done; exit 3"
+    watcher = make_supervisor(attempt, "sh", "-c", ends, "elastic_agent", "train.py")
+    assert watcher._start().wait() == 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "python"),
+    [
+        ({"SLURM_JOB_ID": "7"}, sys.executable),  # the batch script has started this one by it
+        ({"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}, "wrapper"),
+        ({}, "wrapper"),  # a dry run, by hpc-ddp's own Python
+    ],
+)
+def test_a_wrapper_of_python_is_entered_once(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], python: str
+) -> None:
+    commands: list[list[str]] = []
+
+    def launch(place: None, command: list[str]) -> None:
+        commands.append(command)
+        raise OSError
+
+    monkeypatch.setattr(Place, "from_env", lambda environ: None)
+    monkeypatch.setattr(supervisor, "LAUNCHES", {"worker": launch})
+    for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert supervisor.main(["worker", "wrapper", "train.py"]) == 1
+    assert commands == [[python, "train.py"]]
 
 
 def test_a_first_node_without_an_address_is_recorded(

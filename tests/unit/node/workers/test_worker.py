@@ -7,12 +7,14 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from hpc_ddp.core import process
+from hpc_ddp.core.process import NOTICE_SIGNALS
+from hpc_ddp.node.child_process import ignore_notices
 from hpc_ddp.node.workers import worker
 from tests.waiting import pid_in, wait_until
 from unit.fakes import stop_clock
@@ -28,14 +30,20 @@ def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[bytes]]:
     of_slurm = f"import json, os; print(json.dumps([os.environ[n] for n in {names}]))"
 
     def run(
-        rank: int = 2, local: int = 0, look: str = of_slurm, **environ: str
+        rank: int = 2,
+        local: int = 0,
+        look: str = of_slurm,
+        wrapper: Sequence[str] = (),
+        **environ: str,
     ) -> subprocess.CompletedProcess[bytes]:
         env = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
         env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "PATH": os.environ["PATH"]}
         env |= {"HPC_DDP_RUN": "/r", "HPC_DDP_NODE_FOLDER": str(tmp_path)}
         env |= {"HPC_DDP_AGENT_PID": str(os.getpid()), "SLURM_PROCID": "1", **environ}
         argv = worker.started_by(sys.executable, ["-c", look])
-        return subprocess.run(argv, env=env, capture_output=True)
+        return subprocess.run(
+            [*wrapper, *argv], env=env, capture_output=True, preexec_fn=ignore_notices
+        )
 
     return run
 
@@ -90,16 +98,30 @@ def test_a_script_has_further_arguments_from_its_second_start_on(
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_link", "where"),
-    [(None, False, "tmp"), (0o700, False, "tmp"), (0o777, False, "run"), (0o700, True, "run")],
+    ("mode", "is_link", "mode_of_tmp", "where"),
+    [
+        (None, False, 0o755, "tmp"),
+        (None, False, 0o1777, "tmp"),
+        (None, False, 0o777, "run"),  # a colleague could put another one in its place
+        (0o700, False, 0o770, "run"),
+        (0o700, False, 0o755, "tmp"),
+        (0o777, False, 0o755, "run"),
+        (0o700, True, 0o755, "run"),
+    ],
 )
 def test_the_compilers_cache_is_this_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, is_link: bool, where: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: int | None,
+    is_link: bool,
+    mode_of_tmp: int,
+    where: str,
 ) -> None:
     """Pickles are loaded from it, and its usual place has a name that anybody can make."""
     folders = {name: tmp_path / name for name in ("tmp", "run", "theirs")}
     for folder in folders.values():
         folder.mkdir()
+    folders["tmp"].chmod(mode_of_tmp)
     monkeypatch.setenv("TMPDIR", str(folders["tmp"]))
     monkeypatch.setenv("HPC_DDP_RUN", str(folders["run"]))
     taken = folders["tmp"] / f"hpc-ddp-compile-{os.geteuid()}"
@@ -160,10 +182,22 @@ def test_a_script_has_the_users_umask(
 def test_a_worker_whose_agent_has_died_does_not_begin(
     start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
 ) -> None:
-    done = start(HPC_DDP_AGENT_PID="1")
+    done = start(HPC_DDP_AGENT_PID="1", TORCHELASTIC_USE_AGENT_STORE="True")
     assert done.returncode == 1
     assert b"what has started this worker has died" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_a_wrapper_has_started_begins(
+    start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
+) -> None:
+    """Its parent is the wrapper, and not the supervisor, whose child ignores notices."""
+    look = f"import signal; print([signal.getsignal(n) for n in {[*map(int, NOTICE_SIGNALS)]}])"
+    done = start(wrapper=["sh", "-c", '"$@"; exit $?', "sh"], look=look)
+    assert (done.returncode, done.stderr) == (0, b"")
+    printed = (tmp_path / "rank-2.log").read_text()
+    assert printed.count("SIG_DFL") == len(NOTICE_SIGNALS) - 1
+    assert "default_int_handler" in printed
 
 
 def _is_over(pid: int) -> bool:

@@ -112,8 +112,9 @@ def test_saves_that_keep_failing_end_the_run(
     assert save_steps(saver, 6) == [False]
     clock.now += 30.0
     assert save_steps(saver, 7) == [False]  # the second in a row
-    with pytest.raises(HpcDdpError, match=r"3 saves in a row failed in .*: rank 0: disk away"):
+    with pytest.raises(HpcDdpError, match=r"3 saves in a row failed in .*: rank 0: disk") as end:
         save_steps(saver, 8)
+    assert f"df -h {run.path}; df -i {run.path}" in (end.value.hint or "")
     assert checkpoint_names(run) == ["step-5"]
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core import process
 from hpc_ddp.training.stops import signals
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from tests.waiting import wait_until
@@ -39,10 +41,18 @@ def test_a_notice_file_names_its_source(tmp_path: Path, content: str, source: st
     assert (notices.reason, notices.source) == (NOTICE, source)
 
 
+@pytest.fixture
+def local() -> Iterator[Path]:
+    """A supervisor's file in memory."""
+    number = process.memory_file(process.LOCAL_NOTICE)
+    yield Path(f"/proc/self/fd/{number}")
+    os.close(number)
+
+
 def test_a_local_notice_spares_the_disk(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    local: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local, disk = tmp_path / "local", tmp_path / "notice"
+    disk = tmp_path / "notice"
     reads: list[Path] = []
     for name in ("read_word", "read_seconds"):
         monkeypatch.setattr(signals, name, reads.append)
@@ -68,9 +78,34 @@ def test_a_local_notice_spares_the_disk(
     assert other.end_time is None  # of a rank that does not watch the time
 
 
-def test_without_its_local_notice_a_rank_asks_the_disk(tmp_path: Path, clock: Clock) -> None:
-    disk, local = tmp_path / "notice", tmp_path / "local"
-    notices = Notices(disk, local)
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_a_file_of_another_process_is_no_local_notice(
+    tmp_path: Path, clock: Clock, is_pipe: bool
+) -> None:
+    """In a PID namespace of the rank's own the supervisor's number may be another process's."""
+    disk, file = tmp_path / "notice", tmp_path / "file"
+    file.write_text(f'{{"source": "another", "beat": {clock.now}}}')
+    numbers = os.pipe() if is_pipe else (os.open(file, os.O_RDONLY),)
+    try:
+        notices = Notices(disk, Path(f"/proc/self/fd/{numbers[0]}"))
+        listener = threading.Thread(target=notices._look, daemon=True)
+        listener.start()
+        listener.join(60)
+        assert not listener.is_alive()
+        assert notices.reason == NONE
+        disk.write_text("preemption")
+        notices._look()
+        assert (notices.reason, notices.source) == (NOTICE, "preemption")
+    finally:
+        for number in numbers[::-1]:
+            os.close(number)
+
+
+def test_without_its_local_notice_a_rank_asks_the_disk(
+    local: Path, tmp_path: Path, clock: Clock
+) -> None:
+    disk = tmp_path / "notice"
+    notices = Notices(disk, tmp_path / "none")
     notices._look()
     assert notices.reason == NONE
     disk.write_text("time limit")

@@ -116,7 +116,29 @@ def test_a_chain_whose_next_job_was_cancelled_is_left_to_the_user(
     slurm_commands.answer("scontrol", **answer)
     assert end(continue_by="resubmit", HPC_DDP_END_TIME=f"{clock.now + 60}") == code
     assert slurm_commands.calls("sbatch") == []
-    assert (printed[:1] == ["job 8, which was to go on, has been cancelled"]) is (code == 75)
+    assert (printed[:1] == ["job 8, which was to go on, has ended: CANCELLED"]) is (code == 75)
+
+
+@pytest.mark.parametrize("state", ["FAILED", "TIMEOUT", "COMPLETED", "NODE_FAIL", "COMPLETING"])
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_chain_whose_next_job_is_over_gets_another(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    state: str,
+    is_forgotten: bool,
+) -> None:
+    """Its dependency was taken away, say: it started while this one ran, and was refused."""
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    shown = SHOWN_JOB.format(state, 0).replace("Reason=None", "Reason=NonZeroExitCode")
+    forgotten = "case $3 in 8) echo Invalid job id specified >&2; exit 1;; esac; "
+    slurm_commands.answer_by("scontrol", (forgotten if is_forgotten else "") + f"printf '{shown}'")
+    slurm_commands.answer("sacct", f"{state}|None|1:0|n1|x\n")
+    slurm_commands.answer("sbatch", "9\n")
+    assert end(continue_by="resubmit") == 0
+    assert run.attempt(0).link == JobRef("9")
+    assert printed == [f"job 8, which was to go on, has ended: {state}", "it goes on as job 9"]
 
 
 def test_a_chain_without_a_next_job_is_left_to_the_user(

@@ -1,0 +1,58 @@
+"""Wrappers of Python that are no plain exec of it: containers, environments of conda."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from cluster_build import Proctrack
+from harness import ONE_BY_TWO, QUICK_WALK, Hpc, Job, in_one_go, same_weights, use
+
+from tests.skips import skip_or_fail
+
+ENTER = "unshare --pid --fork --mount-proc --kill-child"
+IN_A_NAMESPACE = f'exec {ENTER} {sys.executable} "$@"'  # apptainer exec --pid, podman run
+NOT_BY_EXEC = f'{sys.executable} "$@"'  # conda run, tykky
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "backend", "launcher", "proctrack"),
+    [
+        # The batch script starts the supervisor by the wrapper, submitit by its own Python.
+        (IN_A_NAMESPACE, "slurm", "torchrun", "linuxproc"),
+        (IN_A_NAMESPACE, "submitit", "torchrun", "cgroup"),
+        pytest.param(NOT_BY_EXEC, "submitit", "torchrun", "linuxproc", marks=pytest.mark.more),
+        pytest.param(NOT_BY_EXEC, "submitit", "srun", "linuxproc", marks=pytest.mark.more),
+        pytest.param(IN_A_NAMESPACE, "slurm", "srun", "linuxproc", marks=pytest.mark.more),
+    ],
+    ids=["slurm-namespace", "submitit-namespace", "child", "worker", "srun-namespace"],
+)
+def test_a_training_below_a_wrapper_saves_at_a_preemption(
+    hpc: Hpc,
+    cluster: Cluster,
+    walked: Job,
+    tmp_path: Path,
+    wrapper: str,
+    backend: str,
+    launcher: str,
+    proctrack: Proctrack,
+) -> None:
+    use(cluster, proctrack)
+    if wrapper is IN_A_NAMESPACE and subprocess.run([*ENTER.split(), "true"]).returncode:
+        skip_or_fail("this machine gives no PID namespace (unshare)")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{wrapper}\n")
+    python.chmod(0o755)
+    words = ("--python", str(python), "--backend", backend, "--launcher", launcher)
+    job = hpc.submit(*words, *ONE_BY_TWO, *QUICK_WALK, "--hold-at", "25")
+    job.held(25)
+    job.preempt()
+    stop = job.event("stopped")
+    assert stop["step"] >= 25
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert in_one_go(job)
+    assert same_weights(job, walked)
