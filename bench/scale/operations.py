@@ -90,8 +90,15 @@ def count(folder: Path, spaces: dict[int, str]) -> Iterator[dict[str, Counter[st
             try:
                 yield counts
             finally:
-                tracer.send_signal(signal.SIGINT)
-                counts.update(read_counts(tracer.communicate()[0], spaces))
+                counts.update(read_counts(end(tracer), spaces))
+
+
+def end(tracer: subprocess.Popen[str]) -> str:
+    """Interrupt bpftrace, which may miss it, until it has printed its counts; return them."""
+    while True:
+        tracer.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return tracer.communicate(timeout=10)[0]
 
 
 def main() -> None:

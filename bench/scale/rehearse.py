@@ -44,7 +44,7 @@ MEMORY = Path("/dev/shm/hpc-ddp-rehearsal")  # what the rehearsal and its ranks 
 LIMIT_S = 1500.0
 SETTLE_S = 60.0  # until the first looks of a start are over
 # All nodes share this machine's two cores: Slurm's own limits of time are for nodes with their own.
-SLURM_CONF = "MessageTimeout=100\nSlurmdTimeout=120\nTCPTimeout=60\n"
+SLURM_CONF = "MessageTimeout=100\nSlurmdTimeout=120\nTCPTimeout=60\nUnkillableStepTimeout=600\n"
 # All namespaces share the table of neighbours, and all nodes this machine's process ids.
 LIMITS = {
     "net.ipv4.neigh.default.gc_thresh3": 1 << 17,

@@ -16,6 +16,14 @@ if __name__ == "__main__":
     os.environ.setdefault("HPC_DDP_UMASK", f"{umask:o}")
     if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH leaves this file's folder out
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    # Python would look in this folder, on the shared disk, for each module of its library first. It
+    # stays before whatever else is not Python's own, such as another hpc_ddp.
+    library, place = os.path.dirname(os.__file__).rpartition(".")[0], 1
+    for path in sys.path[1:]:
+        if not path.startswith(library) or "-packages" in path:
+            break
+        place += 1
+    sys.path.insert(place - 1, sys.path.pop(0))
     ended = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:])
     if isinstance(ended, int):
         sys.exit(ended)

@@ -17,6 +17,7 @@ from typing import Any
 
 PR_SET_MM, PR_SET_MM_MAP = 35, 14
 # Fields of /proc/self/stat (man 5 proc) for `struct prctl_mm_map`, up to the start of the stack.
+LIB = str(Path(__file__).parents[3])  # the folder of node.py and its package
 FIRST_FIELD = 3
 CODE, DATA, BREAK, STACK = (26, 27), (45, 46), 47, 28
 
@@ -67,11 +68,12 @@ class ForkedScript:
 
 def search_path(script: str) -> list[str]:
     """Return ``sys.path`` as the interpreter would make it for a script: its folder, PYTHONPATH,
-    and the rest, which this process has after the folder of node.py."""
+    and the rest, which this process has beside the folder of node.py."""
     variable = os.environ.get("PYTHONPATH")
     folders = variable.split(":") if variable else []  # an empty one is the working directory
     first = [str(Path(script).resolve().parent), *map(os.path.abspath, folders)]
-    return [first[0], *dict.fromkeys([*first[1:], *sys.path[1:]])]
+    rest = [path for path in sys.path if path != LIB]
+    return [first[0], *dict.fromkeys([*first[1:], *rest])]
 
 
 def _draw_anew() -> None:

@@ -1,0 +1,57 @@
+"""node.py finds the package beside it before any other, and looks there for nothing of Python's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENTRY = Path(__file__).parents[3] / "hpc_ddp/node/entry.py"
+PART = """
+import json, sys
+def main(words):
+    print(json.dumps({"path": sys.path, "words": words, "file": __file__, "json": json.__file__}))
+    return 7
+"""
+
+
+def make(folder: Path) -> Path:
+    """Make a package hpc_ddp with one part, and return the folder."""
+    (folder / "hpc_ddp/node").mkdir(parents=True)
+    for name, text in {"__init__": "", "node/__init__": "", "node/part": PART}.items():
+        (folder / "hpc_ddp" / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("has_pythonpath", [False, True])
+def test_the_package_comes_after_pythons_library_and_before_all_else(
+    tmp_path: Path, has_pythonpath: bool
+) -> None:
+    lib, other = make(tmp_path / "lib"), make(tmp_path / "other")
+    (lib / "node.py").write_text(ENTRY.read_text())
+    (other / "json.py").write_text("1 / 0")  # in the working directory, which is not looked at
+    env = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    if has_pythonpath:
+        (other / "json.py").unlink()
+        env["PYTHONPATH"] = str(other)
+    done = subprocess.run(
+        [sys.executable, lib / "node.py", "part", "a word"],
+        cwd=other,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 7, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["words"], report["file"]) == (["a word"], str(lib / "hpc_ddp/node/part.py"))
+    library = str(Path(report["json"]).parents[1])
+    place, pythons = report["path"].index(str(lib)), report["path"].index(library)
+    if has_pythonpath:
+        assert report["path"][:2] == [str(lib), str(other)]
+    else:
+        assert pythons < place
+        assert not [path for path in report["path"][:place] if "-packages" in path]
