@@ -72,8 +72,8 @@ def search_path(script: str) -> list[str]:
     variable = os.environ.get("PYTHONPATH")
     folders = variable.split(":") if variable else []  # an empty one is the working directory
     first = [str(Path(script).resolve().parent), *map(os.path.abspath, folders)]
-    rest = [path for path in sys.path if path != LIB]
-    return [first[0], *dict.fromkeys([*first[1:], *rest])]
+    remaining = [path for path in sys.path if path != LIB]
+    return [first[0], *dict.fromkeys([*first[1:], *remaining])]
 
 
 def _draw_anew() -> None:
