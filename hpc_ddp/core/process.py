@@ -139,14 +139,16 @@ def signal_recorded(paths: Iterable[Path], number: int) -> int:
     return count
 
 
-def handles(pid: int, number: int) -> bool:
-    """Tell whether a process handles the signal `number`: one that does not would die of it.
+def handles(pid: int, number: int, or_ignores: bool = False) -> bool:
+    """Return whether a process handles, or with `or_ignores` also ignores, the signal `number`, of
+    which it would die otherwise.
 
     Raise OSError if the process is gone.
     """
     text = Path(f"/proc/{pid}/status").read_text()
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.M)
-    return bool(match and int(match[1], 16) >> (number - 1) & 1)
+    names = "Cgt|Ign" if or_ignores else "Cgt"
+    masks = re.findall(rf"^Sig(?:{names}):\s*([0-9a-f]+)", text, re.M)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def began_at(pid: int | None = None) -> float | None:

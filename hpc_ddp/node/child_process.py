@@ -41,9 +41,9 @@ def ignore_notices() -> None:
 def warn_of_wrapper(environ: Mapping[str, str]) -> None:
     """Print that Slurm's task is a process above this one, by SLURM_TASK_PID, which dies of the
     signal of a preemption; nothing for one that can't be seen from a container."""
-    task = int(environ.get("SLURM_TASK_PID") or os.getpid())
-    with suppress(OSError):
-        if task != os.getpid() and not handles(task, signal.SIGTERM):
+    with suppress(OSError, ValueError):
+        task = int(environ.get("SLURM_TASK_PID") or os.getpid())
+        if task != os.getpid() and not handles(task, signal.SIGTERM, or_ignores=True):
             name = Path(f"/proc/{task}/comm").read_text().strip()
             say(
                 f"WARNING: this Python runs below {name}, which dies of a preemption's signal, and"

@@ -85,7 +85,7 @@ class Supervisor:
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
         for stale in self.folder.pids():
             stale.unlink(missing_ok=True)
-        self.folder.failures.write_text("")
+        patiently(partial(self.folder.failures.write_text, ""))
         self.journal = self.place.run.journal(self.launch.name, self.place.attempt.number)
         self.fabric = FabricComparison(self.place, self.journal)
         self.growth = Growth(self.folder, shows_rank_0=self.launch.rank in (None, 0))

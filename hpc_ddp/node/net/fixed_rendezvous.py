@@ -30,7 +30,7 @@ from typing import Any
 
 ASK_EVERY_S = 1.0  # for a restart that another node wants; it also shows that the store is there
 LOOK_EVERY_S = 0.1  # of the first node for the others; a `wait` that is in vain prints warnings
-GRACE_S = 5.0  # of the others, since the first node can name those that are missing
+GRACE_S = 60.0  # of the others: the first node, which may join later, can name the missing ones
 NAMED = 8  # of the nodes that are missing
 WANTED, JOINED, BEGUN, CLOSED = "wanted", "joined", "begun", "closed"
 

@@ -234,7 +234,8 @@ def _end_of(link: JobRef, give_up: float) -> str:
         return ""
     except HpcDdpError:
         with suppress(HpcDdpError):
-            return slurm.record(link).state
+            state = slurm.record(link).state
+            return state if state.partition(" ")[0] in (*OVER, "COMPLETING") else ""
         return "CANCELLED"
     if job.is_cancelled:
         return "CANCELLED"

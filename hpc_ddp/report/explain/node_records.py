@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hpc_ddp.core.errors import COMMUNICATION_ERROR
-from hpc_ddp.core.file_io import SmallFile, parse_object, read_small_below, read_tail
+from hpc_ddp.core.file_io import SmallFile, parse_object, read_json, read_small_below, read_tail
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.journal.fields import read_fields
 
@@ -72,6 +73,11 @@ def _content(node: NodeFolder, name: str, small: SmallFile | None) -> bytes:
     return small.content[-TAIL_BYTES:] if small else tail(node.path / name).encode()
 
 
+def _record(node: NodeFolder, name: str, small: SmallFile | None) -> dict[str, Any]:
+    """Return a node's record; {} where it can't be read. Raise ValueError for a damaged one."""
+    return parse_object(small.content) if small else read_json(node.path / name)
+
+
 def _failures(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> list[RecordedFailure]:
     """Return the failures in those of a node's files that are records; damaged ones are left
     out."""
@@ -80,7 +86,7 @@ def _failures(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> list[R
         entries = None
         if name.startswith("record") and name.endswith(".json"):
             with suppress(ValueError):
-                entries = parse_object(_content(node, name, small)).get("failures")
+                entries = _record(node, name, small).get("failures")
         for entry in entries if isinstance(entries, list) else []:
             if isinstance(entry, dict):
                 with suppress(ValueError):

@@ -16,7 +16,8 @@ from hpc_ddp.core.journal.journal import read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 
-CHUNK = 1 << 20  # bytes read of a log at once: there may be thousands of logs
+CHUNK, LEAST_CHUNK = 1 << 20, 1 << 15  # bytes read of a log at once
+MERGED = 1 << 25  # bytes of all logs that are merged: there may be thousands, each with a chunk
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,11 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     )
 
 
+def chunk_for(count: int) -> int:
+    """Return how many bytes to read at once of each of so many logs that are merged."""
+    return min(CHUNK, max(LEAST_CHUNK, MERGED // max(count, 1)))
+
+
 class Cut(NamedTuple):
     """A size that a log had: no block of lines goes beyond it. With `is_alone` no other log grew
     within seconds of what is before it."""
@@ -114,10 +120,10 @@ class LogFile:
     last state of a progress bar is a line.
     """
 
-    __slots__ = ("_position", "_tidy", "path", "sizes", "times")
+    __slots__ = ("_tidy", "path", "position", "sizes", "times")
 
     def __init__(self, path: Path, tidy: bool = False) -> None:
-        self.path, self._tidy, self._position = path, tidy, 0
+        self.path, self._tidy, self.position = path, tidy, 0
         self.times: list[float] = []
         self.sizes: list[int] = []
 
@@ -125,56 +131,62 @@ class LogFile:
     def may_have_grown(self) -> bool:
         """Whether it may have new lines: by the supervisor's notes, without a look at the file.
         True without notes."""
-        return not self.sizes or self.sizes[-1] > self._position
+        return not self.sizes or self.sizes[-1] > self.position
 
-    def new_text(self, is_last: bool, content: bytes | None = None) -> Iterator[bytes]:
+    def new_text(
+        self, is_last: bool, content: bytes | None = None, size: int = CHUNK
+    ) -> Iterator[bytes]:
         """Yield the new lines, some at once; the next call begins behind the last one. A line
         without its line break is yielded only if `is_last`. A file that can't be read has none.
 
-        `content` is all that the file has, None: it is read here.
+        `content` is all that the file has, None: it is read here, by `size` bytes.
         """
         partial = b""
         while True:
-            chunk = self._read(self._position + len(partial), content)
+            chunk = self._read(self.position + len(partial), content, size)
             if chunk is None:
                 return
             end = chunk.rfind(b"\n") + 1
             if end:
                 text = partial + chunk[:end]
-                self._position += len(text)
+                self.position += len(text)
                 yield text
                 partial = chunk[end:]
             else:
                 partial += chunk
             if self._tidy and b"\r" in partial:
                 drawn = _last_drawn(partial)
-                self._position += len(partial) - len(drawn)
+                self.position += len(partial) - len(drawn)
                 partial = drawn
             if not chunk:
                 break
         if partial and is_last:
-            self._position += len(partial)
+            self.position += len(partial)
             yield partial
 
-    def _read(self, position: int, content: bytes | None) -> bytes | None:
-        """Return what follows a position of the file, at most `CHUNK` bytes; None where it can't be
-        read."""
+    def _read(self, position: int, content: bytes | None, size: int) -> bytes | None:
+        """Return what follows a position of the file, of which at most `size` bytes are read; None
+        where it can't be."""
         if content is not None:
             return content[position:]
         try:
             with open_data(self.path) as file:  # not kept open: there may be thousands
                 file.seek(position)
-                return file.read(CHUNK)
+                return file.read(size)
         except OSError:
             return None
 
     def new_blocks(
-        self, is_last: bool, cuts: Sequence[Cut], content: bytes | None = None
+        self,
+        is_last: bool,
+        cuts: Sequence[Cut],
+        content: bytes | None = None,
+        chunk: int = CHUNK,
     ) -> Iterator[Block]:
         """Yield the new lines as `new_text` does, in blocks that end at the `cuts`, which rise."""
         next_cut = 0
-        for text in self.new_text(is_last, content):
-            begin, at = self._position - len(text), 0
+        for text in self.new_text(is_last, content, chunk):
+            begin, at = self.position - len(text), 0
             while at < len(text):
                 while next_cut < len(cuts) and cuts[next_cut].size <= begin + at:
                     next_cut += 1

@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import events_of
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.logs.files import Block, Cut, LogFile
+from hpc_ddp.report.logs.files import Block, Cut, LogFile, chunk_for
 
 LIST_EVERY = 10  # polls between two looks for new ranks
 FOLD_S = 2.0  # equal lines of several ranks within this time are one: times are good to a second
@@ -117,13 +118,15 @@ class AttemptLogs:
         # Every so often all logs are read: a supervisor may not be able to note their sizes.
         read_all = is_last or self._updates % LIST_EVERY == 1
         logs = {key: log for key, log in self.logs.items() if read_all or log.may_have_grown}
-        contents = self._read_small(logs) if read_all else {}
-        now, busy = time.time(), _busy_seconds(logs)
+        # While it grows, any line may have an equal one that is noted a moment later.
+        contents = self._read_small(logs) if is_last else {}
+        busy = _busy_seconds(logs) if is_last else None
+        now, chunk = time.time(), chunk_for(len(logs) - len(contents))
         short: list[Line] = []
         streams: list[Iterator[Line]] = []
         for key, log in sorted(logs.items()):
             content = contents.get(key)
-            blocks = log.new_blocks(is_last, _cuts(log, busy), content)
+            blocks = log.new_blocks(is_last, _cuts(log, busy), content, chunk)
             stream = _stream(*key, blocks, now)
             if content is None:
                 streams.append(stream)
@@ -178,12 +181,16 @@ def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
     return {second + more for second in changes for more in around}
 
 
-def _cuts(log: LogFile, busy: Container[int]) -> list[Cut]:
-    """Return where to cut a log so that its lines can be put in order with those of others: at each
-    note of a `busy` second, and else where such seconds begin."""
+def _cuts(log: LogFile, busy: Container[int] | None) -> list[Cut]:
+    """Return where to cut the new part of a log so that its lines can be put in order with those of
+    others: at each note of a `busy` second (None: any second), and else where such seconds
+    begin."""
     cuts: list[Cut] = []
     alone: int | None = None  # the size at the last note of a row that is not busy
-    for seconds, size in zip(log.times, log.sizes, strict=True):
+    first = bisect_right(log.sizes, log.position)
+    if busy is None:
+        return [Cut(size, False) for size in log.sizes[first:]]
+    for seconds, size in zip(log.times[first:], log.sizes[first:], strict=True):
         if int(seconds) not in busy:
             alone = size
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -156,7 +155,9 @@ def _read_index(folder: Path) -> Index:
     with reading(folder):
         try:
             return read_index(folder)
-        except (ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        except (HpcDdpError, OSError):
+            raise
+        except Exception as error:  # whatever torch makes of such a file; the others wait
             raise HpcDdpError(f"{folder} can't be opened: {error!r}") from error
 
 

@@ -100,7 +100,10 @@ class Loader:
     @property
     def facts(self) -> dict[str, Any]:
         """The values that decide the order of the samples beside the seed, for a resume."""
-        return {"size of the training set": self.samples, "shuffle": self._shuffle}
+        facts: dict[str, Any] = {"size of the training set": self.samples, "shuffle": self._shuffle}
+        if self._shuffle and (self.samples or 0) > order.LISTED:
+            facts["order"] = "by formula"  # which older checkpoints of so many samples lack
+        return facts
 
     def steps(self, start: int) -> int | None:
         """Return the steps from place `start` (in samples) to the end of an epoch, None for a

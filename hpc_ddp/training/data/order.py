@@ -179,7 +179,7 @@ class FormulaOrder:
 
     def __getitem__(self, places: slice) -> torch.Tensor:
         """Return the samples at some places, int64 of shape (places,)."""
-        samples = self._mix(torch.arange(*places.indices(self._samples)))
+        samples = self._mix(torch.arange(*places.indices(self._samples), device="cpu"))
         while (strays := samples >= self._samples).any():
             samples[strays] = self._mix(samples[strays])
         return samples

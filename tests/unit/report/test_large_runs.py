@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from hpc_ddp.core.journal.journal import read_briefly, read_events
 from hpc_ddp.report.explain import facts, node_records
 from hpc_ddp.report.html.history import read_run
 from hpc_ddp.report.logs import merge
-from hpc_ddp.report.logs.files import LogQuery
+from hpc_ddp.report.logs.files import CHUNK, Cut, LogQuery, chunk_for
 from hpc_ddp.report.logs.view import show
 from unit.report.logs.fakes import NOW, Logs
 from unit.report.written_runs import Written
@@ -165,6 +166,39 @@ def test_following_opens_only_logs_that_have_grown(tmp_path: Path, count: Count)
     group.update(is_last=False)
     assert [line.text for line in group.new_lines(is_last=False)] == [b"more\n"]
     assert {Path(name).name for name in opened if str(name).endswith(".log")} == {"rank-2.log"}
+
+
+def test_lines_that_are_noted_a_moment_apart_are_still_one(tmp_path: Path) -> None:
+    """Supervisors note sizes at different moments: in a growing log no line is alone."""
+    logs = Logs(tmp_path).attempt(0).say("begin\n", 0, 2)
+    group = merge.AttemptLogs(logs.run, logs.run.attempt(0), tidy=True)
+    folder, shown = merge.LineFolder(fold=True), []
+    for ranks in ((), (0,), (2,)):
+        logs.second += 0 if ranks == (2,) else 10
+        logs.say("epoch\n", *ranks)
+        group.update(is_last=False)
+        for line in group.new_lines(is_last=False):
+            shown += [ranks for _, ranks in folder.add(line)]
+    shown += [ranks for _, ranks in folder.release(math.inf)]
+    assert shown == [[0, 2], [0, 2]]  # the line of the beginning, and this one
+
+
+def test_following_looks_at_new_notes_alone(tmp_path: Path, count: Count) -> None:
+    logs = Logs(tmp_path).attempt(0)
+    _print_each_second(logs, 0, 500, NOW - 5000)
+    group = merge.AttemptLogs(logs.run, logs.run.attempt(0), tidy=True)
+    group.update(is_last=False)
+    assert len(list(group.new_lines(is_last=False))) == 500
+    (log,) = group.logs.values()
+    assert merge._cuts(log, None) == merge._cuts(log, range(10**10)) == []
+    log.times.append(NOW)
+    log.sizes.append(log.position + 5)
+    assert merge._cuts(log, None) == [Cut(log.position + 5, False)]
+
+
+@pytest.mark.parametrize(("count_of_logs", "size"), [(0, CHUNK), (64, 1 << 19), (8192, 1 << 15)])
+def test_many_logs_are_merged_in_a_bounded_memory(count_of_logs: int, size: int) -> None:
+    assert chunk_for(count_of_logs) == size
 
 
 def _print_each_second(logs: Logs, rank: int, lines: int, begin: float) -> None:

@@ -188,6 +188,8 @@ def test_a_loader_of_many_samples_continues_at_its_position(
     rest = make_loader(position=Position(step=2, samples=8, epoch_steps=2))
     assert [batch.tolist() for batch in rest] == whole[2:]
     assert sorted(itertools.chain(*whole)) == list(range(len(Numbers())))
+    assert rest.facts["order"] == "by formula"  # a checkpoint of a list does not go on with it
+    assert "order" not in make_loader(shuffle=False).facts
 
 
 def test_a_shard_pads_nothing() -> None:

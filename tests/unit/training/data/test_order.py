@@ -177,6 +177,11 @@ def test_an_order_by_formula_depends_on_seed_and_epoch_and_never_changes() -> No
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_an_order_is_calculated_on_the_cpu() -> None:
+    with torch.device("meta"):
+        assert FormulaOrder(10**9, 0, 1)[5:8].device.type == "cpu"
+
+
 def test_many_samples_are_ordered_by_formula() -> None:
     assert isinstance(permutation(LISTED, 0, 0), torch.Tensor)
     assert isinstance(permutation(LISTED + 1, 0, 0), FormulaOrder)
