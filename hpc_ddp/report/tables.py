@@ -49,10 +49,16 @@ def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
 def preflight_table(event: PreflightEnded) -> str:
     """Return a table with one line per node of an event `preflight`; the header alone without any.
 
-    Raise KeyError for a node without the list of its faults, and AttributeError or TypeError for a
-    report that is damaged otherwise.
+    Where the event has only some nodes, the lowest, the median and the highest of all follow. Raise
+    KeyError for a node without the list of its faults, and AttributeError or TypeError for a report
+    that is damaged otherwise.
     """
     rows = [_preflight_cells(node, report) for node, report in event.report.items()]
+    if event.quantiles and event.count and event.count > len(event.report):
+        for place, name in enumerate(("lowest", "median", "highest")):
+            numbers = {key: row[place] for key, row in event.quantiles.items()}
+            cells = _preflight_cells(f"({name} of {event.count})", {**numbers, "bad": []})
+            rows.append((*cells[:-1], None))
     return columns(PREFLIGHT_COLUMNS, rows)
 
 

@@ -133,7 +133,11 @@ class Started(JournalEvent):
 
 @dataclass(frozen=True)
 class PreflightEnded(JournalEvent):
-    """The outcome of a preflight; `report` has the findings by node, `seconds` its duration."""
+    """The outcome of a preflight of `count` nodes, `seconds` its duration.
+
+    `report` has what was measured by node, of many nodes of a few; `findings` the faults and notes
+    with the number of their nodes and one of these; `quantiles` lowest, median and highest.
+    """
 
     event = "preflight"
     writer = BATCH_SCRIPT
@@ -144,6 +148,9 @@ class PreflightEnded(JournalEvent):
     report: Mapping[str, Any]
     seconds: float
     notice: str | None = None
+    count: int | None = None
+    findings: Mapping[str, Any] | None = None
+    quantiles: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
