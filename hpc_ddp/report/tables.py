@@ -54,11 +54,11 @@ def preflight_table(event: PreflightEnded) -> str:
     that is damaged otherwise.
     """
     rows = [_preflight_cells(node, report) for node, report in event.report.items()]
-    if event.quantiles and event.count and event.count > len(event.report):
-        for place, name in enumerate(("lowest", "median", "highest")):
-            numbers = {key: row[place] for key, row in event.quantiles.items()}
-            cells = _preflight_cells(f"({name} of {event.count})", {**numbers, "bad": []})
-            rows.append((*cells[:-1], None))
+    if event.summary and event.summary["nodes"] > len(event.report):
+        for index, name in enumerate(("lowest", "median", "highest")):
+            numbers = {key: row[index] for key, row in event.summary["quantiles"].items()}
+            label = f"({name} of {event.summary['nodes']})"
+            rows.append((*_preflight_cells(label, {**numbers, "bad": []})[:-1], None))
     return columns(PREFLIGHT_COLUMNS, rows)
 
 

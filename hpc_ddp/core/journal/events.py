@@ -133,11 +133,7 @@ class Started(JournalEvent):
 
 @dataclass(frozen=True)
 class PreflightEnded(JournalEvent):
-    """The outcome of a preflight of `count` nodes, `seconds` its duration.
-
-    `report` has what was measured by node, of many nodes of a few; `findings` the faults and notes
-    with the number of their nodes and one of these; `quantiles` lowest, median and highest.
-    """
+    """The outcome of a preflight; `report` has odd nodes and a few others, `summary` all nodes."""
 
     event = "preflight"
     writer = BATCH_SCRIPT
@@ -148,9 +144,7 @@ class PreflightEnded(JournalEvent):
     report: Mapping[str, Any]
     seconds: float
     notice: str | None = None
-    count: int | None = None
-    findings: Mapping[str, Any] | None = None
-    quantiles: Mapping[str, Any] | None = None
+    summary: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -395,10 +389,8 @@ def parse_event(line: bytes | str) -> JournalEvent | None:
 def event_of(line: Any) -> JournalEvent | None:
     """Return the event of a line's JSON value; None for an unknown kind of event, and no object.
 
-    Raises
-    ------
-    ValueError
-        a field has a value of another type than the record's; time, attempt or a word is missing
+    Raise ValueError if a field has a value of another type than the record's, or time, attempt or a
+    word is missing.
     """
     kind = _BY_NAME.get(str(line.get("event"))) if isinstance(line, dict) else None
     if kind is None:

@@ -197,7 +197,7 @@ def blame_slow(reports: Reports) -> None:
 def strain(reports: Reports) -> float:
     """Return the highest load per processor of all nodes, 1 at least: as much slower a healthy node
     may be."""
-    return max([1.0, *(report.values.get("load", 0.0) for report in reports.values())])
+    return max([1.0, *(float(report.values.get("load", 0.0)) for report in reports.values())])
 
 
 def confirm(first: Reports, second: Reports) -> None:
@@ -212,12 +212,12 @@ def confirm(first: Reports, second: Reports) -> None:
 
 def outcome(reports: Reports) -> dict[str, Any]:
     """Return the fields of the event ``preflight`` that follow from the reports: ok, bad_nodes,
-    hopeless, why, count, report, findings, quantiles.
+    hopeless, why, report, summary.
 
     A fault that all nodes have is no node's: then ``bad_nodes`` is empty. ``hopeless``: other nodes
-    would have it as well. Of many nodes ``report`` has `SHOWN`, the odd ones first. ``findings``
-    are the faults and notes, each with the number of its nodes and one of them, the most frequent
-    first. ``quantiles`` have the lowest, the median and the highest number of all nodes.
+    would have it as well. ``report`` has `SHOWN` nodes, odd ones before others. ``summary`` has the
+    most frequent faults and notes, each with the number of its nodes and one of them, and lowest,
+    median and highest of the numbers.
     """
     unfit = [node for node, report in reports.items() if report.faults]
     shared = _shared_checks(reports)
@@ -239,10 +239,12 @@ def outcome(reports: Reports) -> dict[str, Any]:
         "bad_nodes": [] if shared else unfit,
         "hopeless": bool(shared - UNCLEAR),
         "why": "; ".join(reasons[:3]) + more,
-        "count": len(reports),
         "report": {node: _journaled(reports[node]) for node in reports if node in selection},
-        "findings": {text: [n, first[text]] for text, n in counts.most_common(SHOWN)},
-        "quantiles": _quantiles(report.values for report in reports.values()),
+        "summary": {
+            "nodes": len(reports),
+            "texts": {text: [n, first[text]] for text, n in counts.most_common(SHOWN)},
+            "quantiles": _quantiles(report.values for report in reports.values()),
+        },
     }
 
 

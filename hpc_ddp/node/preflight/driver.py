@@ -114,8 +114,8 @@ def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path, ag
     dialogue.send(nodes=[*reports], **order, gpus=spec.gpu_count, needed=_needed(run))
     fit = dialogue.wait("local", list(reports))
     ports = {node: reports[node].contact["port"] for node in fit}
-    others = {node: there for node, there in ports.items() if there != port}
-    dialogue.send(missing=[node for node in reports if node not in ports], ports=others)
+    missing = [node for node in reports if node not in ports]
+    dialogue.send(missing=missing, ports={k: n for k, n in ports.items() if n != port})
     fit = dialogue.wait("partners", fit)
     # The batch shell is one more observer of the disk: of two nodes it shows which one is cut off.
     unseen = [("the batch shell", node) for node in fit if not contains(folder / node, secret)]
@@ -157,11 +157,12 @@ def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
     """Journal and print the outcome, the `fields` of `examine`; return whether the training can
     start."""
     run.journal("batch", attempt).write(PreflightEnded(**fields))
-    for text, (count, node) in fields.get("findings", {}).items():
+    summary = fields.get("summary") or {"texts": {}}
+    for text, (count, node) in summary["texts"].items():
         more = f" and {count - 1} more" if count > 1 else ""
         say(f"preflight: {node}{more}: {text}")
     if fields["ok"]:
-        count = fields["count"]
+        count = summary["nodes"]
         are = "nodes are" if count > 1 else "node is"
         say(f"preflight: {count} {are} fit, after {fields['seconds']} s")
     return bool(fields["ok"])

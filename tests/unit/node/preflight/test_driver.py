@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -96,6 +97,24 @@ def test_nodes_that_are_fit_exchange_once(run: RunFolder) -> None:
     stages = ("local", "partners", "torch", "exchange")
     assert dialogue.waits == [f"{stage} n1 n2" for stage in stages]
     assert outcome(dialogue.reports)["ok"]
+
+
+def test_nodes_get_only_ports_that_differ(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "listen_on_any_port", lambda: Listening())
+    odd = {"n2": {"contact": {"host": "n2", "port": 7, "store_port": 6}}}
+    dialogue = _converse(run, "n1", "n2", "n3", local=odd)
+    assert dialogue.questions[0]["port"] == 5
+    assert dialogue.questions[1] == {"missing": [], "ports": {"n2": 7}}
+
+
+class Listening(contextlib.nullcontext["Listening"]):
+    """A socket that listens on port 5."""
+
+    def __enter__(self) -> Listening:
+        return self
+
+    def getsockname(self) -> tuple[str, int]:
+        return "", 5
 
 
 def test_one_node_alone_exchanges_nothing(run: RunFolder) -> None:

@@ -178,6 +178,6 @@ def test_the_event_has_a_bounded_size(
     conclude(run, 0, {**outcome(reports), "seconds": 1.0})
     (event,) = raw_events(run.path)
     assert len(json.dumps(event)) < LONGEST_LINE / 2
-    assert (event["count"], len(event["bad_nodes"])) == (count, count)
+    assert (event["summary"]["nodes"], len(event["bad_nodes"])) == (count, count)
     assert len(event["report"]) == min(count, SHOWN)
-    assert event["quantiles"]["load"] == [0, (count - 1) / 2, count - 1]
+    assert event["summary"]["quantiles"]["load"] == [0, (count - 1) / 2, count - 1]
