@@ -275,6 +275,7 @@ def test_the_members_join(
     server: Any = SimpleNamespace(detach=lambda: 7)
     bandwidth.join(fake, server, RUN._replace(device=device), rank)
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # else each connects to each other
     bound = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
     group = (backend, {"store": "store", "rank": rank, "world_size": 2, **bound})
     index = [("device", 0)] if device != "cpu" else []
