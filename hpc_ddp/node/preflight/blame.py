@@ -178,8 +178,7 @@ def blame_exchange(reports: Reports) -> None:
 def blame_slow(reports: Reports) -> None:
     """Add a fault to nodes that are over `SLOW` times slower than the median, at their best.
 
-    With a load of n per processor, healthy nodes may be n times slower: the highest load of all
-    nodes, if above 1, multiplies `SLOW`. Nodes without a measured speed count for nothing.
+    The `strain` multiplies `SLOW`. Nodes without a measured speed count for nothing.
     """
     slack = SLOW * strain(reports)
     best = {
@@ -195,9 +194,10 @@ def blame_slow(reports: Reports) -> None:
 
 
 def strain(reports: Reports) -> float:
-    """Return the highest load per processor of all nodes, 1 at least: as much slower a healthy node
-    may be."""
-    return max([1.0, *(float(report.values.get("load", 0.0)) for report in reports.values())])
+    """Return the highest load per processor of all nodes, between 1 and `SLOW`: as much slower a
+    healthy node may be."""
+    loads = (report.values.get("load", 0.0) for report in reports.values())
+    return min(float(SLOW), max([1.0, *loads]))
 
 
 def confirm(first: Reports, second: Reports) -> None:

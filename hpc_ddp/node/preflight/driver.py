@@ -31,7 +31,6 @@ from hpc_ddp.node.net.network import listen_on_any_port
 from hpc_ddp.node.preflight.bandwidth import TIMEOUT_S
 from hpc_ddp.node.preflight.blame import (
     DOUBTFUL,
-    SLOW,
     Reports,
     blame_exchange,
     blame_fabric,
@@ -131,7 +130,7 @@ def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path, ag
         kinds = {reports[node].values["device"] or "cpu" for node in members}
         device = kinds.pop() if spec.gpu_count and len(kinds) == 1 else "cpu"
         first = reports[members[0]].contact
-        slack = min(SLOW, strain(reports))
+        slack = strain(reports)
         limits = {"first": 1 + 2 * again, "timeout_s": slack * TIMEOUT_S}
         address = {"host": first["host"], "port": first["store_port"]}
         dialogue.send(members=members, device=device, **address, **limits)
