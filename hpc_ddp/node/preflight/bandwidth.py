@@ -96,8 +96,9 @@ class Meter:
         return self._torch.full((count,), number, dtype=self._torch.float32, device=self._device)
 
     def exchange(self, peer: int) -> float:
-        """Send to a peer and receive from it at the same time; return the best speed in MB/s. The
-        peer has to call it too.
+        """Send to a peer and receive from it at the same time; return the best speed in MB/s, by
+        the slower end: what only lies in a node's buffer counts as sent. The peer has to call it
+        too.
 
         Large tensors follow only if both ends found small ones fast: a slow link must not keep the
         other members waiting.
@@ -105,7 +106,8 @@ class Meter:
         speed = self._best_speed(peer, SMALL)
         speed_there = self._tensor(1, 0.0)
         self._swap(self._tensor(1, speed), speed_there, peer)
-        if min(speed, float(speed_there.item())) > FAST_MB_S:
+        speed = min(speed, float(speed_there.item()))
+        if speed > FAST_MB_S:
             speed = max(speed, self._best_speed(peer, LARGE))
         return speed
 
