@@ -123,14 +123,14 @@ class Rehearsal:
                 self.cluster.heal(node)
             self.wait_for(lambda: self.count_of("started-2-*") == ranks, "the third start")
 
-    def submit(self) -> str:
-        """Submit the run, and return the job's id."""
+    def submit(self, *more: str, package: Path = REPO) -> str:
+        """Submit the run by the hpc_ddp of a checkout, with `more` options; return the job's id."""
         argv = [sys.executable, "-m", "hpc_ddp", "submit", "--nodes", str(self.cluster.size)]
         argv += ["--nproc-per-node", str(self.workers), "--cpus-per-node", "8"]
         argv += ["--partition", "low", "--python", self.python, "--time", "5:00:00"]
-        argv += ["--runs-dir", str(DISK / "runs"), str(HERE / "stand_in.py")]
+        argv += ["--runs-dir", str(DISK / "runs"), *more, str(HERE / "stand_in.py")]
         argv += [str(MEMORY), str(DISK / "state")]
-        env = {**self.cluster.env(), "PYTHONPATH": str(REPO)}
+        env = {**self.cluster.env(), "PYTHONPATH": str(package)}
         print(self.cluster.run(*argv, env=env, cwd=DISK).stdout, flush=True)
         return self.queue()[-1]
 
@@ -305,16 +305,23 @@ def summary(rehearsal: Rehearsal) -> dict[str, Any]:
     return result | {"figures": rehearsal.figures}
 
 
-def rehearse(size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Bring up a cluster of that size, play, and return the summary."""
+@contextlib.contextmanager
+def rig(size: int, is_forked: bool = True) -> Iterator[tuple[Cluster, str]]:
+    """Bring up a cluster of that size, and yield it with the job's Python."""
     began = time.monotonic()
     with shared_disk(), contextlib.ExitStack() as stack:
-        python = sys.executable if options.exec else stack.enter_context(warm_python())
+        python = stack.enter_context(warm_python()) if is_forked else sys.executable
         cluster = Cluster.up(accounting=False, size=size, extra=SLURM_CONF)
         stack.callback(cluster.down)
         grace = ["PartitionName=low", f"GraceTime={LIMIT_S:.0f}"]  # all nodes share two cores
         cluster.run("scontrol", "update", *grace)
         print(f"{size} nodes are up after {time.monotonic() - began:.0f} s", flush=True)
+        yield cluster, python
+
+
+def rehearse(size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Play on a cluster of that size, and return the summary."""
+    with rig(size, not options.exec) as (cluster, python):
         rehearsal = Rehearsal(cluster, options.workers, python)
         rehearsal.figures["memory used by the idle rig, MB"] = used_mb()
         try:

@@ -49,10 +49,16 @@ def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
 def preflight_table(event: PreflightEnded) -> str:
     """Return a table with one line per node of an event `preflight`; the header alone without any.
 
-    Raise KeyError for a node without the list of its faults, and AttributeError or TypeError for a
-    report that is damaged otherwise.
+    Where the event has only some nodes, the lowest, the median and the highest of all follow. Raise
+    KeyError for a node without the list of its faults, and AttributeError or TypeError for a report
+    that is damaged otherwise.
     """
     rows = [_preflight_cells(node, report) for node, report in event.report.items()]
+    if event.summary and event.summary["nodes"] > len(event.report):
+        for index, name in enumerate(("lowest", "median", "highest")):
+            numbers = {key: row[index] for key, row in event.summary["quantiles"].items()}
+            label = f"({name} of {event.summary['nodes']})"
+            rows.append((*_preflight_cells(label, {**numbers, "bad": []})[:-1], None))
     return columns(PREFLIGHT_COLUMNS, rows)
 
 

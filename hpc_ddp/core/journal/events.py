@@ -133,7 +133,7 @@ class Started(JournalEvent):
 
 @dataclass(frozen=True)
 class PreflightEnded(JournalEvent):
-    """The outcome of a preflight; `report` has the findings by node, `seconds` its duration."""
+    """The outcome of a preflight; `report` has odd nodes and a few others, `summary` all nodes."""
 
     event = "preflight"
     writer = BATCH_SCRIPT
@@ -144,6 +144,7 @@ class PreflightEnded(JournalEvent):
     report: Mapping[str, Any]
     seconds: float
     notice: str | None = None
+    summary: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -388,10 +389,8 @@ def parse_event(line: bytes | str) -> JournalEvent | None:
 def event_of(line: Any) -> JournalEvent | None:
     """Return the event of a line's JSON value; None for an unknown kind of event, and no object.
 
-    Raises
-    ------
-    ValueError
-        a field has a value of another type than the record's; time, attempt or a word is missing
+    Raise ValueError if a field has a value of another type than the record's, or time, attempt or a
+    word is missing.
     """
     kind = _BY_NAME.get(str(line.get("event"))) if isinstance(line, dict) else None
     if kind is None:

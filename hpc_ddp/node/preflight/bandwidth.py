@@ -12,14 +12,14 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_ddp.core.accelerators import usable
 from hpc_ddp.node.preflight.messages import report
 
 TURNS = 5  # in which a node meets at least three others, where there are that many
 REPEATS = 5  # of an exchange, of which the best counts: disturbances only slow down
-TIMEOUT_S = 30.0
+TIMEOUT_S = 30.0  # of the group, on nodes that are not busy
 SMALL, LARGE = 256 << 10, 4 << 20  # elements of an exchange, 1 and 16 MiB
 FAST_MB_S = 100.0
 REDUCED = 1 << 20  # elements of the all-reduce, 4 MiB
@@ -70,10 +70,21 @@ def partner(rank: int, world: int, turn: int) -> int | None:
     return None if peer == rank else peer
 
 
+class Group(NamedTuple):
+    """The last question, with the same keys as in JSON."""
+
+    members: Sequence[str]  # names of the nodes that exchange, by rank
+    host: str  # of rank 0, where the store is
+    port: int
+    device: str  # type of the tensors' device, as ``cuda`` or ``cpu``
+    first: int  # turn of the exchanges
+    timeout_s: float  # of each operation
+
+
 class Meter:
     """Measures the links between the members of a process group, by tensors on a device.
 
-    Its methods raise RuntimeError when a link breaks or is silent for `TIMEOUT_S`.
+    Its methods raise RuntimeError when a link breaks or is silent for the group's time limit.
     """
 
     def __init__(self, torch: Any, device: str) -> None:
@@ -85,8 +96,9 @@ class Meter:
         return self._torch.full((count,), number, dtype=self._torch.float32, device=self._device)
 
     def exchange(self, peer: int) -> float:
-        """Send to a peer and receive from it at the same time; return the best speed in MB/s. The
-        peer has to call it too.
+        """Send to a peer and receive from it at the same time; return the best speed in MB/s, by
+        the slower end: what only lies in a node's buffer counts as sent. The peer has to call it
+        too.
 
         Large tensors follow only if both ends found small ones fast: a slow link must not keep the
         other members waiting.
@@ -94,7 +106,8 @@ class Meter:
         speed = self._best_speed(peer, SMALL)
         speed_there = self._tensor(1, 0.0)
         self._swap(self._tensor(1, speed), speed_there, peer)
-        if min(speed, float(speed_there.item())) > FAST_MB_S:
+        speed = min(speed, float(speed_there.item()))
+        if speed > FAST_MB_S:
             speed = max(speed, self._best_speed(peer, LARGE))
         return speed
 
@@ -138,19 +151,17 @@ def _speed(count: int, duration_s: float) -> float:
     return 4 * count / duration_s / 1e6
 
 
-def join(
-    torch: Any, server: socket.socket, host: str, port: int, device: str, rank: int, world: int
-) -> Meter:
-    """Join the process group of the members, as `rank` of `world`, and connect all of them.
+def join(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
+    """Join the process group as `rank`, and connect its members as far as an all-reduce needs it.
 
-    The store is on `host`:`port`, where rank 0 listens with its `server`, which the store then
-    owns; `device` as `Meter` has it: its first one becomes
-    torch's current one. Every member must call it. The group stays until the process ends. Raise
-    RuntimeError if the others do not come within `TIMEOUT_S`, or a link breaks.
+    Rank 0 listens for the store with its `server`, which the store then owns. The first device
+    becomes torch's current one. Every member must call it. The group stays until the process ends.
+    Raise RuntimeError if the others do not come within the group's time limit, or a link breaks.
     """
-    dist, timeout = torch.distributed, timedelta(seconds=TIMEOUT_S)
+    world, device = len(group.members), group.device
+    dist, timeout = torch.distributed, timedelta(seconds=group.timeout_s)
     listener = {"master_listen_fd": server.detach()} if rank == 0 else {}
-    store = dist.TCPStore(host, port, world, rank == 0, timeout=timeout, **listener)
+    store = dist.TCPStore(group.host, group.port, world, rank == 0, timeout=timeout, **listener)
     if device != "cpu":
         torch.accelerator.set_device_index(0)  # the first one that this process may see
     backend = dist.get_default_backend_for_device(device)
@@ -158,23 +169,25 @@ def join(
     # process at a timeout, where an exception can name the peer.
     bound = {"device_id": torch.device(device, 0)} if device == "cuda" else {}
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each connects to each other
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=timeout, **bound
     )
     meter = Meter(torch, device)
-    meter.all_reduce(1)  # connects all, as the measured one needs it
+    meter.all_reduce(1)  # connects them
     return meter
 
 
-def measure(meter: Meter, members: Sequence[str], rank: int) -> None:
-    """Report the best speed of exchanges with other members, and that of an all-reduce.
+def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None:
+    """Report the best speed of exchanges with other members, from the turn `first` on, and that of
+    an all-reduce.
 
     The first exchange that fails is reported as trouble with its partner, and ends it, without an
     all-reduce. A wrong sum is reported as a fault. `members` are the nodes' names by rank, two at
     least; every member must call it. Raise RuntimeError if the all-reduce fails.
     """
     speeds = []
-    for turn in range(1, 1 + min(TURNS, len(members))):
+    for turn in range(first, first + min(TURNS, len(members))):
         peer = partner(rank, len(members), turn)
         if peer is None:
             continue
@@ -191,25 +204,17 @@ def measure(meter: Meter, members: Sequence[str], rank: int) -> None:
         report(fault="bandwidth", why="the sum of an all-reduce is wrong here")
 
 
-def run(
-    torch: Any,
-    node: str,
-    server: socket.socket,
-    members: Sequence[str],
-    host: str,
-    port: int,
-    device: str,
-) -> None:
+def run(torch: Any, node: str, server: socket.socket, group: Group) -> None:
     """Measure the speeds between the members, and report them or why their group broke.
 
-    `members` are the nodes' names, this `node` among them; `server`, `host`, `port` and `device` as
-    `join` has them. Every member must call it. RuntimeErrors, torch's only ones, are reported as
-    ``exchange_error``; the stage is reported as completed in any case.
+    `node` is among the members; `server` as `join` has it. Every member must call it.
+    RuntimeErrors, torch's only ones, are reported as ``exchange_error``; the stage is reported as
+    completed in any case.
     """
-    rank = members.index(node)
+    rank = group.members.index(node)
     try:
-        meter = join(torch, server, host, port, device, rank, len(members))
-        measure(meter, members, rank)
+        meter = join(torch, server, group, rank)
+        measure(meter, group.members, rank, group.first)
     except RuntimeError as error:  # torch raises nothing else
         report(values={"exchange_error": _first_line(error)})
     report(stage="exchange")

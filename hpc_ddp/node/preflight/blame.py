@@ -9,22 +9,28 @@ from statistics import median
 from typing import Any
 
 from hpc_ddp.core.console.units import speed
+from hpc_ddp.node.preflight.links import LINK_S
 
 SLOW = 5  # times slower than usual is a fault, while processors are free
+AGREE = 2  # partners that have to be late with a node, lest chance or one of them is the reason
+SHOWN = 32  # nodes and findings in the event, whatever the number of nodes
 
 # Faults that Slurm's controller, or any other node, may cause; faults that any node would have.
 UNCLEAR = {"silent", "step", "exchange"}
 OF_ANY_NODE = {"torch", "ended", "scratch", "step"}
+DOUBTFUL = {"link", "scratch", "bandwidth", "exchange"}  # need a second opinion: by other partners
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A failed check between a node and its partner; `turn` counts the exchanges."""
+    """A failed check between a node and its partner; `turn` counts the exchanges, and `late` says
+    that time was short."""
 
     peer: str
     check: str
     why: str
     turn: int = 0
+    late: bool = False
 
 
 @dataclass
@@ -70,8 +76,8 @@ class NodeReport:
         if "fault" in message:
             self.faults.append((message["fault"], message["why"]))
         if "trouble" in message:
-            turn = message.get("turn", 0)
-            trouble = Trouble(message["trouble"], message["check"], message["why"], turn)
+            more = message.get("turn", 0), message.get("late", False)
+            trouble = Trouble(message["trouble"], message["check"], message["why"], *more)
             self.troubles.append(trouble)
 
 
@@ -101,25 +107,36 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
 
     `more` are further pairs of observer and node, where the observer is no node. Nodes with a fault
     explain their troubles already. The first of numbered turns counts: the others follow from it.
+    A late answer of or to a node that is slow to reach itself is none. Where all answers are late,
+    a node of more than two has the fault only if `AGREE` partners without it say so, else a note.
     """
     unfit = {node for node, report in reports.items() if report.faults}
+    busy = {node for node, r in reports.items() if r.values.get("delay_s", 0.0) > LINK_S / SLOW}
     rows = [
         (node, trouble)
         for node, report in reports.items()
         for trouble in report.troubles
-        if trouble.check == check and not unfit & {node, trouble.peer}
+        if trouble.check == check
+        and not unfit & {node, trouble.peer}
+        and not (check == "link" and trouble.late and busy & {node, trouble.peer})
     ]
     first = min((trouble.turn for _, trouble in rows), default=0)
     rows = [(node, trouble) for node, trouble in rows if trouble.turn == first]
     pairs = [(node, trouble.peer) for node, trouble in rows]
     pairs += [pair for pair in more if not unfit & set(pair)]
-    for node in cover(pairs) & set(reports):
+    covering = cover(pairs)
+    for node in covering & set(reports):
         reasons = [trouble.why for observer, trouble in rows if observer == node]
         reasons += [
             f"{observer}: {trouble.why}" for observer, trouble in rows if trouble.peer == node
         ]
         reasons.append("the files that it writes do not appear on the first node")
-        reports[node].faults.append((check, reasons[0]))
+        partners = {end for pair in pairs if node in pair for end in pair} - covering
+        is_late = all(trouble.late for end, trouble in rows if node in (end, trouble.peer))
+        if is_late and len(partners) < AGREE < len(reports):
+            reports[node].notes.append(f"not confirmed: {reasons[0]}")
+        else:
+            reports[node].faults.append((check, reasons[0]))
 
 
 def blame_fabric(reports: Reports) -> None:
@@ -161,10 +178,9 @@ def blame_exchange(reports: Reports) -> None:
 def blame_slow(reports: Reports) -> None:
     """Add a fault to nodes that are over `SLOW` times slower than the median, at their best.
 
-    With a load of n per processor, healthy nodes may be n times slower: the highest load of all
-    nodes, if above 1, multiplies `SLOW`. Nodes without a measured speed count for nothing.
+    The `strain` multiplies `SLOW`. Nodes without a measured speed count for nothing.
     """
-    slack = SLOW * max([1.0, *(report.values.get("load", 0.0) for report in reports.values())])
+    slack = SLOW * strain(reports)
     best = {
         node: report.values["exchange_mb_s"]
         for node, report in reports.items()
@@ -177,12 +193,31 @@ def blame_slow(reports: Reports) -> None:
             reports[node].faults.append(("bandwidth", why))
 
 
+def strain(reports: Reports) -> float:
+    """Return the highest load per processor of all nodes, between 1 and `SLOW`: as much slower a
+    healthy node may be."""
+    loads = [float(report.values.get("load", 0.0)) for report in reports.values()]
+    return min(float(SLOW), max([1.0, *loads]))
+
+
+def confirm(first: Reports, second: Reports) -> None:
+    """Drop the doubtful faults of the second reports that the first ones have not, and note for a
+    node those that either has alone."""
+    for node, report in second.items():
+        before, after = dict(first[node].faults), dict(report.faults)
+        chance = DOUBTFUL & (before.keys() ^ after.keys())
+        report.faults = [fault for fault in report.faults if fault[0] not in chance]
+        report.notes += [f"not confirmed: {(before | after)[check]}" for check in sorted(chance)]
+
+
 def outcome(reports: Reports) -> dict[str, Any]:
     """Return the fields of the event ``preflight`` that follow from the reports: ok, bad_nodes,
-    hopeless, why, report.
+    hopeless, why, report, summary.
 
     A fault that all nodes have is no node's: then ``bad_nodes`` is empty. ``hopeless``: other nodes
-    would have it as well.
+    would have it as well. ``report`` has `SHOWN` nodes, odd ones before others. ``summary`` has the
+    most frequent faults and notes, each with the number of its nodes and one of them, and lowest,
+    median and highest of the numbers.
     """
     unfit = [node for node, report in reports.items() if report.faults]
     shared = _shared_checks(reports)
@@ -191,13 +226,35 @@ def outcome(reports: Reports) -> dict[str, Any]:
         reason = next(why for check, why in reports[unfit[0]].faults if check in shared)
         reasons = [f"{reason} (the same on all nodes)" if len(reports) > 1 else reason]
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+    texts = {
+        node: [why for _, why in report.faults] + [f"note: {note}" for note in report.notes]
+        for node, report in reports.items()
+    }
+    counts = Counter(text for row in texts.values() for text in dict.fromkeys(row))
+    first = {text: node for node in reversed(texts) for text in texts[node]}
+    odd_first = sorted(reports, key=lambda node: (not reports[node].faults, not texts[node]))
+    selection = set(odd_first[:SHOWN])
     return {
         "ok": not unfit,
         "bad_nodes": [] if shared else unfit,
         "hopeless": bool(shared - UNCLEAR),
         "why": "; ".join(reasons[:3]) + more,
-        "report": {node: _journaled(report) for node, report in reports.items()},
+        "report": {node: _journaled(reports[node]) for node in reports if node in selection},
+        "summary": {
+            "nodes": len(reports),
+            "texts": {text: [n, first[text]] for text, n in counts.most_common(SHOWN)},
+            "quantiles": _quantiles(report.values for report in reports.values()),
+        },
     }
+
+
+def _quantiles(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the lowest, the median and the highest of the numbers of each key."""
+    numbers: dict[str, list[float]] = {}
+    for key, number in (pair for row in rows for pair in row.items()):
+        if isinstance(number, int | float):
+            numbers.setdefault(key, []).append(number)
+    return {key: [min(row), median(row), max(row)] for key, row in numbers.items()}
 
 
 def _shared_checks(reports: Reports) -> set[str]:

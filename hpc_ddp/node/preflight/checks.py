@@ -7,7 +7,7 @@ line each, and answers with `messages` on stdout:
 question        answer                                                                  then stage
 ==============  ======================================================================  ============
 `Order`         interface, fabric, GPUs, TMPDIR, space in the run folder                ``local``
-ports           names, links and files of the partners, by `links`                      ``partners``
+ports, missing  names, links and files of the partners, by `links`                      ``partners``
 (empty)         the version and the devices of torch, by `bandwidth`                    ``torch``
 members         the speeds between nodes, by `bandwidth`                                ``exchange``
 ==============  ======================================================================  ============
@@ -36,7 +36,7 @@ from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.net import fabric, network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import bandwidth
-from hpc_ddp.node.preflight.links import Listener, check_partners
+from hpc_ddp.node.preflight.links import Listener, check_partners, partners
 from hpc_ddp.node.preflight.messages import report
 
 GPU_S = 20.0  # for nvidia-smi
@@ -45,13 +45,15 @@ TMPDIR_BYTES = 64 << 20  # less space than this is none
 
 
 class Order(NamedTuple):
-    """The first question, with the same keys as in JSON: nodes, folder, secret, gpus, needed."""
+    """The first question, with the same keys as in JSON."""
 
     nodes: Sequence[str]  # names of all; a node with another disk could not read the attempt's file
     folder: str  # path of the folder in which each node writes a file of its name
     secret: str  # content of these files, and the first line of a connection between nodes
     gpus: int  # that the job has on each node
     needed: int  # bytes of free space in the run folder
+    port: int  # of each node's `Listener`, where it is free
+    again: bool  # for a second opinion: with other partners
 
 
 class UnfitError(Exception):
@@ -286,14 +288,17 @@ def main(argv: list[str]) -> int:
     order = Order(**_read_question())
     place = Place.from_env(dict(os.environ), order.nodes)
     os.environ["HPC_DDP_NODE"] = place.node
-    listener = Listener(place.node, order.secret)
+    listener = Listener(place.node, order.secret, order.port)
     # Held from now on, lest another process takes the port before the store is made.
     with network.listen_on_any_port() as store_socket:
         check_node(place, order)
         contact = {"host": place.host, "port": listener.port}
         report(stage="local", contact=contact | {"store_port": store_socket.getsockname()[1]})
-        ports = _read_question()["ports"]
-        if place.node in ports:
+        question = _read_question()  # of a size that does not depend on the number of nodes
+        nodes = [node for node in order.nodes if node not in question["missing"]]
+        if place.node in nodes:
+            peers = partners(nodes, place.node, order.again)
+            ports = {node: question["ports"].get(node, order.port) for node in (*peers, place.node)}
             check_partners(place, ports, Path(order.folder), order.secret)
         report(stage="partners")
         _read_question()
@@ -301,5 +306,5 @@ def main(argv: list[str]) -> int:
         torch = bandwidth.import_torch()
         question = _read_question()
         if torch is not None and place.node in question["members"]:
-            bandwidth.run(torch, place.node, store_socket, **question)
+            bandwidth.run(torch, place.node, store_socket, bandwidth.Group(**question))
     os._exit(0)  # taking torch apart takes time

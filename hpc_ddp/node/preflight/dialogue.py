@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from hpc_ddp.node.preflight.blame import NodeReport, Reports
+from hpc_ddp.node.preflight.blame import SLOW, NodeReport, Reports
 from hpc_ddp.node.preflight.messages import MARK
 
 # A stage: how long it may take after the last node that has completed it, in seconds, and the fault
@@ -100,14 +101,15 @@ class Dialogue:
                 process.stdin.write(json.dumps(question).encode() + b"\n")
                 process.stdin.flush()
 
-    def wait(self, stage: str, nodes: Sequence[str]) -> list[str]:
+    def wait(self, stage: str, nodes: Sequence[str], slack: float = 1.0) -> list[str]:
         """Wait until each of some nodes has completed a stage, can't any more, or is late; return
         those without any fault, also of an earlier stage.
 
         A node can't any more if its task has ended, or it has no torch; one with another fault is
-        still waited for. The time limit of `STAGES` begins anew each time that a node is through:
-        a lost node is late by comparison with the others, however many there are. A node that has
-        not completed the stage gets a fault, unless it has one. Messages go into `reports`.
+        still waited for. The time limit of `STAGES`, times `slack`, or `SLOW` times the median of
+        those that are through, begins anew each time that a node is through: a lost node is late
+        by comparison with the others, however many there are, and however busy. A node that has not
+        completed the stage gets a fault, unless it has one. Messages go into `reports`.
 
         Raises
         ------
@@ -118,7 +120,8 @@ class Dialogue:
         OSError
             the log can't be written
         """
-        limit_s, fault = STAGES[stage]
+        shortest_s, fault = STAGES[stage]
+        limit_s, durations = shortest_s * slack, list[float]()
         begin = progress_at = time.monotonic()
         waiting = set(nodes)
         while waiting and time.monotonic() < progress_at + limit_s:
@@ -129,6 +132,8 @@ class Dialogue:
             pending = {node for node in waiting if self._is_pending(node, stage)}
             if pending < waiting:
                 progress_at = time.monotonic()
+                durations += [progress_at - begin] * len(waiting - pending)
+                limit_s = max(shortest_s * slack, SLOW * median(durations))
             waiting = pending
         late = f"{fault} within {time.monotonic() - begin:.0f} s"
         for node in nodes:

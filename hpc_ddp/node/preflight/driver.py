@@ -27,13 +27,19 @@ from hpc_ddp.core.file_io import read_word
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.net.network import listen_on_any_port
+from hpc_ddp.node.preflight.bandwidth import TIMEOUT_S
 from hpc_ddp.node.preflight.blame import (
+    DOUBTFUL,
+    Reports,
     blame_exchange,
     blame_fabric,
     blame_pairs,
     blame_slow,
     blame_torch,
+    confirm,
     outcome,
+    strain,
 )
 from hpc_ddp.node.preflight.dialogue import Command, Dialogue, LaunchError, NoticeError
 from hpc_ddp.node.preflight.links import contains
@@ -57,21 +63,34 @@ def examine(
     spec = JobSpec.from_json(run.job_json.read_text())
     attempt = AttemptEnv.from_env(commands[0].env).attempt_folder
     begin = time.monotonic()
-    dialogue = Dialogue(nodes, commands, notice, attempt.path / "preflight.log")
+    log = attempt.path / "preflight.log"
+    try:
+        reports = _ask(Dialogue(nodes, commands, notice, log), spec, run, again=False)
+        if any(DOUBTFUL & dict(report.faults).keys() for report in reports.values()):
+            first, reports = reports, _ask(Dialogue(nodes, commands, notice, log), spec, run, True)
+            confirm(first, reports)
+        fields = outcome(reports)
+    except NoticeError as error:
+        fields = _without_blame(f"ended early: {error}") | {"notice": str(error)}
+    return {**fields, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool) -> Reports:
+    """Return the reports of a `converse` that ends the dialogue, in a folder of its own; raises as
+    that, but for a LaunchError."""
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
     patience_s = CLOSE_S
     try:
         folder.mkdir(mode=0o700)
         with contextlib.suppress(LaunchError):
-            converse(dialogue, spec, run, folder)
-        fields = outcome(dialogue.reports)
-    except NoticeError as error:
+            converse(dialogue, spec, run, folder, again)
+    except NoticeError:
         patience_s = 0.5
-        fields = _without_blame(f"ended early: {error}") | {"notice": str(error)}
+        raise
     finally:
         dialogue.close(patience_s)
         shutil.rmtree(folder, ignore_errors=True)
-    return {**fields, "seconds": round(time.monotonic() - begin, 1)}
+    return dialogue.reports
 
 
 def _without_blame(why: str) -> dict[str, Any]:
@@ -80,17 +99,22 @@ def _without_blame(why: str) -> dict[str, Any]:
     return {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
 
 
-def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path) -> None:
+def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path, again: bool) -> None:
     """Ask the questions that `checks` answers, and add the faults that only all answers together
     show; the result is in the dialogue's `reports`.
 
-    The nodes write files into `folder`. Raises as `Dialogue.wait` and `_needed`.
+    The nodes write files into `folder`, and have other partners if `again`. Raises as
+    `Dialogue.wait` and `_needed`.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
-    order = {"folder": str(folder), "secret": secret}
+    with listen_on_any_port() as server:
+        port = server.getsockname()[1]  # free here, and most likely elsewhere
+    order = {"folder": str(folder), "secret": secret, "port": port, "again": again}
     dialogue.send(nodes=[*reports], **order, gpus=spec.gpu_count, needed=_needed(run))
     fit = dialogue.wait("local", list(reports))
-    dialogue.send(ports={node: reports[node].contact["port"] for node in fit})
+    ports = {node: reports[node].contact["port"] for node in fit}
+    missing = [node for node in reports if node not in ports]
+    dialogue.send(missing=missing, ports={k: n for k, n in ports.items() if n != port})
     fit = dialogue.wait("partners", fit)
     # The batch shell is one more observer of the disk: of two nodes it shows which one is cut off.
     unseen = [("the batch shell", node) for node in fit if not contains(folder / node, secret)]
@@ -106,8 +130,11 @@ def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path) ->
         kinds = {reports[node].values["device"] or "cpu" for node in members}
         device = kinds.pop() if spec.gpu_count and len(kinds) == 1 else "cpu"
         first = reports[members[0]].contact
-        dialogue.send(members=members, device=device, host=first["host"], port=first["store_port"])
-        dialogue.wait("exchange", members)
+        slack = strain(reports)
+        limits = {"first": 1 + 2 * again, "timeout_s": slack * TIMEOUT_S}
+        address = {"host": first["host"], "port": first["store_port"]}
+        dialogue.send(members=members, device=device, **address, **limits)
+        dialogue.wait("exchange", members, slack)
         blame_exchange(reports)
         blame_slow(reports)
 
@@ -129,16 +156,12 @@ def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
     """Journal and print the outcome, the `fields` of `examine`; return whether the training can
     start."""
     run.journal("batch", attempt).write(PreflightEnded(**fields))
-    nodes_of: dict[str, list[str]] = {}
-    for node, report in fields["report"].items():
-        notes = [f"note: {note}" for note in report["notes"]]
-        for text in [*(bad["why"] for bad in report["bad"]), *notes]:
-            nodes_of.setdefault(text, []).append(node)
-    for text, nodes in nodes_of.items():
-        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        say(f"preflight: {nodes[0]}{more}: {text}")
+    summary = fields.get("summary") or {"texts": {}}
+    for text, (count, node) in summary["texts"].items():
+        more = f" and {count - 1} more" if count > 1 else ""
+        say(f"preflight: {node}{more}: {text}")
     if fields["ok"]:
-        count = len(fields["report"])
+        count = summary["nodes"]
         are = "nodes are" if count > 1 else "node is"
         say(f"preflight: {count} {are} fit, after {fields['seconds']} s")
     return bool(fields["ok"])

@@ -17,38 +17,52 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight.messages import report
 
 PARTNERS = 8  # of each node: with up to nine nodes, all others
-LINK_S = 8.0  # to answer to a connection
-TRIES = 2  # of a link: a busy node may be late with its first answer
+LINK_S = 16.0  # for each answer of a connection
+LATE = (TimeoutError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 VISIBLE_S = 15.0  # until a file that one node has written is there on another
 PAYLOAD = 256 << 10  # bytes each way: more than fits into small packets
 
 
-def partners(nodes: Sequence[str], node: str) -> list[str]:
+def partners(nodes: Sequence[str], node: str, again: bool = False) -> list[str]:
     """Return the nodes that a node checks, at most `PARTNERS`, [] for a lone one; as many check it.
 
-    They are at the same distances from each node, on a ring of all.
+    They are at the same distances from each node, on a ring of all, and others if `again`. From 17
+    nodes on these are less than half a ring: then no two nodes check each other.
     """
     count = min(PARTNERS, len(nodes) - 1)
-    index = nodes.index(node)
-    strides = [1 + number * (len(nodes) - 1) // count for number in range(count)]
+    index, half = nodes.index(node), max(count, (len(nodes) - 1) // 2)
+    first = 2 if again and len(nodes) > PARTNERS + 1 else 1
+    strides = [first + number * half // count for number in range(count)]
     return [nodes[(index + stride) % len(nodes)] for stride in strides]
 
 
 class Listener(socketserver.ThreadingTCPServer):
     """Answers partners that send the secret: with the node's name, and the bytes that came.
 
-    The port is free, on all interfaces; a thread serves until the process ends.
+    It listens on all interfaces, IPv4 and IPv6; a thread serves until the process ends.
     """
 
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, node: str, secret: str) -> None:
-        """Open the port and start the thread; raise OSError where there is no port."""
-        super().__init__(("", 0), _Answer)
+    def __init__(self, node: str, secret: str, port: int = 0) -> None:
+        """Open the port, or any free one where it is taken, and start the thread; raise OSError
+        where there is none."""
+        try:
+            super().__init__(("", port), _Answer)
+        except OSError:
+            super().__init__(("", 0), _Answer)
         self.node, self.secret = node, secret.encode()
         self.port: int = self.server_address[1]
         threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def server_bind(self) -> None:
+        """Bind the socket, to IPv4 as well if it is of IPv6; raise OSError where the port is
+        taken."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
 
 class _Answer(socketserver.StreamRequestHandler):
@@ -70,7 +84,8 @@ def reach(node: str, address: str, port: int, secret: str) -> None:
     Raises
     ------
     OSError
-        there is no connection, it leads to another node, or is silent for `LINK_S`
+        there is no connection, or it leads to another node; one of `LATE` if it is silent for
+        `LINK_S` or breaks
     """
     with (
         socket.create_connection((address, port), timeout=LINK_S) as peer,
@@ -82,7 +97,7 @@ def reach(node: str, address: str, port: int, secret: str) -> None:
             raise OSError(f"{name or 'something else'} answers there")
         peer.sendall(bytes(PAYLOAD))
         if len(lines.read(PAYLOAD)) < PAYLOAD:
-            raise OSError("the connection was closed in the middle")
+            raise ConnectionResetError("the connection was closed in the middle")
 
 
 def addresses_of(host: str) -> list[str]:
@@ -97,27 +112,34 @@ def is_loopback(addresses: Iterable[str]) -> bool:
     return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses)
 
 
-def link_trouble(place: Place, peer: str, port: int, secret: str) -> str:
-    """Return why this node does not reach a partner by its name, '' if it does.
+def link_trouble(place: Place, peer: str, port: int, secret: str) -> tuple[str, bool]:
+    """Return why this node does not reach a partner by its name, '' if it does, and whether that
+    may be for want of time.
 
-    `port` is that of the partner's `Listener`, which is tried at the first address only, `TRIES`
-    times.
+    `port` is that of the partner's `Listener`, which is tried at the first address only.
     """
     host = place.host_of(place.nodes.index(peer))
+    failure = f"the name {host} does not resolve here"
     try:
         addresses = addresses_of(host)
+        if not place.is_local and is_loopback(addresses):
+            return f"the name {host} resolves to {addresses[0]}, which is loopback", False
+        failure = f"no connection from here to {peer} ({addresses[0]})"
+        reach(peer, addresses[0], port, secret)
     except (OSError, UnicodeError) as error:
-        return f"the name {host} does not resolve here: {_reason(error)}"
-    if not place.is_local and is_loopback(addresses):
-        return f"the name {host} resolves to {addresses[0]}, which is loopback"
-    reason = ""
-    for _ in range(TRIES):
-        try:
-            reach(peer, addresses[0], port, secret)
-            return ""
-        except OSError as error:
-            reason = _reason(error)
-    return f"no connection from here to {peer} ({addresses[0]}): {reason}"
+        is_late = isinstance(error, LATE) or getattr(error, "errno", 0) == socket.EAI_AGAIN
+        return f"{failure}: {_reason(error)}", is_late
+    return "", False
+
+
+def own_delay(node: str, port: int, secret: str) -> dict[str, float]:
+    """Return ``delay_s``, the seconds in which this node reaches its own `Listener` on loopback; {}
+    if it does not."""
+    begin = time.monotonic()
+    with contextlib.suppress(OSError):
+        reach(node, "127.0.0.1", port, secret)
+        return {"delay_s": round(time.monotonic() - begin, 3)}
+    return {}
 
 
 def _reason(error: Exception) -> str:
@@ -144,22 +166,21 @@ def contains(path: Path, text: str) -> bool:
 
 
 def check_partners(place: Place, ports: Mapping[str, int], folder: Path, secret: str) -> None:
-    """Check this node's partners, all at once; report troubles of links and of shared files.
+    """Check this node's partners, all at once; report troubles of links and of shared files, and
+    this node's own delay meanwhile.
 
-    Parameters
-    ----------
-    ports
-        port of each node's `Listener`, by the node's name; this node among them
-    folder
-        on a shared disk; each node has written a file of its name into it
-    secret
-        content of these files, and what a `Listener` asks for
+    `ports` are those of the `Listener`s of the partners and of this node, by name. Each node has
+    written a file of its name into `folder`, on a shared disk, with the `secret` in it.
     """
-    peers = partners(list(ports), place.node)
-    with ThreadPoolExecutor(2 * PARTNERS) as pool:
+    peers = [node for node in ports if node != place.node]
+    with ThreadPoolExecutor(2 * PARTNERS + 1) as pool:
+        delay = pool.submit(own_delay, place.node, ports[place.node], secret)
         links = [pool.submit(link_trouble, place, peer, ports[peer], secret) for peer in peers]
         files = [pool.submit(file_trouble, folder, peer, secret) for peer in peers]
-    for check, results in (("link", links), ("scratch", files)):
-        for peer, trouble in zip(peers, results, strict=True):
-            if why := trouble.result():
-                report(trouble=peer, check=check, why=why)
+    report(values=delay.result())
+    for peer, link, file in zip(peers, links, files, strict=True):
+        why, is_late = link.result()
+        if why:
+            report(trouble=peer, check="link", why=why, late=is_late)
+        if why := file.result():
+            report(trouble=peer, check="scratch", why=why, late=True)

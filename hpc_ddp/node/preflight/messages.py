@@ -8,7 +8,7 @@ They need neither the shared disk nor a link between nodes. A message may have s
 ``values``   findings for the journal
 ``note``     a remark for the journal and the job's output
 ``fault``    a check that the node has failed, with ``why``
-``trouble``  a partner, with ``check``, ``why`` and perhaps ``turn``
+``trouble``  a partner, with ``check``, ``why`` and perhaps ``turn`` or ``late``
 ``notice``   a signal that asks the attempt to end
 ===========  ==================================================================
 """

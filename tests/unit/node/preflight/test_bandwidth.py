@@ -117,7 +117,7 @@ def test_large_tensors_follow_where_both_ends_are_fast(
     dist.speed_there = speed_there
     dist.durations += [0.0, 1.0, 0.2, 1.0, 1.0, 1.0]
     speed = Meter(fake, "cpu").exchange(2)
-    assert speed == pytest.approx(0.2 if is_repeated else 0.04)
+    assert speed == pytest.approx(0.2 if is_repeated else 0.03)
     assert (("send", 10000, 2) in dist.operations) is is_repeated
 
 
@@ -156,17 +156,17 @@ class FakeMeter:
 
 def test_speeds_are_reported(lines: Lines) -> None:
     meter: Any = FakeMeter()
-    measure(meter, ["n1", "n2", "n3"], 0)
+    measure(meter, ["n1", "n2", "n3"], 0, 1)
     assert meter.peers == [1, 2]
     assert lines() == [{"values": {"exchange_mb_s": 99.1, "all_reduce_mb_s": 7.8}}]
     wrong: Any = FakeMeter(right=False)
-    measure(wrong, ["n1", "n2"], 0)
+    measure(wrong, ["n1", "n2"], 0, 1)
     assert lines()[-1] == {"fault": "bandwidth", "why": "the sum of an all-reduce is wrong here"}
 
 
 def test_trouble_in_an_exchange_is_reported_with_its_turn(lines: Lines) -> None:
     meter: Any = FakeMeter(broken=2)
-    measure(meter, ["n1", "n2", "n3"], 0)
+    measure(meter, ["n1", "n2", "n3"], 0, 1)
     why = "no exchange with n3: Connection reset"
     assert lines() == [{"trouble": "n3", "check": "bandwidth", "why": why, "turn": 2}]
 
@@ -214,15 +214,15 @@ def test_a_torch_that_can_not_be_imported_is_a_fault(
     assert message["why"].startswith("import torch: ModuleNotFoundError: import of torch halted")
 
 
-RUN = {"members": ["n2", "n1"], "host": "h", "port": 5, "device": "cpu"}
+RUN = bandwidth.Group(["n2", "n1"], "h", 5, "cpu", first=3, timeout_s=60.0)
 
 
 def test_members_join_and_measure(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(bandwidth, "join", lambda *words: words)
     monkeypatch.setattr(bandwidth, "measure", lambda *words: calls.append(words))
-    bandwidth.run("torch", "n1", "server", **RUN)  # type: ignore[arg-type]
-    assert calls == [(("torch", "server", "h", 5, "cpu", 1, 2), ["n2", "n1"], 1)]
+    bandwidth.run("torch", "n1", "server", RUN)  # type: ignore[arg-type]
+    assert calls == [(("torch", "server", RUN, 1), ["n2", "n1"], 1, 3)]
     assert lines() == [{"stage": "exchange"}]
 
 
@@ -237,7 +237,7 @@ def test_a_process_group_that_breaks_is_reported(
         raise error
 
     monkeypatch.setattr(bandwidth, "join", refuse)
-    bandwidth.run("torch", "n1", "server", **RUN)  # type: ignore[arg-type]
+    bandwidth.run("torch", "n1", "server", RUN)  # type: ignore[arg-type]
     assert lines() == [{"values": {"exchange_error": why}}, {"stage": "exchange"}]
 
 
@@ -262,20 +262,23 @@ def test_the_members_join(
             return str(torch.distributed.get_default_backend_for_device(device))
 
         def init_process_group(self, backend: str, **values: Any) -> None:
-            assert values.pop("timeout").total_seconds() == bandwidth.TIMEOUT_S
+            assert values.pop("timeout").total_seconds() == 60.0
             calls.append((backend, values))
 
     fake.distributed = Dist(fake.distributed._clock)
     fake.accelerator = SimpleNamespace(
         set_device_index=lambda index: calls.append(("device", index))
     )
-    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_GLOO_LAZY_INIT"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
     server: Any = SimpleNamespace(detach=lambda: 7)
-    bandwidth.join(fake, server, "h", 5, device, rank, 2)
+    bandwidth.join(fake, server, RUN._replace(device=device), rank)
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # else each connects to each other
     bound = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
     group = (backend, {"store": "store", "rank": rank, "world_size": 2, **bound})
     index = [("device", 0)] if device != "cpu" else []
     connect = ("all-reduce",)
-    store = ("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S, -1 if rank else 7)
+    store = ("h", 5, 2, rank == 0, 60.0, -1 if rank else 7)
     assert calls == [store, *index, group, connect]

@@ -162,7 +162,8 @@ def test_a_slow_node_is_blamed(speeds: dict[str, float], slow: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speed", "load", "slow"), [(200.0, 0.0, ""), (199.0, 0.5, "b"), (199.0, 1.5, "")]
+    ("speed", "load", "slow"),
+    [(200.0, 0.0, ""), (199.0, 0.5, "b"), (199.0, 1.5, ""), (41.0, 43.0, ""), (39.0, 43.0, "b")],
 )
 def test_five_times_slower_is_slow_unless_processors_are_busy(
     speed: float, load: float, slow: str

@@ -253,7 +253,7 @@ def test_a_check_reports_values_a_note_or_a_fault(
     monkeypatch.setattr(checks, "interconnect", lambda place: {"cards": 1, "note": "odd"})
     for name in ("count_gpus", "tmpdir", "run_folder"):
         monkeypatch.setattr(checks, name, lambda *words: {})
-    checks.check_node(_place(), checks.Order(nodes=[], folder="/f", secret="s", needed=1, gpus=0))
+    checks.check_node(_place(), checks.Order([], "/f", "s", gpus=0, needed=1, port=4, again=False))
     assert [line for line in lines() if line != {"values": {}}] == [
         {"values": {"load": 1.0}},
         {"fault": "interface", "why": "x is y"},
@@ -301,9 +301,10 @@ def answer(
         report(stage="torch", values={name: os.environ.get(name) for name in NETWORK})
         return "torch"
 
-    def run(torch: str, node: str, server: socket.socket, **question: Any) -> None:
+    def run(torch: str, node: str, server: socket.socket, group: bandwidth.Group) -> None:
         with server:
-            report(stage="exchange", values=question | {"held": server.getsockname()[1]})
+            values = group._asdict()
+            report(stage="exchange", values=values | {"held": server.getsockname()[1]})
 
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(checks, "check_node", lambda place, order: report(note="node"))
@@ -328,7 +329,16 @@ def answer(
 
 NETWORK = ("GLOO_SOCKET_IFNAME", "MARKED")
 ORDER = {"nodes": ["n1", "n2"], "folder": "/x/shared", "secret": "secret", "gpus": 2, "needed": 5}
-GO = {"members": ["n1", "n2"], "host": "h", "port": 5, "device": "cpu"}
+ORDER |= {"port": 0, "again": False}
+FIT = {"missing": [], "ports": {"n1": 4, "n2": 5}}
+GO = {
+    "members": ["n1", "n2"],
+    "host": "h",
+    "port": 5,
+    "device": "cpu",
+    "first": 1,
+    "timeout_s": 9.0,
+}
 
 
 def test_a_node_answers_each_question(
@@ -341,12 +351,12 @@ def test_a_node_answers_each_question(
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("HPC_DDP_FABRIC", "auto")
-    node, local, partners, *messages = answer(ORDER, {"ports": {"n1": 4, "n2": 5}}, {}, GO)
+    node, local, partners, *messages = answer(ORDER, FIT, {}, GO)
     assert (node, local["stage"]) == ({"note": "node"}, "local")
     contact = local["contact"]
     assert contact["host"] == "n1"
     assert contact["store_port"] != contact["port"]
-    assert partners == {"note": "partners {'n1': 4, 'n2': 5} shared secret"}
+    assert partners == {"note": "partners {'n2': 5, 'n1': 4} shared secret"}
     assert messages == [
         {"stage": "partners"},
         {"stage": "torch", "values": {"GLOO_SOCKET_IFNAME": "eth0", "MARKED": "1"}},
@@ -355,7 +365,7 @@ def test_a_node_answers_each_question(
 
 
 def test_an_unfit_node_leaves_out_the_others(answer: Answer) -> None:
-    messages = answer(ORDER, {"ports": {"n2": 5}}, {}, {**GO, "members": ["n2"]})
+    messages = answer(ORDER, {"missing": ["n1"], "ports": {}}, {}, {**GO, "members": ["n2"]})
     assert [line["stage"] for line in messages if "stage" in line] == [
         "local",
         "partners",
@@ -366,7 +376,7 @@ def test_an_unfit_node_leaves_out_the_others(answer: Answer) -> None:
 
 @pytest.mark.parametrize("count", range(4))
 def test_a_node_without_a_further_question_leaves(answer: Answer, count: int) -> None:
-    questions = [ORDER, {"ports": {"n1": 4, "n2": 5}}, {}][:count]
+    questions = [ORDER, FIT, {}][:count]
     stages = [line["stage"] for line in answer(*questions) if "stage" in line]
     assert stages == ["local", "partners", "torch"][:count]
 
@@ -375,7 +385,7 @@ def test_a_node_without_torch_measures_nothing(
     answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bandwidth, "import_torch", lambda: None)
-    messages = answer(ORDER, {"ports": {"n1": 4}}, {}, GO)
+    messages = answer(ORDER, FIT, {}, GO)
     assert messages[-1] == {"stage": "partners"}
 
 

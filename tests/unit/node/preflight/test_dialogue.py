@@ -191,6 +191,25 @@ def test_nodes_that_come_one_after_the_other_are_waited_for(
     assert clock.now - 1000.0 == 120.0
 
 
+@pytest.mark.parametrize(("slack", "late_s"), [(1.0, 100.0), (9.0, 360.0)])
+def test_a_node_is_late_by_what_the_others_took(
+    start: Start, monkeypatch: pytest.MonkeyPatch, slack: float, late_s: float
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(dialogue_module, "time", clock)
+    dialogue = start(*["read -r question"] * 4)
+    lines = iter([_line(node, stage="local") for node in ("n2", "n1", "n4")])
+
+    def get(timeout: float) -> tuple[None, str]:
+        clock.now += 10.0
+        return None, f"0: {next(lines, 'Waiting')}"
+
+    monkeypatch.setattr(dialogue._lines, "get", get)
+    dialogue.wait("local", ["n1", "n2", "n3", "n4"], slack)
+    assert dict(dialogue.reports["n3"].faults)["silent"].startswith("no word")
+    assert clock.now - 1030.0 == late_s
+
+
 def test_a_step_that_ends_without_a_node_is_slurms(tmp_path: Path) -> None:
     command = Command(["bash", "-c", "echo 'srun: error: no' >&2"], dict(os.environ))
     dialogue = Dialogue(["n1", "n2"], [command], lambda: "", tmp_path / "log")

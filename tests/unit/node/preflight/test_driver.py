@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,7 +46,7 @@ class Scripted:
     def send(self, **question: Any) -> None:
         self.questions.append(question)
 
-    def wait(self, stage: str, nodes: Sequence[str]) -> list[str]:
+    def wait(self, stage: str, nodes: Sequence[str], slack: float = 1.0) -> list[str]:
         self.waits.append(f"{stage} {' '.join(nodes)}")
         for node in nodes:
             message: dict[str, Any] = {"stage": stage}
@@ -67,7 +68,7 @@ def _converse(
         patch.setattr(driver.secrets, "token_hex", lambda count: "secret")  # type: ignore[attr-defined]
         for node in nodes:
             (folder / node).write_text("secret" if node != "blind" else "")
-        driver.converse(dialogue, spec or JobSpec("t.py"), run, folder)
+        driver.converse(dialogue, spec or JobSpec("t.py"), run, folder, again=False)
     return dialogue  # type: ignore[no-any-return]
 
 
@@ -83,13 +84,37 @@ def test_nodes_that_are_fit_exchange_once(run: RunFolder) -> None:
         **{"nodes": ["n1", "n2"], "folder": str(run.path / "files"), "secret": "secret"},
         "gpus": 0,
         "needed": driver.NEEDED_BYTES,
+        "again": False,
+        "port": order["port"],
     }
-    assert ports == {"ports": {"n1": 5, "n2": 5}}
+    assert order["port"] > 1024
+    assert ports == {"missing": [], "ports": {"n1": 5, "n2": 5}}
     assert empty == {}
-    assert members == {"members": ["n1", "n2"], "host": "host-n1", "port": 6, "device": "cpu"}
+    assert members == {
+        **{"members": ["n1", "n2"], "host": "host-n1", "port": 6, "device": "cpu"},
+        **{"first": 1, "timeout_s": 30.0},
+    }
     stages = ("local", "partners", "torch", "exchange")
     assert dialogue.waits == [f"{stage} n1 n2" for stage in stages]
     assert outcome(dialogue.reports)["ok"]
+
+
+def test_nodes_get_only_ports_that_differ(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "listen_on_any_port", lambda: Listening())
+    odd = {"n2": {"contact": {"host": "n2", "port": 7, "store_port": 6}}}
+    dialogue = _converse(run, "n1", "n2", "n3", local=odd)
+    assert dialogue.questions[0]["port"] == 5
+    assert dialogue.questions[1] == {"missing": [], "ports": {"n2": 7}}
+
+
+class Listening(contextlib.nullcontext["Listening"]):
+    """A socket that listens on port 5."""
+
+    def __enter__(self) -> Listening:
+        return self
+
+    def getsockname(self) -> tuple[str, int]:
+        return "", 5
 
 
 def test_one_node_alone_exchanges_nothing(run: RunFolder) -> None:
@@ -151,7 +176,7 @@ def test_unfit_nodes_take_no_further_part(
 def test_a_node_with_a_fault_of_its_own_has_no_partners(run: RunFolder) -> None:
     fault = {"fault": "tmpdir", "why": "full"}
     dialogue = _converse(run, "n1", "n2", "n3", local={"n2": fault})
-    assert dialogue.questions[1] == {"ports": {"n1": 5, "n3": 5}}
+    assert dialogue.questions[1] == {"missing": ["n2"], "ports": {"n1": 5, "n3": 5}}
     assert dialogue.waits[1] == "partners n1 n3"
 
 
@@ -211,8 +236,8 @@ def test_the_outcome_is_journalled_and_printed(run: RunFolder, printed: list[str
     report = {"n1": NodeReport(notes=["odd", "all"]), "n2": NodeReport(notes=["all"])}
     assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is True
     assert printed == [
-        "preflight: n1: note: odd",
         "preflight: n1 and 1 more: note: all",
+        "preflight: n1: note: odd",
         "preflight: 2 nodes are fit, after 1.5 s",
     ]
     printed.clear()
@@ -222,8 +247,8 @@ def test_the_outcome_is_journalled_and_printed(run: RunFolder, printed: list[str
     report["n2"].faults.append(("gpus", "none"))
     assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is False
     assert printed == [
-        "preflight: n1: note: odd",
         "preflight: n1 and 1 more: note: all",
+        "preflight: n1: note: odd",
         "preflight: n2: none",
     ]
     event = raw_events(run.path)[-1]
@@ -246,7 +271,7 @@ def _examine(
         close(dialogue, 60.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "converse", lambda dialogue, spec, run, folder: act(dialogue))
+        patch.setattr(driver, "converse", lambda dialogue, *more: act(dialogue))
         patch.setattr(Dialogue, "close", end)
         patch.setattr(driver.time, "monotonic", clock.monotonic)  # type: ignore[attr-defined]
         command = Command(["true"], {**os.environ, "HPC_DDP_ATTEMPT": "0"})
