@@ -96,7 +96,8 @@ def play(rehearsal: Rehearsal, package: Path) -> dict[str, Any]:
         rehearsal.wait_for(lambda: rehearsal.event("preflight"), "the preflight")
     event = rehearsal.event("preflight") or {}
     after = {node: opened(cluster, node) - before[node] for node in samples}
-    cluster.run("scancel", job)
+    cluster.run("scancel", "--full", "--signal=KILL", job)
+    cluster.run("scancel", job, check=False)
     rehearsal.wait_for(lambda: not rehearsal.queue(), "the end of the job")
     time.sleep(1)
     cluster.reset(600)

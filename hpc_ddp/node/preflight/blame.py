@@ -254,7 +254,7 @@ def _quantiles(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
     for key, number in (pair for row in rows for pair in row.items()):
         if isinstance(number, int | float):
             numbers.setdefault(key, []).append(number)
-    return {key: [min(row), median(row), max(row)] for key, row in numbers.items()}
+    return {key: [min(row), round(median(row), 3), max(row)] for key, row in numbers.items()}
 
 
 def _shared_checks(reports: Reports) -> set[str]:
