@@ -7,7 +7,6 @@ its command line as Python would; it ends with the client, and the client with i
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import gc
@@ -152,7 +151,7 @@ class WarmParent:
     def become(self, request: Request) -> None:
         """Make this process, just forked, what its client would have been."""
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         pid, argv, environ = request.words()
@@ -187,7 +186,6 @@ def main() -> NoReturn:
     path, client = sys.argv[1:]
     for name in MODULES:
         __import__(name)
-    array.array("b")
     gc.collect()
     gc.freeze()
     parent = WarmParent(path, client)

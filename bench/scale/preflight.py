@@ -47,12 +47,8 @@ def deaf(cluster: Cluster, node: str) -> Iterator[None]:
 @contextlib.contextmanager
 def slow(cluster: Cluster, node: str) -> Iterator[None]:
     """Let a node send 2.5 MB/s."""
-    shape = ["root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
-    cluster.exec_on(node, "tc", "qdisc", "add", "dev", "eth0", *shape)
-    try:
+    with cluster.slow_link(node):
         yield
-    finally:
-        cluster.exec_on(node, "tc", "qdisc", "del", "dev", "eth0", "root")
 
 
 @contextlib.contextmanager

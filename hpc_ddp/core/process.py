@@ -88,11 +88,19 @@ def live_pid(path: Path) -> int | None:
     starts.
     """
     try:
-        number, began, *namespace = path.read_text().split()
-        pid = _pid_here(number, namespace[0]) if may_hide(path) else int(number)
-    except (OSError, ValueError, IndexError):
+        number, began, namespace = _read_pid_file(path)
+        pid = _pid_here(number, namespace) if namespace else int(number)
+    except (OSError, ValueError):
         return None
     return pid if pid and _began(pid) == began else None
+
+
+def _read_pid_file(path: Path) -> tuple[str, str, str]:
+    """Return the process id in a worker's pid file, when that began, and the PID namespace of the
+    id, '' for this process's own; raise OSError or ValueError as long as it is not whole."""
+    number, began, *more = path.read_text().split()
+    namespace = more[0] if more and more[0] != _namespace("self") else ""
+    return number, began, namespace
 
 
 def _namespace(pid: str) -> str:
@@ -117,7 +125,7 @@ def may_hide(path: Path) -> bool:
     """Return whether a pid file names a process of another PID namespace than this process's, so
     that it may run without being seen from here."""
     with suppress(OSError, ValueError):
-        return path.read_text().split()[2:] not in ([], [_namespace("self")])
+        return bool(_read_pid_file(path)[2])
     return False
 
 

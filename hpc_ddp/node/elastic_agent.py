@@ -45,7 +45,7 @@ from hpc_ddp.core.file_io import patiently, read_word
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.child_process import NO_GROUP, split
-from hpc_ddp.node.net.fixed_rendezvous import FixedRendezvous
+from hpc_ddp.node.net.fixed_rendezvous import FORGED, FixedRendezvous
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
@@ -64,7 +64,7 @@ def escape(script_args: list[str]) -> list[str]:
     return [word.replace("$", "$$") for word in script_args]
 
 
-def ignore_notices() -> None:
+def replace_signal_handler() -> None:
     """Give this process, torchrun, handlers that do nothing for the signals of a notice, and keep
     torchrun's own from replacing them; its own raises SignalException.
 
@@ -215,9 +215,7 @@ def sign_state(secret: bytes) -> None:
         (content, token), size = decoded, hashlib.sha256().digest_size
         state = content[size:]
         if not hmac.compare_digest(content[:size], signature(backend, state)):
-            raise RendezvousStateError(
-                "the state of the rendezvous is not from this attempt: a stranger has written it"
-            )
+            raise RendezvousStateError(FORGED)
         return state, token
 
     def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
@@ -301,7 +299,7 @@ def launch(
     args.training_script, *script_args = started_by(sys.executable, script)
     args.training_script_args = escape(script_args)
     config, command, command_args = run.config_from_args(args)
-    ignore_notices()
+    replace_signal_handler()
     end_when_told(place.attempt.node(place.node))
     hosts = [place.host_of(index) for index in range(len(place.nodes))]
     secret = patiently(place.attempt.secret.read_bytes)

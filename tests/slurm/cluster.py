@@ -143,6 +143,16 @@ class Cluster(Machinery):
         sh("ip", "link", "set", self._cable(node), "up")
 
     @contextlib.contextmanager
+    def slow_link(self, node: str) -> Iterator[None]:
+        """Let the node send 2.5 MB/s at most."""
+        shape = ["root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
+        self.exec_on(node, "tc", "qdisc", "add", "dev", "eth0", *shape)
+        try:
+            yield
+        finally:
+            self.exec_on(node, "tc", "qdisc", "del", "dev", "eth0", "root")
+
+    @contextlib.contextmanager
     def scratch_full(self) -> Iterator[None]:
         """Leave no byte free on the nodes' scratch, also where a run deletes old checkpoints: the
         next save would have their room."""

@@ -88,12 +88,8 @@ def _wrong_name(cluster: Cluster, node: str, job: Job, tmp: Path) -> Iterator[No
 
 @contextmanager
 def _slow_link(cluster: Cluster, node: str, job: Job, tmp: Path) -> Iterator[None]:
-    shape = ["root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
-    cluster.exec_on(node, "tc", "qdisc", "add", "dev", "eth0", *shape)
-    try:
+    with cluster.slow_link(node):
         yield
-    finally:
-        cluster.exec_on(node, "tc", "qdisc", "del", "dev", "eth0", "root")
 
 
 FAULTS: dict[str, tuple[Callable[..., AbstractContextManager[None]], str]] = {

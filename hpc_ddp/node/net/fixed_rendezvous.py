@@ -32,6 +32,7 @@ ASK_EVERY_S = 1.0  # for a restart that another node wants; it also shows that t
 LOOK_EVERY_S = 0.1  # of the first node for the others; a `wait` that is in vain prints warnings
 GRACE_S = 60.0  # of the others: the first node, which may join later, can name the missing ones
 NAMED = 8  # of the nodes that are missing
+FORGED = "the state of the rendezvous is not from this attempt: a stranger has written it"
 WANTED, JOINED, BEGUN, CLOSED = "wanted", "joined", "begun", "closed"
 
 
@@ -204,9 +205,7 @@ class FixedRendezvous:
         for word in words:
             if hmac.compare_digest(content, self._signature(name, word).encode()):
                 return word
-        raise RendezvousStateError(
-            "the state of the rendezvous is not from this attempt: a stranger has written it"
-        )
+        raise RendezvousStateError(FORGED)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         """Call a function of the store, and return its result; raise DistStoreError, as it does,

@@ -152,8 +152,8 @@ def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
 
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
     """Continue as a new job, where the site refuses the requeue of this one, or a chain has no next
-    one; return the exit code,
-    0, or `CAN_GO_ON` without a new job. Raise OSError as `queue_next_link`."""
+    one; return the exit code, 0, or `CAN_GO_ON` without a new job. Raise OSError as
+    `queue_next_link`."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link is None:
         return _left_to_the_user(run)

@@ -268,10 +268,10 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
         row = list(takewhile(_ended_silently, reversed(facts.verdicts)))
         if facts.is_ours and len(row) >= spec.max_failures:
             return f"{len(row) + 1} attempts in a row ended so, without a newer checkpoint"
-    if cause != Cause.TIME_LIMIT:
+    if cause != Cause.TIME_LIMIT or (spec.max_requeues is not None and not facts.is_ours):
         return None
-    if facts.is_ours or spec.max_requeues is not None:
-        return _no_progress(facts) if facts.is_ours else None
+    if facts.is_ours:
+        return _no_progress(facts)
     if facts.here(WorkerStarted) and (reason := _no_progress(facts)):
         return f"{reason}, and without a step (--max-requeues allows more)"
     count = 1 + sum(v.cause == cause for v in again)

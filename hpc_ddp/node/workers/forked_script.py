@@ -16,8 +16,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 PR_SET_MM, PR_SET_MM_MAP = 35, 14
-# Fields of /proc/self/stat (man 5 proc) for `struct prctl_mm_map`, up to the start of the stack.
 LIB = str(Path(__file__).parents[3])  # the folder of node.py and its package
+# Fields of /proc/self/stat (man 5 proc) for `struct prctl_mm_map`, up to the start of the stack.
 FIRST_FIELD = 3
 CODE, DATA, BREAK, STACK = (26, 27), (45, 46), 47, 28
 

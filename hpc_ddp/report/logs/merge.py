@@ -16,11 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_ddp.core.file_io import (
-    MOST_TEXT_BYTES,
-    open_data,
-    read_small_below,
-)
+from hpc_ddp.core.file_io import MOST_TEXT_BYTES, open_data, read_small_below
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import events_of
@@ -77,7 +73,7 @@ class AttemptLogs:
         for node, entries, files in read_small_below(self.attempt.path, _has_notes):
             folder = self.attempt.node(node).path
             for name in filter(_is_log, entries):
-                key = node, int(name[5:-4])
+                key = node, _rank_of(name)
                 if key not in self.logs:
                     self.logs[key] = LogFile(folder / name, self.tidy)
             for name, small in files.items():
@@ -140,9 +136,8 @@ class AttemptLogs:
         disk than one by one. Raise OSError where the attempt's folder can't be listed."""
         contents: dict[tuple[str, int], bytes] = {}
         for node, _, files in read_small_below(self.attempt.path, _is_log):
-            for name, small in files.items():
-                if small and (node, int(name[5:-4])) in logs:
-                    contents[node, int(name[5:-4])] = small.content
+            of_rank = {(node, _rank_of(name)): small for name, small in files.items() if small}
+            contents |= {key: small.content for key, small in of_rank.items() if key in logs}
         return contents
 
 
@@ -158,6 +153,11 @@ def _notes_in(words: Sequence[bytes]) -> list[tuple[float, bytes, int]]:
 
 def _is_log(name: str) -> bool:
     return name.startswith("rank-") and name.endswith(".log") and name[5:-4].isdecimal()
+
+
+def _rank_of(name: str) -> int:
+    """Return the rank of a name for which `_is_log` is true."""
+    return int(name[5:-4])
 
 
 def _has_notes(name: str) -> bool:
@@ -185,11 +185,11 @@ def _cuts(log: LogFile, busy: Container[int] | None) -> list[Cut]:
     """Return where to cut the new part of a log so that its lines can be put in order with those of
     others: at each note of a `busy` second (None: any second), and else where such seconds
     begin."""
-    cuts: list[Cut] = []
-    alone: int | None = None  # the size at the last note of a row that is not busy
     first = bisect_right(log.sizes, log.position)
     if busy is None:
         return [Cut(size, False) for size in log.sizes[first:]]
+    cuts: list[Cut] = []
+    alone: int | None = None  # the size at the last note of a row that is not busy
     for seconds, size in zip(log.times[first:], log.sizes[first:], strict=True):
         if int(seconds) not in busy:
             alone = size

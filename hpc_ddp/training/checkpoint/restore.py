@@ -18,7 +18,7 @@ import torch
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import DiskError, HpcDdpError
-from hpc_ddp.core.file_io import patiently
+from hpc_ddp.core.file_io import READERS, patiently
 from hpc_ddp.core.journal.events import CheckpointRestored
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
@@ -30,7 +30,6 @@ from hpc_ddp.training.process.process_group import on_first
 
 STATE = "state.pt"
 RECORD = "rank-{}.pt"
-READERS = 16  # threads
 
 
 class Index(NamedTuple):

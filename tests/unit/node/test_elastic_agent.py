@@ -56,7 +56,7 @@ def test_torchrun_outlives_the_signals_of_a_notice(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         api, "_terminate_process_handler", lambda number, frame: calls.append(number)
     )
-    agent.ignore_notices()
+    agent.replace_signal_handler()
     for number in (*NOTICE_SIGNALS, signal.SIGQUIT):
         api._terminate_process_handler(number, None)
     assert calls == [signal.SIGQUIT]
@@ -142,7 +142,7 @@ def test_torchrun_is_started_as_changed(
 
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
-    monkeypatch.setattr(agent, "ignore_notices", lambda: changes.append("SIGTERM"))
+    monkeypatch.setattr(agent, "replace_signal_handler", lambda: changes.append("SIGTERM"))
     monkeypatch.setattr(agent, "end_when_told", lambda node: changes.append(node.path.name))
     monkeypatch.setattr(agent, "count_the_lost", lambda: changes.append("lost"))
     monkeypatch.setattr(agent, "leave_sources_alone", lambda: changes.append("names"))
