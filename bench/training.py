@@ -153,7 +153,7 @@ def part_load(device: str, folder: Path) -> dict[str, list[float]]:
     subject = Subject(device)
     subject.save()
     subject.wait()
-    path = next(subject.run.folder.checkpoints.glob("step-*/tensors-0.bin"))
+    path = next(subject.run.folder.checkpoints.glob("step-*/rank-0.bin"))
 
     def load() -> None:
         restored = subject.checkpoints.restore()

@@ -4,10 +4,9 @@
 
     checkpoints/step-<n>/manifest.json       each file's size and CRC32; written last
     checkpoints/step-<n>/state.pt            what is no tensor, and the tensors' places
-    checkpoints/step-<n>/rank-<r>.pt         rank r's generators, and what its data file holds
-    checkpoints/step-<n>/tensors-<r>.bin     rank r's part of the tensors, as raw bytes
+    checkpoints/step-<n>/rank-<r>.bin        the parts of rank r and of its neighbours on the node
     checkpoints/step-<n>/frozen-<r>.bin      rank r's part of the weights that are not trained
-    checkpoints/step-<n>/…                   in place of these four: files of another library
+    checkpoints/step-<n>/…                   in place of these three: files of another library
     checkpoints/step-<n>.tmp-<attempt>/      being written; worth nothing
     checkpoints/step-<n>.old-<attempt>/      on its way out: the same step, saved once more
     checkpoints/step-<n>.bad-<attempt>/      did not verify; kept for a person to look at
@@ -20,14 +19,15 @@ from __future__ import annotations
 
 import errno
 import json
+import operator
 import os
 import re
 import shlex
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 
 MANIFEST = "manifest.json"
-FORMAT = 3  # of what is in the files; another one can't be read
+FORMAT = 4  # of what is in the files; another one can't be read
 CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
 
 # What opening a folder, a pipe, a device or a socket gives.
@@ -52,7 +52,8 @@ _SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """A file in a manifest: `size` in bytes, and its CRC32."""
+    """A file in a manifest, or the part of one that a process has written: `size` in bytes, and its
+    CRC32."""
 
     size: int
     crc32: int
@@ -66,7 +67,9 @@ def manifest_crc(value: dict[str, Any]) -> int:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest, without its CRC32.
 
-    Its ``files`` are `FileFacts` by paths below the folder, its ``best``, if any, has a ``step``.
+    Its ``files`` have ``size`` and ``crc32`` (see `FileFacts`) by paths below the folder; one that
+    several processes have written has its ``parts`` in a row, [size, CRC32], in place of the CRC32.
+    Its ``best``, if any, has a ``step``.
 
     Raises
     ------
@@ -82,13 +85,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if set(name.split("/")) & {"", ".", ".."} or "\0" in name:
             raise ValueError(f"{name!r} is no name of a file in its folder")
         _entry({name: facts}, name, "Mapping[str]")
-        for field in fields(FileFacts):
-            _entry(facts, field.name, "int")
+        _entry(facts, "size", "int")
+        _parts_of(facts)
     if value.get("world_size") is not None:
         _entry(value, "world_size", "int")
     if value.get("best") is not None:
         _entry(_entry(value, "best", "Mapping[str]"), "step", "int")
     return value
+
+
+def _parts_of(facts: Mapping[str, Any]) -> list[FileFacts]:
+    """Return the parts of a file in a manifest, in their order; raise ValueError where they are
+    damaged."""
+    if "parts" not in facts:
+        return [FileFacts(facts["size"], _entry(facts, "crc32", "int"))]
+    try:
+        parts = [FileFacts(*map(operator.index, pair)) for pair in facts["parts"]]
+    except TypeError:
+        raise ValueError("its 'parts' are damaged") from None
+    if sum(part.size for part in parts) != facts["size"]:
+        raise ValueError("its 'parts' are not as large as their file")
+    return parts
 
 
 def _entry(table: Mapping[str, Any], key: str, type_name: str) -> Any:
@@ -124,9 +141,9 @@ def find_damage(
     """Return the first missing or damaged file of a checkpoint in words, None where every byte is
     as it was written.
 
-    Ranks can share the work: each looks at the manifest, and at every `world_size`-th of its files
-    from number `rank` on; None then holds for these. `read` is called with the number of bytes
-    after each chunk.
+    Ranks can share the work: each looks at the manifest, and at every `world_size`-th part of its
+    files from number `rank` on; None then holds for these. `read` is called with the number of
+    bytes after each chunk.
 
     Raises
     ------
@@ -139,16 +156,26 @@ def find_damage(
         return _missing(folder, folder / MANIFEST, error)
     except ValueError as error:
         return f"{MANIFEST} can't be read: {error}"
-    for name, expected in list(files.items())[rank::world_size]:
+    for name, offset, part in list(_all_parts(files))[rank::world_size]:
+        path, size = folder / name, files[name]["size"]
         try:
-            facts = facts_of(folder / name, read)
+            facts = facts_of(path, read, offset, part.size if offset + part.size < size else None)
         except OSError as error:
-            return _missing(folder, folder / name, error)
-        if facts.size != expected["size"]:
-            return f"{name} has {facts.size} bytes instead of {expected['size']}"
-        if facts.crc32 != expected["crc32"]:
+            return _missing(folder, path, error)
+        if facts.size != part.size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if facts.crc32 != part.crc32:
             return f"{name} has been damaged: its CRC32 differs"
     return None
+
+
+def _all_parts(files: Mapping[str, Any]) -> Iterator[tuple[str, int, FileFacts]]:
+    """Yield each part of the files of a manifest: the file's name, and where the part begins."""
+    for name, facts in files.items():
+        offset = 0
+        for part in _parts_of(facts):
+            yield name, offset, part
+            offset += part.size
 
 
 def _missing(folder: Path, path: Path, error: OSError) -> str:
@@ -168,14 +195,20 @@ def _missing(folder: Path, path: Path, error: OSError) -> str:
     raise OSError(error.errno, reason) from error
 
 
-def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
-    """Read a file through, and return its size and CRC32. `read` is called with the number of bytes
-    of each chunk. Raise OSError where it can't be read, is no regular file, or lies behind a link
-    of another user."""
+def facts_of(
+    path: Path,
+    read: Callable[[int], None] = _unheard,
+    offset: int = 0,
+    limit: int | None = None,
+) -> FileFacts:
+    """Read a file through, and return its size and CRC32; or those of a part, from byte `offset`
+    on, of `limit` bytes at most. `read` is called with the number of bytes of each chunk. Raise
+    OSError where it can't be read, is no regular file, or lies behind a link of another user."""
     size = crc32 = 0
     chunk = memoryview(bytearray(CHUNK))
     with open_data(path) as file:
-        while count := file.readinto(chunk):
+        file.seek(offset)
+        while count := file.readinto(chunk[: CHUNK if limit is None else limit - size]):
             size += count
             crc32 = zlib.crc32(chunk[:count], crc32)
             read(count)

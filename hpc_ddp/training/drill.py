@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.journal.events import DrillRecord
 from hpc_ddp.core.journal.journal import Journal
-from hpc_ddp.training.checkpoint.shards import memory_of
 from hpc_ddp.training.checkpoint.state import unwrap
+from hpc_ddp.training.checkpoint.storage.shards import memory_of
 from hpc_ddp.training.devices import plain
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import is_sharded

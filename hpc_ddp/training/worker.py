@@ -84,6 +84,7 @@ class Worker(Member):
             self._journal,
             Retention(options.keep_last, options.keep_every),
         )
+        self._checkpoints.node = self._env.node
         self._manager = CheckpointManager(
             self._checkpoints,
             self.position,

@@ -39,7 +39,7 @@ def test_the_last_three_are_kept_and_complete(crew: Any) -> None:
     assert folders == ["step-12", "step-16", "step-20"]
     manifest = json.loads((crew.run.checkpoints / "step-20" / "manifest.json").read_text())
     assert (manifest["epoch"], manifest["samples"], manifest["world_size"]) == (2, 0, 1)
-    assert sorted(manifest["files"]) == ["rank-0.pt", "state.pt", "tensors-0.bin"]
+    assert sorted(manifest["files"]) == ["rank-0.bin", "state.pt"]
     assert crew.events("checkpoint")[-1].keys() >= {"stall_s", "write_s", "bytes"}
 
 
@@ -49,13 +49,13 @@ def test_damage_is_passed_over_loudly(make_crew: Callable[[str], Any]) -> None:
     crew = make_crew("damaged")
     kill_in(crew, 27, *SMALL)
     newest, second = crew.run.checkpoints / "step-24", crew.run.checkpoints / "step-20"
-    flip_a_byte(newest / "tensors-0.bin")
-    os.truncate(second / "rank-0.pt", 100)
+    flip_a_byte(newest / "rank-0.bin")
+    os.truncate(second / "rank-0.bin", 100)
     (crew.run.checkpoints / "step-25.tmp-0").mkdir()
 
     output = crew.go(1, *SMALL)
-    assert "PASSED OVER the checkpoint step-24: tensors-0.bin has been damaged" in output
-    assert "PASSED OVER the checkpoint step-20: rank-0.pt has 100 bytes instead of" in output
+    assert "PASSED OVER the checkpoint step-24: rank-0.bin has been damaged" in output
+    assert "PASSED OVER the checkpoint step-20: rank-0.bin has 100 bytes instead of" in output
     assert "going on from step 16" in output
     (restored,) = crew.events("restored")
     assert restored["step"] == 16
@@ -150,19 +150,22 @@ def test_a_full_disk_is_survived_for_a_while(crew: Any, tiny_disk: Path) -> None
     assert not list(tiny_disk.glob("step-*"))
 
 
-@pytest.mark.parametrize("ways", [("ddp", "sharded", "ddp"), ("sharded", "ddp", "sharded")])
+@pytest.mark.parametrize(
+    ("ways", "shares"),
+    [(("ddp", "sharded", "ddp"), ()), (("sharded", "ddp", "sharded"), ("--share-files",))],
+)
 def test_any_number_of_ranks_goes_on_replicated_or_sharded(
-    crew: Any, ways: tuple[str, ...]
+    crew: Any, ways: tuple[str, ...], shares: tuple[str, ...]
 ) -> None:
-    """Four ranks, then two, then three."""
+    """Four ranks, then two, then three; each with a file of its own, or all with one."""
     common = ("--samples", "240", "--batch-size", "3", "--epochs", "1", "--width", "30")
     for ranks, way, at in zip((4, 2, 3), ways, ("4", "12", "-1"), strict=True):
         stop = ("--at", at, "--signal", "15", "--ranks", "0", "--step-seconds", "0.05")
         sharded = ("--sharded",) if way == "sharded" else ()
-        output = crew.go(ranks, *common, *stop, *sharded)
+        output = crew.go(ranks, *common, *stop, *sharded, *shares)
     assert output.count("going on from step") == 1
-    files = [sorted((path / "x").parent.glob("tensors-*")) for path in saved(crew)]
-    assert max(map(len, files)) > 1
+    counts = {len([*path.glob("rank-*")]) for path in saved(crew)}
+    assert counts == ({1} if shares else {2, 3, 4})
     seen = Counter[int]()
     for path in crew.run.path.glob("seen-*"):
         for line in path.read_text().splitlines():
@@ -219,10 +222,10 @@ def test_a_read_only_folder_is_a_failed_save(crew: Any) -> None:
 def test_an_emptied_manifest_and_a_missing_file_are_passed_over(crew: Any) -> None:
     kill_in(crew, 15, *SMALL, ranks=2)
     (crew.run.checkpoints / "step-12" / "manifest.json").write_bytes(b"")
-    (crew.run.checkpoints / "step-8" / "tensors-1.bin").unlink()
+    (crew.run.checkpoints / "step-8" / "rank-1.bin").unlink()
     output = crew.go(2, *SMALL)
     assert "step-12: manifest.json can't be read" in output
-    assert "step-8: tensors-1.bin is missing" in output
+    assert "step-8: rank-1.bin is missing" in output
     assert "going on from step 4" in output
 
 

@@ -15,18 +15,18 @@ from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import close_to_others, patiently
 from hpc_ddp.core.file_owners import checkpoint_fault
-from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
+from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import reading
 from hpc_ddp.training.checkpoint.save import (
     Checkpoints,
-    Content,
     Failure,
-    Files,
     Outcome,
     failure_of,
 )
-from hpc_ddp.training.checkpoint.shards import StagingBuffer
+from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage.index import Claim, Plan
+from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.process.process_group import on_first
 
@@ -97,29 +97,36 @@ class LibraryCheckpoints(Checkpoints):
         with reading(folder):
             return patiently(partial(checkpoint_fault, self._run, folder))
 
-    def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
+    def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
         """Publish as any checkpoint, then let those read it who may read the folder of all."""
-        outcome = super()._publish(draft, content, answers)
+        outcome = super()._publish(plan, draft, content, answers)
         if outcome.error is None:
             mode = stat.S_IMODE(self._run.checkpoints.stat().st_mode)
             with suppress(OSError):  # it is published; for its owner it is good
                 (self._run.checkpoints / f"step-{content.step}").chmod(0o700 | mode & 0o755)
         return outcome
 
-    def _prepare(self, content: Content) -> Files:
-        """Return the names of the files that this rank sees in the draft, without content: those
-        of its own node at least, whatever a network file system's cache says of others. It waits
-        until all ranks are here; raise RuntimeError if a peer is gone."""
+    def _complete(
+        self, plan: Plan, draft: Path, content: Content, answers: list[Any]
+    ) -> dict[str, list[FileFacts]]:
+        """Return the facts on all files of a draft, by name, of which each rank has some."""
+        return {name: [facts] for answer in answers for name, facts in answer.items()}
+
+    def _prepare(self, content: Content) -> tuple[Claim, Any]:
+        """Return a claim of nothing, and the names of the files that this rank sees in the draft:
+        those of its own node at least, whatever a network file system's cache says of others. It
+        waits until all ranks are here; raise RuntimeError if a peer is gone."""
         self._background.barrier()  # a peer may still write
         draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
-        return {str(path.relative_to(draft)): [] for path in draft.rglob("*") if not path.is_dir()}
+        paths = (path for path in draft.rglob("*") if not path.is_dir())
+        return Claim(), [str(path.relative_to(draft)) for path in paths]
 
     def _write(
-        self, draft: Path, files: Files, content: Content
-    ) -> dict[str, FileFacts] | str | Failure:
-        """Sync the draft's files, and sum up this rank's share of them; return their facts, or a
-        `Failure`. Raise RuntimeError if a peer is gone."""
-        names_by_rank: list[Files] = self._background.to_first(files)
+        self, draft: Path, plan: Plan, payload: Any, content: Content
+    ) -> dict[str, FileFacts] | Failure:
+        """Sync the draft's files, those that ranks have named, and sum up this rank's share of
+        them; return their facts, or a `Failure`. Raise RuntimeError if a peer is gone."""
+        names_by_rank: list[list[str]] = self._background.to_first(payload)
         names: Sequence[str] = self._background.from_first(sorted(set().union(*names_by_rank)))
         rank, world_size = self._background.rank, self._background.world_size
         try:

@@ -14,12 +14,12 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import put_back, state
-from hpc_ddp.training.checkpoint.frozen import FrozenPart
 from hpc_ddp.training.checkpoint.rank_comparison import find_misfit, inventory_of, start_checksums
+from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import Restored
-from hpc_ddp.training.checkpoint.save import Checkpoints, Content
-from hpc_ddp.training.checkpoint.shards import StagingBuffer
+from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
+from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import is_sharded
@@ -122,8 +122,8 @@ class CheckpointManager:
         self.best = Best(**checkpoint.index.shared["best"])
         self._written, self.resumed = self._now(), True
         # All ranks of a stream take up the same one, whichever of them wrote it.
-        first = checkpoint.index.streams.get(self._dims.stream)
-        self._rng = None if first is None else checkpoint.record(first)["rng"]
+        first = checkpoint.index.first_of_stream(self._dims.stream)
+        self._rng = None if first is None else checkpoint.values_of(first)["rng"]
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had.
@@ -134,18 +134,18 @@ class CheckpointManager:
         """
         index = checkpoint.index
         tree: dict[str, Any] = index.shared["tree"]
-        if not index.private:
+        if not index.objects:
             return tree
         if not checkpoint.is_resized:
-            tree = joined(tree, checkpoint.record(self._dims.rank).get("objects", {}))
+            tree = joined(tree, checkpoint.values_of(self._dims.rank).get("objects", {}))
             return tree
         text = (
             f"each of the {index.world_size} ranks that wrote the checkpoint of step"
-            f" {checkpoint.step} had its own {', '.join(index.private)},"
+            f" {checkpoint.step} had its own {', '.join(index.objects)},"
             f" and {self._dims.world_size} run here"
         )
         kinds = (torch.nn.Module, torch.optim.Optimizer)
-        if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in index.private):
+        if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in index.objects):
             raise HpcDdpError(text, hint=f"start {index.world_size} workers, as before")
         if self._dims.rank == 0:
             say(f"WARNING: {text}: it begins anew")
@@ -231,22 +231,19 @@ class CheckpointManager:
                 "best": asdict(self.best),
                 "tree": current.tree,
             },
-            rank_values=self._rank_values(current, frozen),
+            stream=self._dims.stream,
+            rank_values=self._rank_values(current),
             buffer=self._buffer,
             frozen=frozen,
             trained=current.trained if self._only_finite else set(),
             inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
         )
 
-    def _rank_values(self, current: State, frozen: FrozenPart | None) -> dict[str, Any]:
-        """Return the plain values for this rank's file: generators, its data files' pieces, its own
-        objects; from the first rank of a later pipeline stage also the tree."""
+    def _rank_values(self, current: State) -> dict[str, Any]:
+        """Return this rank's own plain values: generators, its own objects; from the first rank of
+        a later pipeline stage also the tree."""
         values = {
-            "rank": self._dims.rank,
-            "stream": self._dims.stream,
             "rng": self._rng or rng.snapshot(self._devices),  # not yet put back, or living
-            "pieces": list(map(tuple, self._buffer.pieces)),
-            **({"frozen": list(map(tuple, frozen.pieces))} if frozen else {}),
             **({"objects": current.private_tree} if current.private_tree else {}),
         }
         if self._dims.pp_rank and self._dims.stage_rank == 0:

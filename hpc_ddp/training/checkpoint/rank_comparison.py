@@ -17,7 +17,8 @@ import torch
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
-from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape, words
+from hpc_ddp.training.checkpoint.storage.layout import OWN, Shape
+from hpc_ddp.training.checkpoint.storage.shards import LocalShard, words
 from hpc_ddp.training.process.control import Control
 
 _SHOWN = 4

@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import errno
-import io
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import DiskError, HpcDdpError
-from hpc_ddp.core.file_io import READERS, patiently
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal.events import CheckpointRestored
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import disk
-from hpc_ddp.training.checkpoint.shards import Reader
-from hpc_ddp.training.checkpoint.state import joined
+from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage.index import Index, read_index, read_values, reader_of
 from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.process_group import on_first
-
-STATE = "state.pt"
-RECORD = "rank-{}.pt"
-
-
-class Index(NamedTuple):
-    """The parts of a checkpoint, as one rank has read them for all.
-
-    Attributes
-    ----------
-    shared
-        the plain values that the ranks shared
-    world_size
-        the number of ranks that wrote it
-    streams
-        the first rank of each stream of random numbers
-    private
-        names of the objects of which each rank had its own
-    pieces
-        name of each data file, and the pieces in it, as tuples of `StoredShard`
-    """
-
-    shared: dict[str, Any]
-    world_size: int
-    streams: dict[int, int]
-    private: list[str]
-    pieces: list[tuple[str, Sequence[tuple[Any, ...]]]]
 
 
 class Restored:
@@ -67,14 +34,13 @@ class Restored:
         self._folder, self._rank = folder, rank
         self.step, self.index = checkpoints.step_of(folder), index
         self.is_resized = index.world_size != world_size
-        files = [(folder / name, pieces) for name, pieces in index.pieces]
-        self.reader = Reader(files, None if self.is_resized else rank)
+        self.reader = reader_of(folder, index, None if self.is_resized else rank)
 
-    def record(self, rank: int) -> dict[str, Any]:
+    def values_of(self, rank: int) -> dict[str, Any]:
         """Return the plain values that a rank had of its own; raise DiskError if they can't be
         read."""
         with reading(self._folder, self._rank):
-            return _load(self._folder / RECORD.format(rank))
+            return read_values(self._folder, self.index.parts[rank])
 
 
 def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
@@ -108,46 +74,6 @@ def open_checkpoint(folder: Path) -> Restored:
     return Restored(folder, read_index(folder), rank=0, world_size=0)
 
 
-def read_index(folder: Path) -> Index:
-    """Return the index of a checkpoint that has been verified.
-
-    Raises
-    ------
-    HpcDdpError
-        another version of hpc-ddp has written it
-    OSError
-        it can't be read
-    ValueError
-        its manifest is damaged
-    """
-    manifest = checkpoints.read_manifest(folder)
-    if (version := manifest.get("format")) != checkpoints.FORMAT:
-        raise HpcDdpError(
-            f"{folder} has format {version}; this hpc-ddp reads format {checkpoints.FORMAT}",
-            hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
-        )
-    names = [name for name in manifest["files"] if name.startswith("rank-")]
-    with ThreadPoolExecutor(READERS) as pool:  # a parallel file system opens many files at a time
-        records = list(pool.map(lambda name: _load(folder / name), names))
-    records.sort(key=itemgetter("rank"))
-    shared = _load(folder / STATE)
-    for record in records:
-        if "tree" in record:
-            shared["tree"] = joined(shared["tree"], record["tree"])
-    return Index(
-        shared,
-        len(records),
-        {record.get("stream", record["rank"]): record["rank"] for record in reversed(records)},
-        sorted({name for record in records for name in record.get("objects", ())}),
-        [
-            (f"{kind}-{record['rank']}.bin", record[key])
-            for record in records
-            for kind, key in (("tensors", "pieces"), ("frozen", "frozen"))
-            if record.get(key)
-        ],
-    )
-
-
 def _read_index(folder: Path) -> Index:
     """Return `read_index` on rank 0, for whose answer the others wait: DiskError for OSError,
     HpcDdpError for whatever else is wrong with the files."""
@@ -158,24 +84,6 @@ def _read_index(folder: Path) -> Index:
             raise
         except Exception as error:  # whatever torch makes of such a file; the others wait
             raise HpcDdpError(f"{folder} can't be opened: {error!r}") from error
-
-
-def dump(content: Mapping[str, Any]) -> bytes:
-    """Return plain values and small tensors as the bytes of a file for `_load`."""
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """Return the dict in a file of `torch.save`, on the CPU, never with pickled code.
-
-    Raise OSError if it can't be read for a minute; torch's errors for another content come through.
-    """
-    # On the CPU, and never pickled code.
-    content = io.BytesIO(patiently(path.read_bytes))
-    value: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
-    return value
 
 
 class Restorer:

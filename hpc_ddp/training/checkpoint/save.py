@@ -10,11 +10,11 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
@@ -23,62 +23,34 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import disk, schedule
-from hpc_ddp.training.checkpoint.frozen import FrozenPart, FrozenWeights
-from hpc_ddp.training.checkpoint.rank_comparison import Inventory, find_misfit
-from hpc_ddp.training.checkpoint.restore import RECORD, STATE, Restorer, dump, non_finite_error
+from hpc_ddp.training.checkpoint import schedule
+from hpc_ddp.training.checkpoint.rank_comparison import find_misfit
+from hpc_ddp.training.checkpoint.rank_part import Content, payload_of, write_payload
+from hpc_ddp.training.checkpoint.restore import Restorer, non_finite_error
 from hpc_ddp.training.checkpoint.schedule import Retention
-from hpc_ddp.training.checkpoint.shards import StagingBuffer
+from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage.frozen import FrozenWeights
+from hpc_ddp.training.checkpoint.storage.index import (
+    FROZEN,
+    STATE,
+    Claim,
+    Plan,
+    dump_index,
+    plan_of,
+)
+from hpc_ddp.training.checkpoint.storage.layout import Layout
 from hpc_ddp.training.process.control import Control
 
 TRIES = 3  # failed saves in a row that end the run, if they are spread over as many seconds:
 PATIENCE_S = 30.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-NON_FINITE = "non-finite"  # a rank's answer in place of its files
+NON_FINITE = "non-finite"  # a rank's answer in place of what it has written
 
-Files = dict[str, Sequence[bytes | memoryview]]
+T = TypeVar("T")
 
 
 class SupersededError(HpcDdpError):
     """A later attempt of this run has started: this one must not touch the run any more."""
-
-
-@dataclass(frozen=True)
-class Content:
-    """Everything that one rank has to save: nothing in it changes until it is saved.
-
-    Attributes
-    ----------
-    step
-        of the run
-    facts
-        for the manifest, in plain values; ``best`` (a dict with ``step``, or None) among them
-    shared
-        plain values that are the same on all ranks; rank 0's are written
-    rank_values
-        this rank's own plain values, ``pieces`` of its data file among them
-    buffer
-        the data file's bytes; a device may still be copying them
-    trained
-        names of the tensors that have to be finite
-    inventory
-        returns the names, shapes and parts of all tensors, for the ranks to compare; called behind
-        the training
-    frozen
-        the weights that have a data file of their own, None without any
-    stall_s
-        for how long the host has been held up so far, in seconds
-    """
-
-    step: int
-    facts: dict[str, Any]
-    shared: dict[str, Any]
-    rank_values: dict[str, Any]
-    buffer: StagingBuffer
-    trained: set[str]
-    inventory: Callable[[], Inventory]
-    frozen: FrozenPart | None = None
-    stall_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,18 +79,18 @@ class Failure(NamedTuple):
     text: str
 
 
-class Claim(NamedTuple):
-    """The amount that a rank is to write, sent to rank 0: bytes and files."""
-
-    size: int
-    files: int
-
-
 class Checkpoints(Restorer):
     """The checkpoints of a run, as this attempt sees them; those that `keep` names stay.
 
     `control` is for the training's thread, `background` for the one that saves.
+
+    Attributes
+    ----------
+    node
+        the name of this rank's node, whose ranks may write into one file
     """
+
+    node = ""
 
     def __init__(
         self,
@@ -230,97 +202,89 @@ class Checkpoints(Restorer):
         """
         draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
-            files, inventory = self._prepare(content), content.inventory()
-            sizes = [len(part) for parts in files.values() for part in parts]
-            claim: Claim | Failure = Claim(sum(sizes), len(files))
+            claim, payload = self._prepare(content)
+            inventory = content.inventory()
+            answer: Claim | Failure = claim
         except Exception as error:  # whatever it is, the peers wait for an answer
-            claim = failure_of(error)
-        if refusal := self._decide(self._open_draft, draft, content, claim):
-            return refusal  # for the failure of this rank, or of any
+            answer = failure_of(error)
+        plan = self._decide(self._open_draft, draft, content, answer)
+        if isinstance(plan, Outcome):
+            return plan  # for the failure of this rank, or of any
         if misfit := find_misfit(self._background, inventory):
             if self._is_first:
                 disk.remove(draft)
             return Outcome(failure=misfit.message, error=misfit)
-        outcome = self._decide(self._publish, draft, content, self._write(draft, files, content))
-        assert outcome is not None
-        return outcome
+        written = self._write(draft, plan, payload, content)
+        return self._decide(partial(self._publish, plan), draft, content, written)
 
     def _decide(
         self,
-        decide: Callable[[Path, Content, list[Any]], Outcome | None],
+        decide: Callable[[Path, Content, list[Any]], T],
         draft: Path,
         content: Content,
         answer: object,
-    ) -> Outcome | None:
+    ) -> T | Outcome:
         """Return on all ranks the decision of rank 0, which has the `answer` of each of them.
 
-        It is what `decide` returns; None: go on. Where a rank's answer is a `Failure`, or `decide`
-        raises an error, it is the failure that `_drop` returns. Every rank must call it; raise
-        RuntimeError if a peer is gone.
+        It is what `decide` returns. Where a rank's answer is a `Failure`, or `decide` raises an
+        error, it is the failure that `_drop` returns. Every rank must call it; raise RuntimeError
+        if a peer is gone.
         """
         answers = self._background.to_first(answer)
-        outcome: Outcome | None = None
+        decision: T | Outcome | None = None
         if self._is_first:
             is_failed = any(isinstance(reply, Failure) for reply in answers)
             try:
-                outcome = (self._drop if is_failed else decide)(draft, content, answers)
+                decision = (self._drop if is_failed else decide)(draft, content, answers)
             except Exception as error:  # the peers wait for an answer
-                outcome = self._drop(draft, content, [failure_of(error)])
-        outcome = self._background.from_first(outcome)
-        return outcome
+                decision = self._drop(draft, content, [failure_of(error)])
+        agreed: T | Outcome = self._background.from_first(decision)
+        return agreed
 
-    def _prepare(self, content: Content) -> Files:
-        """Wait for the copied state, set `stall_s`; return this rank's files by name."""
-        rank = self._background.rank
-        files: Files = {RECORD.format(rank): [dump(content.rank_values)]}
+    def _prepare(self, content: Content) -> tuple[Claim, Any]:
+        """Wait for the copied state, set `stall_s`; return what this rank claims, and what it is
+        to write."""
         self.stall_s = content.stall_s + content.buffer.wait()
-        if content.rank_values["pieces"]:  # of tensors without numbers it is empty
-            files[f"tensors-{rank}.bin"] = content.buffer.bytes
-        if content.frozen and content.frozen.buffer:
-            content.frozen.buffer.wait()
-            files[f"frozen-{rank}.bin"] = content.frozen.buffer.bytes
-        if rank == 0:
-            files[STATE] = [dump(content.shared)]
-        return files
+        return payload_of(content, self.node)
 
-    def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> None:
-        """On rank 0: make the draft's folder; with too little room, let old checkpoints give way.
+    def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> Plan:
+        """On rank 0: make the draft's folder, and return where the ranks write into it; with too
+        little room, let old checkpoints give way.
 
         Raise OSError if it can't be made, or there is no room for all files even then.
         """
-        size, files = sum(claim.size for claim in claims), sum(claim.files for claim in claims)
+        plan = plan_of(claims)
+        size = sum(part.size for part in plan.parts) + sum(claim.frozen for claim in claims)
+        files = {part.file for part in plan.parts}
+        count = len(files) + sum(len(claim.layouts) > 1 for claim in claims) + 2
         draft.parent.mkdir(exist_ok=True)  # a run that was moved away is not made anew
         draft.mkdir(exist_ok=True)
         try:
-            disk.check_space(draft, size, files + 1)
+            disk.check_space(draft, size, count)
         except OSError:
             self._make_room(content)
-            disk.check_space(draft, size, files + 1)
+            disk.check_space(draft, size, count)
+        return plan
 
-    def _write(
-        self, draft: Path, files: Files, content: Content
-    ) -> dict[str, FileFacts] | str | Failure:
-        """Write this rank's files of a draft; return their facts for the manifest, `NON_FINITE`, or
-        a `Failure`."""
+    def _write(self, draft: Path, plan: Plan, payload: Any, content: Content) -> Any:
+        """Write this rank's part of a draft, as planned; return a `Written`, `NON_FINITE`, or a
+        `Failure`."""
+        rank = self._background.rank
         try:
-            with ThreadPoolExecutor(1) as pool:  # while the disk is busy
-                is_finite = pool.submit(content.buffer.is_finite, content.trained)
-                facts = {n: disk.write_file(draft / n, *parts) for n, parts in files.items()}
-                if content.frozen:
-                    path = draft / f"frozen-{self._background.rank}.bin"
-                    facts[path.name] = self.frozen.add(content.frozen, path, facts.get(path.name))
-            return facts if is_finite.result() else NON_FINITE
+            written = write_payload(payload, draft, plan, rank, content, self.frozen)
         except Exception as error:  # the peers wait for an answer
             return failure_of(error)
+        return written or NON_FINITE
 
-    def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
-        """On rank 0: publish a draft, of whose ranks `answers` has the files; or remove it where
-        weights are not finite or the attempt is superseded, with that error in the outcome. Raise
-        OSError if the disk refuses, and what `before_publishing` raises."""
+    def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
+        """On rank 0: publish a draft, into which the ranks have written as planned, by their
+        `answers`; or remove it where weights are not finite or the attempt is superseded, with that
+        error in the outcome. Raise OSError if the disk refuses, and what `before_publishing`
+        raises."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
-        files: dict[str, FileFacts] = {n: fact for answer in answers for n, fact in answer.items()}
+        files = self._complete(plan, draft, content, answers)
         facts = {
             "format": checkpoints.FORMAT,
             "step": content.step,
@@ -335,7 +299,22 @@ class Checkpoints(Restorer):
             disk.remove(draft)
             return Outcome(error=self._superseded_error())
         disk.publish(draft, self._attempt)
-        return Outcome(sum(file_facts.size for file_facts in files.values()))
+        return Outcome(sum(part.size for parts in files.values() for part in parts))
+
+    def _complete(
+        self, plan: Plan, draft: Path, content: Content, answers: list[Any]
+    ) -> dict[str, list[FileFacts]]:
+        """On rank 0: write the index of a draft; return the parts of all its files, by name. Raise
+        OSError if the disk refuses."""
+        files: dict[str, list[FileFacts]] = {}
+        layouts: dict[int, Layout] = {}
+        for rank, (part, written) in enumerate(zip(plan.parts, answers, strict=True)):
+            files.setdefault(part.file, []).append(written.part)
+            if written.frozen:
+                files[FROZEN.format(rank)] = [written.frozen]
+            layouts |= written.layouts
+        state = disk.write_file(draft / STATE, dump_index(plan, layouts, content.shared))
+        return {**files, STATE: [state]}
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
         """On rank 0: remove a draft that a rank failed to write, and make room if that was why, and

@@ -19,7 +19,7 @@ from hpc_ddp.core.journal.events import (
     Stopped,
 )
 from hpc_ddp.core.journal.journal import by_attempt, last_event
-from hpc_ddp.training.checkpoint.disk import remove
+from hpc_ddp.training.checkpoint.storage.disk import remove
 
 if TYPE_CHECKING:
     from hpc_ddp.training.checkpoint.save import Checkpoints

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, rows, shard, share_of, whole
+from hpc_ddp.training.checkpoint.storage.layout import OWN
+from hpc_ddp.training.checkpoint.storage.shards import LocalShard, rows, shard, share_of, whole
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
@@ -164,14 +165,14 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     `state` has the same names on all ranks of a stage.
 
     Sharded (FSDP2, tensor parallel): its own shard; of equal ones the first rank's.
-    Private, what each rank has its own of: all of it, as ``NAME@rank-R``.
+    Private, what each rank has its own of: all of it, as ``NAME@rank``.
     Replicated: its share, cut between rows; all ranks' shares of the frozen ones have about the
     same bytes, and so have those of the others.
-    Buffers: its own, as ``NAME@rank-R``; but ``NAME`` from the first rank of the stage, from which
+    Buffers: its own, as ``NAME@rank``; but ``NAME`` from the first rank of the stage, from which
     a run on another number of ranks goes on.
     Anything else: all of it from the first rank of the stage, nothing from others.
     A part without numbers is left out, but on the first rank of the stage, so that a tensor without
-    any is stored once, and but for ``NAME@rank-R``.
+    any is stored once, and but for ``NAME@rank``.
 
     Raise HpcDdpError for a DTensor with a pending reduction.
     """
@@ -187,7 +188,7 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
             if holds_first_copy(tensor, dims):
                 parts[name] = shard(tensor)
         elif name in state.private:
-            parts[f"{name}{OWN}{dims.rank}"] = whole(tensor)
+            parts[f"{name}{OWN}"] = whole(tensor)
         elif length := shared.get(name):
             low, high = edges[is_frozen := name in state.frozen]
             if part := rows(tensor, low, high):
@@ -196,7 +197,7 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
         elif rank == 0:
             parts[name] = whole(tensor)
         elif name in state.buffers:
-            parts[f"{name}{OWN}{dims.rank}"] = whole(tensor)
+            parts[f"{name}{OWN}"] = whole(tensor)
     is_empty = {name: not part.numbers.numel() for name, part in parts.items()}
     return {n: part for n, part in parts.items() if rank == 0 or OWN in n or not is_empty[n]}
 

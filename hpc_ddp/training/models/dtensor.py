@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.training.checkpoint.storage.layout import Box, MeshCut, cut_box
 from hpc_ddp.training.devices import sum_type
 from hpc_ddp.training.models.mesh import ParallelDims
 
@@ -57,14 +58,47 @@ def reshard(model: torch.nn.Module) -> None:
         module.reshard()
 
 
-def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_box(tensor: Any) -> Box:
     """Return start and size of this rank's part of a DTensor, each with a number per dimension."""
+    return _geometry(tensor.shape, tensor.device_mesh, tensor.placements)[0]
+
+
+def cuts_of(tensor: Any) -> tuple[MeshCut, ...]:
+    """Return the cuts that lead to this rank's part of a DTensor; () where there are none, or they
+    do not (a placement that torch does not cut as ``torch.chunk``)."""
+    return _geometry(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+
+
+@lru_cache(maxsize=1 << 16)  # asked for each tensor at each save
+def _geometry(
+    shape: torch.Size, mesh: Any, placements: tuple[Any, ...]
+) -> tuple[Box, tuple[MeshCut, ...]]:
+    """Return the box of a DTensor that this rank has, and the cuts that lead to it."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    size, start = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
+    size, start = compute_local_shape_and_global_offset(shape, mesh, placements)
+    box = tuple(start), tuple(size)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # a rank outside of the mesh has nothing
+        return box, ()
+    cuts = tuple(
+        MeshCut(placement.dim, mesh.size(axis), coordinate[axis], (id(mesh), axis))
+        for axis, placement in enumerate(placements)
+        if placement.is_shard() or isinstance(placement, _strided_shard())
     )
-    return tuple(start), tuple(size)
+    for order in (cuts, cuts[::-1]):  # FSDP2 cuts last what tensor parallelism has cut
+        cut_start, cut_size = cut_box(tuple(shape), (cut[:3] for cut in order))
+        if cut_size == box[1] and (cut_start == box[0] or 0 in cut_size):
+            return box, order
+    return box, ()
+
+
+@cache
+def _strided_shard() -> Any:
+    """Return torch's placement of what FSDP2 cuts after tensor parallelism."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
 
 
 def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hpc_ddp.training import start
-from hpc_ddp.training.checkpoint import disk
+from hpc_ddp.training.checkpoint.storage import disk
 
 NOT_NUMBERS: dict[str, Any] = {"best None": None, "best word": "1", "best two": torch.ones(2)}
 case = sys.argv[1]

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hpc_ddp.training import Run, start
 from hpc_ddp.training.checkpoint import save as saver
-from hpc_ddp.training.checkpoint import shards
+from hpc_ddp.training.checkpoint.storage import index, shards
 from hpc_ddp.training.models import setup
 from hpc_ddp.training.process import control_tree
 from hpc_ddp.training.stops import signals
@@ -53,11 +53,14 @@ parser.add_argument("--print-save-seconds", action="store_true")
 parser.add_argument("--unsettled", action="store_true")
 parser.add_argument("--late", type=float, default=0.0, help="seconds to stay after the end")
 parser.add_argument("--patience", type=float, help="seconds for which saves may fail")
+parser.add_argument("--share-files", action="store_true", help="the ranks write into one file")
 parser.add_argument("--fanout", type=int, help="ranks in a group of the control tree")
 args = parser.parse_args()
 shards.LEAST_SHARE = 1  # all ranks write, as they do with larger models
 if args.patience is not None:
     saver.PATIENCE_S = args.patience
+if args.share_files:
+    index.MOST_FILES = 1
 if args.fanout is not None:
     control_tree.FANOUT = args.fanout
 if args.word_seconds is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hpc_ddp.training import start
-from hpc_ddp.training.checkpoint import disk
+from hpc_ddp.training.checkpoint.storage import disk
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--step-seconds", type=float, default=0.05)
@@ -30,9 +30,9 @@ if args.hold_start and args.hold_start == os.environ["HPC_DDP_ATTEMPT"]:
 if args.write_seconds:
     write_file = disk.write_file
 
-    def slowly(*words):  # type: ignore[no-untyped-def]
+    def slowly(*words, **place):  # type: ignore[no-untyped-def]
         time.sleep(args.write_seconds)
-        return write_file(*words)
+        return write_file(*words, **place)
 
     disk.write_file = slowly
 

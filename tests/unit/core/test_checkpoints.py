@@ -25,7 +25,7 @@ from hpc_ddp.core.checkpoints import (
     verify,
 )
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import disk
+from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
 from unit.core.fakes import write_checkpoint
 from unit.training.checkpoint.fakes import write_draft
@@ -137,7 +137,7 @@ def test_only_a_file_that_a_readable_folder_lacks_is_missing(
     checkpoint = write_checkpoint(tmp_path, "step-1")
 
     def fail(error: OSError) -> None:
-        def facts_of(path: Path, read: Any) -> FileFacts:
+        def facts_of(*part: Any) -> FileFacts:
             raise error
 
         monkeypatch.setattr(checkpoints, "facts_of", facts_of)

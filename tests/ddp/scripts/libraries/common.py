@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.core.checkpoints import step_of
-from hpc_ddp.training.checkpoint import disk
+from hpc_ddp.training.checkpoint.storage import disk
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=24)

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_ddp.core.journal.stragglers import summarize_times
 from hpc_ddp.core.process import identity
-from hpc_ddp.training.checkpoint import disk
+from hpc_ddp.training.checkpoint.storage import disk
 from unit.report.written_runs import Written, record
 
 

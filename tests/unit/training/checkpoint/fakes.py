@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,11 +13,16 @@ from torch import nn
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.rank_comparison import Digest, Inventory
-from hpc_ddp.training.checkpoint.save import Checkpoints, Claim, Content
+from hpc_ddp.training.checkpoint.rank_part import Content
+from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
+from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage.index import Claim
+from hpc_ddp.training.checkpoint.storage.layout import StoredShard, layout_of
+from hpc_ddp.training.checkpoint.storage.reader import Part, Reader
+from hpc_ddp.training.checkpoint.storage.shards import LocalShard, StagingBuffer
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -68,13 +73,32 @@ Make = Callable[..., Checkpoints]
 
 def buffer_of(*content: bytes, copy_s: float = 0.0, is_finite: bool = True) -> Any:
     """Return what holds these bytes, and was copied by a device in this time."""
-    return SimpleNamespace(bytes=content, wait=lambda: copy_s, is_finite=lambda names: is_finite)
+    pieces = [StoredShard("x", "uint8", (n,), (0,), (n,), 0) for n in map(len, content) if n]
+    return SimpleNamespace(
+        bytes=content, pieces=pieces, wait=lambda: copy_s, is_finite=lambda names: is_finite
+    )
+
+
+def reader_of(files: Sequence[tuple[Path, list[StoredShard]]], rank: int | None = None) -> Reader:
+    """Return a reader of what ranks have written, each into a file of its own: `files` by rank,
+    with the places of their tensors; `rank` is the reader's."""
+    layouts, coordinates = zip(*(layout_of(pieces) for _, pieces in files), strict=True)
+    parts = [Part(path, 0, n, coordinates[n]) for n, (path, _) in enumerate(files)]
+    return Reader(layouts, parts, () if rank is None else {rank})
+
+
+def write_buffer(path: Path, parts: Mapping[str, LocalShard]) -> tuple[Path, list[StoredShard]]:
+    """Write a rank's parts of tensors into a file; return it with their places."""
+    buffer = StagingBuffer(CPU)
+    buffer.fill(parts)
+    path.write_bytes(b"".join(buffer.bytes))
+    return path, buffer.pieces
 
 
 def content_of(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
-        **{"rank_values": {"rank": 0, "pieces": {}}, "buffer": buffer_of(), "trained": set()},
+        **{"rank_values": {}, "buffer": buffer_of(), "trained": set()},
         **{"inventory": lambda: Inventory(0, {}), "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
@@ -136,7 +160,7 @@ def write_draft(folder: Path, step: int, attempt: int = 0, content: bytes = b"x"
     draft = disk.draft(folder, step, attempt)
     draft.mkdir(parents=True)
     facts = disk.write_file(draft / "state.pt", content)
-    disk.write_manifest(draft, {"step": step}, {"state.pt": facts})
+    disk.write_manifest(draft, {"step": step}, {"state.pt": [facts]})
     return draft
 
 

@@ -26,7 +26,7 @@ class TwoNodes(LoneControl):
     world_size = 2
 
     def to_first(self, value: Any) -> list[Any]:
-        return [value, {"of-rank-1": []} if isinstance(value, dict) else value]
+        return [value, ["of-rank-1"] if isinstance(value, list) else value]
 
 
 def make_saver(run: RunFolder, background: LoneControl | None = None) -> LibraryCheckpoints:

@@ -12,10 +12,11 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import manager as manager_module
-from hpc_ddp.training.checkpoint.frozen import FrozenWeights
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
-from hpc_ddp.training.checkpoint.restore import Index, Restored, dump
+from hpc_ddp.training.checkpoint.restore import Restored
 from hpc_ddp.training.checkpoint.save import Content
+from hpc_ddp.training.checkpoint.storage.frozen import FrozenWeights
+from hpc_ddp.training.checkpoint.storage.index import Index, RankPart, dump
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import rng
@@ -273,8 +274,10 @@ def test_optimizer_state_of_an_expert_is_kept_for_each_rank(tmp_path: Path, rank
     shared, private = begun.content.shared["tree"]["optimizer"]["state"], begun.content.rank_values
     assert shared.keys() == {"model.0.weight", "model.0.bias"}
     (tmp_path / "step-1").mkdir()
-    (tmp_path / "step-1" / f"rank-{rank}.pt").write_bytes(dump(private))
-    index = Index(begun.content.shared, 2, {}, ["optimizer"], [])
+    content = dump(private)
+    (tmp_path / "step-1" / "rank-0.bin").write_bytes(content)
+    part = RankPart("rank-0.bin", 0, 0, len(content), (), (), 0, False)
+    index = Index(begun.content.shared, [part, part], [], ["optimizer"])
     tree = manager._tree_of(Restored(tmp_path / "step-1", index, rank, 2))
     assert len(tree["optimizer"]["state"]) == 2 + 2 * rank
 

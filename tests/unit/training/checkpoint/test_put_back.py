@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.training.checkpoint import put_back, shards, state
-from hpc_ddp.training.checkpoint.shards import Reader, StagingBuffer
-from hpc_ddp.training.devices import CPU
+from hpc_ddp.training.checkpoint import put_back, state
+from hpc_ddp.training.checkpoint.storage import shards
+from hpc_ddp.training.checkpoint.storage.layout import StoredShard
+from hpc_ddp.training.checkpoint.storage.reader import Reader
 from hpc_ddp.training.models.mesh import ParallelDims
-from unit.training.checkpoint.fakes import ManyParameters
+from unit.training.checkpoint.fakes import ManyParameters, reader_of, write_buffer
 from unit.training.fakes import Holds
 
 
@@ -36,10 +37,7 @@ def load_state(
     stage: bool = False,
     added: tuple[str, ...] = (),
 ) -> None:
-    buffer = StagingBuffer(CPU)
-    buffer.fill(state.my_parts(result, ParallelDims()))
-    (folder / "data").write_bytes(b"".join(buffer.bytes))
-    reader = Reader([(folder / "data", buffer.pieces)])
+    reader = reader_of([write_buffer(folder / "data", state.my_parts(result, ParallelDims()))])
     put_back.put_back(objects, result.tree, reader, 7, stage, added)
 
 
@@ -162,20 +160,19 @@ def store_state(folder: Path, objects: dict[str, Any], world_size: int = 1) -> N
     """Write a state as `world_size` ranks would; no manifest."""
     collected = state.collect(objects)
     for rank in range(world_size):
-        buffer = StagingBuffer(CPU)
-        buffer.fill(state.my_parts(collected, ParallelDims(rank, world_size)))
-        (folder / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
-        torch.save(list(map(tuple, buffer.pieces)), folder / f"pieces-{rank}")
+        parts = state.my_parts(collected, ParallelDims(rank, world_size))
+        _, pieces = write_buffer(folder / f"tensors-{rank}", parts)
+        torch.save(list(map(tuple, pieces)), folder / f"pieces-{rank}")
     torch.save(collected.tree, folder / "tree")
 
 
 def load_stored(folder: Path, objects: dict[str, Any], step: int = 1) -> None:
     files = [
-        (path, torch.load(path.with_name(f"pieces-{path.stem[8:]}"), weights_only=True))
+        (path, [StoredShard(*row) for row in torch.load(folder / f"pieces-{path.name[8:]}")])
         for path in folder.glob("tensors-*")
     ]
     tree = torch.load(folder / "tree", weights_only=True)
-    put_back.put_back(objects, tree, Reader(files), step)
+    put_back.put_back(objects, tree, reader_of(files), step)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
@@ -323,7 +320,7 @@ def test_optimizer_state_keeps_the_memory_format_of_its_parameter(tmp_path: Path
 
 def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(HpcDdpError, match=r"x\.value is a tensor that no rank has stored"):
-        put_back.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
+        put_back.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([], []), 1)
 
 
 def test_private_weights_of_other_ranks_are_refused(tmp_path: Path) -> None:
@@ -364,12 +361,9 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
     for rank in range(4):
         collected = state.collect(stages[rank // 2])
         trees.append(collected.tree)
-        buffer = StagingBuffer(torch.device("cpu"))
-        buffer.fill(state.my_parts(collected, ParallelDims(rank, 4, pp=2)))
-        path = tmp_path / f"tensors-{rank}"
-        path.write_bytes(b"".join(buffer.bytes))
-        files.append((path, buffer.pieces))
-    tree, reader = state.joined(trees[0], trees[2]), Reader(files)
+        parts = state.my_parts(collected, ParallelDims(rank, 4, pp=2))
+        files.append(write_buffer(tmp_path / f"tensors-{rank}", parts))
+    tree, reader = state.joined(trees[0], trees[2]), reader_of(files)
 
     full = objects_of(range(4))
     put_back.put_back(full, tree, reader, step=1)

@@ -16,7 +16,7 @@ from hpc_ddp.training.checkpoint.rank_comparison import (
     inventory_of,
     start_checksums,
 )
-from hpc_ddp.training.checkpoint.shards import OWN, rows, whole
+from hpc_ddp.training.checkpoint.storage.shards import OWN, rows, whole
 
 SHAPES = {"m.weight": (4, 2), "m.bias": (4,), "m.steps": ()}
 ALL = {"m.weight": 8, "m.bias": 4, "m.steps": 1}
@@ -95,7 +95,7 @@ def test_an_inventory_counts_what_a_rank_shares_with_others() -> None:
     weight = torch.ones(4, 2)
     part = rows(weight, 0, 16)
     assert part is not None
-    parts = {"m.weight": part, f"m.mean{OWN}1": whole(torch.ones(3))}
+    parts = {"m.weight": part, f"m.mean{OWN}": whole(torch.ones(3))}
     tensors = {"m.weight": weight, "m.mean": torch.ones(3)}
     inventory = inventory_of(2, tensors, parts, ("m", "count"))
     shapes = {"m.weight": (4, 2), "m.mean": (3,)}

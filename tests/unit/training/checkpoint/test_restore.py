@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import disk, restore
+from hpc_ddp.training.checkpoint import restore
 from hpc_ddp.training.checkpoint.restore import Restorer, open_checkpoint
+from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage.index import RankPart
 from hpc_ddp.training.process.control import LoneControl
 from unit.fakes import stop_clock
 from unit.training.checkpoint.fakes import (
@@ -37,7 +40,7 @@ def test_a_saved_checkpoint_is_restored(run: RunFolder, make: Make) -> None:
     assert checkpoint_names(run) == ["step-5", "step-9"]
     manifest = checkpoints.read_manifest(run.checkpoints / "step-9")
     assert (manifest["step"], manifest["world_size"], manifest["epoch"]) == (9, 1, 1)
-    assert sorted(manifest["files"]) == ["rank-0.pt", "state.pt"]
+    assert sorted(manifest["files"]) == ["rank-0.bin", "state.pt"]
     saved = events_named(run, "checkpoint")[-1]
     size = sum(facts["size"] for facts in manifest["files"].values())
     assert (saved["step"], saved["bytes"]) == (9, size)
@@ -48,7 +51,7 @@ def test_a_saved_checkpoint_is_restored(run: RunFolder, make: Make) -> None:
     assert restored is not None
     assert (restored.step, restored.index.shared) == (9, {"tree": {"a": 9}})
     assert (restored.index.world_size, restored.is_resized) == (1, False)
-    assert restored.record(0)["rank"] == 0
+    assert restored.values_of(0) == {}
 
 
 def test_a_run_without_checkpoints_starts_at_step_0(run: RunFolder, make: Make) -> None:
@@ -167,7 +170,7 @@ def test_a_checkpoint_of_another_format_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "FORMAT", 99)
         save_steps(make(), 1)
-    with pytest.raises(HpcDdpError, match="has format 99; this hpc-ddp reads format 3"):
+    with pytest.raises(HpcDdpError, match="has format 99; this hpc-ddp reads format 4"):
         open_checkpoint(run.checkpoints / "step-1")
 
 
@@ -184,17 +187,18 @@ def test_a_rank_opens_no_file_of_the_others(
     """Rank 0 reads what the checkpoint consists of, and tells the others."""
     save_steps(make(), 1)
     folder = run.checkpoints / "step-1"
-    index = restore.read_index(folder)._replace(world_size=3)
+    index = restore.read_index(folder)
+    index = replace(index, parts=index.parts * 3)
     control = LoneControl()
     monkeypatch.setattr(control, "rank", 1)
     monkeypatch.setattr(control, "world_size", 3)
     monkeypatch.setattr(control, "from_first", lambda message: index)
-    opened: list[str] = []
-    monkeypatch.setattr(restore, "_load", lambda path: opened.append(path.name))
+    read: list[RankPart] = []
+    monkeypatch.setattr(restore, "read_values", lambda folder, part: read.append(part))
     restored = Restorer(run, 0, control, run.journal("rank-1", 0))._open(folder)
-    assert (restored.index, restored.is_resized, opened) == (index, False, [])
-    restored.record(1)
-    assert opened == ["rank-1.pt"]
+    assert (restored.index, restored.is_resized, read) == (index, False, [])
+    restored.values_of(1)
+    assert read == [index.parts[1]]
 
 
 def test_files_that_can_not_be_opened_end_all_ranks(run: RunFolder, make: Make) -> None:
@@ -209,7 +213,7 @@ def test_a_disk_that_is_away_is_waited_for(
 ) -> None:
     save_steps(make(), 1, 2)
     clock = stop_clock(monkeypatch, file_io)
-    error = OSError(errno.EIO, "tensors-0.bin can't be read: Input/output error")
+    error = OSError(errno.EIO, "rank-0.bin can't be read: Input/output error")
     names = stub_verification(monkeypatch, error, error, None)
     restored = make().restore()
     assert restored is not None

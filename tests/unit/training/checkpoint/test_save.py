@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core import checkpoints
+from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import disk, schedule
 from hpc_ddp.training.checkpoint import save as saver_module
+from hpc_ddp.training.checkpoint import schedule
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
-from hpc_ddp.training.checkpoint.save import Claim, Failure, Outcome, SupersededError
+from hpc_ddp.training.checkpoint.rank_part import Written
+from hpc_ddp.training.checkpoint.save import Failure, Outcome, SupersededError
 from hpc_ddp.training.checkpoint.schedule import Retention
+from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage.index import PAGE, Claim
 from tests.waiting import LIMIT_S
 from unit.fakes import Clock
 from unit.training.checkpoint.fakes import (
@@ -32,6 +36,8 @@ from unit.training.checkpoint.fakes import (
     events_named,
     save_steps,
 )
+
+NOTHING = Written(FileFacts(0, 0), None, {})  # a peer's answer
 
 
 def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
@@ -134,7 +140,7 @@ def test_a_failure_on_another_rank_fails_the_save(run: RunFolder, make: Make) ->
     saver = make(background=background)
     background.peers = [Failure(None, "no such file")]
     assert save_steps(saver, 1) == [False]
-    background.peers = [{}]
+    background.peers = [NOTHING]
     background.claims = [Failure(None, "no copy")]
     assert save_steps(saver, 2) == [False]
     errors = [event["error"] for event in events_named(run, "save_failed")]
@@ -205,12 +211,12 @@ def test_the_peers_get_an_answer_where_no_room_can_be_made(
 
 @pytest.fixture
 def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Have a disk of 9,600 bytes, on which a checkpoint takes 2,000; return what is asked for."""
+    """Have a disk of 15,000 bytes, on which a checkpoint takes 2,000; return what is asked for."""
     requests: list[tuple[int, int]] = []
 
     def check(draft: Path, size: int, files: int) -> None:
         requests.append((size, files))
-        if size + 2000 * len(checkpoints.published(draft.parent)) > 9600:
+        if size + 2000 * len(checkpoints.published(draft.parent)) > 15000:
             raise OSError(errno.ENOSPC, f"No space left for {size} bytes")
 
     monkeypatch.setattr(disk, "check_space", check)
@@ -224,11 +230,11 @@ def test_old_checkpoints_are_removed_before_the_disk_is_full(
     background = LoneRank()
     saver = make(Retention(9, every=3), background)
     assert save_steps(saver, 1, 2, 3, 4) == [True] * 4
-    background.peers = [{}]
-    background.claims = [Claim(1000, 1)]
+    background.peers = [NOTHING]
+    background.claims = [Claim(tensors=1000)]
     assert save_steps(saver, 5) == [True]
     assert checkpoint_names(run) == ["step-1", "step-3", "step-4", "step-5"]
-    background.claims = [Claim(1500, 1)]
+    background.claims = [Claim(tensors=5000)]
     assert save_steps(saver, 6) == [False]
     assert "No space left for" in events_named(run, "save_failed")[0]["error"]
     assert checkpoint_names(run) == ["step-1", "step-3", "step-4", "step-5"]
@@ -238,20 +244,11 @@ def test_space_is_checked_once_for_the_bytes_of_all_ranks(
     run: RunFolder, make: Make, space: list[tuple[int, int]]
 ) -> None:
     background = LoneRank()
-    background.peers = [{}] * 3
-    background.claims = [Claim(size, 2) for size in (70, 0, 5)]
-    rank_values = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
-    save_steps(
-        make(background=background),
-        1,
-        buffer=buffer_of(b"x" * 400, b"x" * 600),
-        rank_values=rank_values,
-    )
-    folder = run.checkpoints / "step-1"
-    size = sum(
-        (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
-    )
-    assert space == [(size + 75, 3 + 6 + 1)]
+    background.peers = [NOTHING] * 3
+    background.claims = [Claim(tensors=size) for size in (70, 0, 5)]
+    save_steps(make(background=background), 1, buffer=buffer_of(b"x" * 400, b"x" * 600))
+    size = (run.checkpoints / "step-1" / "rank-0.bin").stat().st_size
+    assert space == [(size + 2 * PAGE, 4 + 2)]
 
 
 def test_a_save_without_a_waiting_step_adds_no_stall(run: RunFolder, make: Make) -> None:

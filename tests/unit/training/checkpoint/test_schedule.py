@@ -10,7 +10,7 @@ import pytest
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.journal.events import JournalEvent
-from hpc_ddp.training.checkpoint import disk, schedule
+from hpc_ddp.training.checkpoint import schedule
 from hpc_ddp.training.checkpoint.schedule import (
     Retention,
     between_failures,
@@ -18,6 +18,7 @@ from hpc_ddp.training.checkpoint.schedule import (
     slowest_save,
     young_daly,
 )
+from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import typed
 from unit.fakes import Clock, stop_clock
 from unit.training.checkpoint.fakes import names_in

@@ -18,13 +18,8 @@ import torch
 
 from hpc_ddp.core.checkpoints import FileFacts, step_of
 from hpc_ddp.training import devices
-from hpc_ddp.training.checkpoint.shards import (
-    LocalShard,
-    StagingBuffer,
-    StoredShard,
-    lay_out,
-    words,
-)
+from hpc_ddp.training.checkpoint.storage.layout import StoredShard
+from hpc_ddp.training.checkpoint.storage.shards import LocalShard, StagingBuffer, lay_out, words
 
 LEAST = 1 << 20  # bytes; a rank with fewer copies them with the others
 # Words of 8 bytes that are hashed at a time: few enough for the caches of an accelerator, and of a

@@ -1,56 +1,45 @@
-"""Which part of each tensor a rank writes, and how any part of it is read again.
+"""Which part of each tensor a rank writes, and the memory from which it does.
 
 A tensor is stored as boxes of its global shape, so that what W ranks wrote can be read by any
-number of ranks, whole or sharded in another way. `state.my_parts` chooses the boxes of each rank.
+number of ranks, whole or sharded in another way (`reader.Reader`). `state.my_parts` chooses the
+boxes of each rank.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
-import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from functools import partial
-from io import FileIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from hpc_ddp.core.errors import DiskError, HpcDdpError
-from hpc_ddp.core.file_io import patiently
 from hpc_ddp.training import devices
-from hpc_ddp.training.models.dtensor import from_local, is_sharded, local_box
+from hpc_ddp.training.checkpoint.storage.layout import (
+    OWN,
+    MeshCut,
+    Shape,
+    StoredShard,
+    aligned,
+    dtype_named,
+)
+from hpc_ddp.training.models.dtensor import cuts_of, local_box
 
-OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
-ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
-MOST_FILES = 256  # open at a time; processes may have 1,024
 LEAST_SHARE = 1 << 25  # bytes; a file costs a parallel file system more than those of a smaller one
 BLOCK = 1 << 27  # bytes of the staging memory; a multiple of the alignment
 
-Shape = tuple[int, ...]
-
-
-class StoredShard(NamedTuple):  # thousands are made at each save, in the training's time
-    """A box of the tensor `name`: `size` from `start` on, at byte `offset` of a data file."""
-
-    name: str
-    dtype: str
-    shape: Shape  # of the whole tensor
-    start: Shape
-    size: Shape
-    offset: int
-
 
 class LocalShard(NamedTuple):
-    """A rank's part of a tensor: the numbers, the whole shape, start and size of the box."""
+    """A rank's part of a tensor: the numbers, the whole shape, start and size of the box, and the
+    cuts that lead to it, if any do."""
 
     numbers: torch.Tensor
     shape: Shape
     start: Shape
     size: Shape
+    cuts: tuple[MeshCut, ...] = ()
 
 
 def whole(tensor: torch.Tensor) -> LocalShard:
@@ -61,7 +50,8 @@ def whole(tensor: torch.Tensor) -> LocalShard:
 
 def shard(tensor: Any) -> LocalShard:
     """Return this rank's part of a DTensor, which may be empty."""
-    return LocalShard(tensor.to_local(), tuple(tensor.shape), *local_box(tensor))
+    start, size = local_box(tensor)
+    return LocalShard(tensor.to_local(), tuple(tensor.shape), start, size, cuts_of(tensor))
 
 
 def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
@@ -78,7 +68,7 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
         return None
     if not tensor.dim():
         return whole(tensor)
-    _, shape, start, size = whole(tensor)
+    _, shape, start, size, _ = whole(tensor)
     return LocalShard(tensor[first:last], shape, (first, *start[1:]), (last - first, *size[1:]))
 
 
@@ -228,168 +218,11 @@ def _is_finite(numbers: torch.Tensor) -> bool:
 
 
 def lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
-    """Return where each part goes in the data file, and the file's size in bytes."""
+    """Return where each part of a tensor goes in the rank's part of a file, and the size of all in
+    bytes."""
     pieces, offset = [], 0
-    for name, (numbers, shape, start, size) in parts.items():
+    for name, (numbers, shape, start, size, cuts) in parts.items():
         dtype = str(numbers.dtype).removeprefix("torch.")
-        pieces.append(StoredShard(name, dtype, shape, start, size, offset))
-        offset += -(-numbers.nbytes // ALIGNMENT) * ALIGNMENT
+        pieces.append(StoredShard(name, dtype, shape, start, size, offset, cuts))
+        offset += aligned(numbers.nbytes)
     return pieces, offset
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return torch's type by a name as ``float32``; raise AttributeError for an unknown one."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-class UnreadableError(DiskError):
-    """A data file can't be read; its content may be good."""
-
-
-class Reader:
-    """Reads tensors, or boxes of them, from the data files of a checkpoint, onto the CPU.
-
-    By plain reads: an I/O error below a memory map would be a SIGBUS, which ends the process
-    without a word, and no rank could wait for the disk. The price is memory for what is read, of
-    which an optimizer's state needed a copy anyway.
-
-    Parameters
-    ----------
-    files
-        data files, and the pieces in each, as tuples of `StoredShard`; opened at the first read
-    rank
-        this reader's: of a tensor that each rank has saved for itself (``NAME@rank-R``) its copy is
-        read. None: of those tensors only buffers can be read, as the first rank of the stage had
-        them
-
-    Attributes
-    ----------
-    of_other_ranks
-        names of the tensors that ranks have saved for themselves, and that this reader lacks
-    """
-
-    def __init__(
-        self, files: Iterable[tuple[Path, Iterable[tuple[Any, ...]]]], rank: int | None = None
-    ) -> None:
-        self._pieces: dict[str, list[tuple[Path, StoredShard]]] = {}
-        self._files: dict[Path, FileIO] = {}
-        weakref.finalize(self, _close, self._files)
-        of_this_rank: dict[str, list[tuple[Path, StoredShard]]] = {}
-        other_ranks: set[str] = set()
-        for path, pieces in files:
-            for piece in pieces:
-                name, _, owner = piece[0].partition(OWN)
-                if owner and owner != str(rank):
-                    other_ranks.add(name)
-                    continue
-                index = of_this_rank if owner else self._pieces
-                index.setdefault(name, []).append((path, StoredShard(*piece)))
-        self._pieces |= of_this_rank
-        self.of_other_ranks = other_ranks - self._pieces.keys()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._pieces
-
-    def describe(self, name: str) -> torch.Tensor:
-        """Return a tensor of the stored shape and type that holds nothing (on ``meta``).
-
-        Raise KeyError for a name that is not stored for this rank.
-        """
-        _, piece = self._pieces[name][0]
-        return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
-
-    def read(self, name: str, template: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a new tensor, or, where `template` is a DTensor, this rank's part of it as one.
-
-        Raises
-        ------
-        KeyError
-            the name is not stored for this rank
-        UnreadableError
-            the disk does not answer, and was waited for
-        HpcDdpError
-            the files do not hold all of it
-        """
-        if template is not None and is_sharded(template):
-            return from_local(self._box(name, *local_box(template)), template)
-        shape = tuple(self.describe(name).shape)
-        return self._box(name, (0,) * len(shape), shape)
-
-    def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
-        """Return a box of a tensor, from all pieces that have some of it; raises as `read`."""
-        dtype = dtype_named(self._pieces[name][0][1].dtype)
-        box = torch.empty(size, dtype=dtype, device="cpu")
-        count = 0
-        for path, piece in self._pieces[name]:
-            low, extent = _overlap(piece, start, size)
-            if all(n > 0 for n in extent):
-                part = box[_slices(low, extent, start)]
-                self._fill(part, path, piece, low)
-                count += part.numel()
-        if count != box.numel():
-            raise HpcDdpError(f"{name}: only {count} of {box.numel()} numbers are stored")
-        return box
-
-    def _fill(self, part: torch.Tensor, path: Path, piece: StoredShard, low: Shape) -> None:
-        """Read the part of a tensor that begins at `low` from a piece, whole rows at a time.
-
-        Raise UnreadableError if the disk does not answer for a minute.
-        """
-        shape = (*part.shape[:1], *piece.size[1:])
-        is_direct = part.is_contiguous() and part.shape == shape
-        rows = part if is_direct else torch.empty(shape, dtype=part.dtype, device="cpu")
-        row_size = math.prod(piece.size[1:]) * part.dtype.itemsize
-        first = low[0] - piece.start[0] if low else 0
-        try:
-            patiently(partial(self._read, path, piece.offset + first * row_size, memory_of(rows)))
-        except OSError as error:
-            raise UnreadableError(
-                f"{path} can't be read, and was waited for: {error.strerror or error}",
-                hint="the checkpoint stays as it is: start the run again when the disk answers",
-            ) from error
-        if not is_direct:
-            inner = _slices(low, tuple(part.shape), (low[0], *piece.start[1:]))
-            part.copy_(rows[inner])
-
-    def _read(self, path: Path, offset: int, memory: memoryview) -> None:
-        """Fill memory from byte `offset` of a file on. Raise OSError if it can't be read, or ends
-        too early; the next call opens it anew."""
-        file = self._files.pop(path, None) or FileIO(path)
-        try:
-            file.seek(offset)
-            while memory:
-                count = file.readinto(memory)
-                if not count:
-                    raise OSError(errno.EIO, "it ends too early")
-                memory = memory[count:]
-        except OSError:
-            file.close()
-            raise
-        if len(self._files) >= MOST_FILES:
-            _close(self._files)
-        self._files[path] = file
-
-
-def _close(files: dict[Path, FileIO]) -> None:
-    """Close all files, and empty the dict."""
-    while files:
-        files.popitem()[1].close()
-
-
-def _overlap(piece: StoredShard, start: Shape, size: Shape) -> tuple[Shape, Shape]:
-    """Return where the common part of a piece and a box begins, and its size, not above 0 where
-    there is none."""
-    low = tuple(map(max, start, piece.start))
-    ends = (
-        min(a + n, b + m) for a, n, b, m in zip(start, size, piece.start, piece.size, strict=True)
-    )
-    return low, tuple(end - first for end, first in zip(ends, low, strict=True))
-
-
-def _slices(low: Shape, extent: Shape, base: Shape) -> tuple[slice, ...]:
-    """Return the box that begins at `low` as slices of a tensor that begins at `base`."""
-    return tuple(slice(a - b, a - b + n) for a, n, b in zip(low, extent, base, strict=True))

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
-from hpc_ddp.training.checkpoint import disk
+from hpc_ddp.training.checkpoint.storage import disk
 from unit.training.checkpoint.fakes import names_in, write_draft
 
 

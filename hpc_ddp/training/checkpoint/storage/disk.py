@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +28,56 @@ from hpc_ddp.core.checkpoints import (
 from hpc_ddp.core.file_io import close_to_others
 
 
-def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
-    """Create a file, or replace one, with the bytes of `content` in a row; make them durable, and
-    return their size and CRC32.
+def write_file(
+    path: Path, *content: bytes | memoryview, offset: int = 0, ends: bool = True
+) -> FileFacts:
+    """Write the bytes of `content` in a row from byte `offset` of a file on, which is made where
+    there is none; make them durable, and return their size and CRC32.
 
-    Its name is durable after `sync` only. Writing, syncing and summing all release the
+    Other processes may write other bytes of the file. With `ends` it ends after these. Its name is
+    durable after `sync` only. Writing, syncing and summing all release the
     interpreter lock, so a thread that does this takes microseconds of it from a training beside it.
     Raise OSError; what was written then stays.
     """
     views = [memoryview(part).cast("B") for part in content]
-    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+    size = sum(map(len, views))
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with open(handle, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        file.seek(offset)
         for view in views:
             while len(view):
                 view = view[file.write(view[:CHUNK]) :]
+        if ends:
+            file.truncate(offset + size)
         synced = pool.submit(os.fsync, file.fileno())
         crc32 = 0
         for view in views:  # while the disk is busy
             crc32 = zlib.crc32(view, crc32)
         synced.result()
-    return FileFacts(sum(map(len, views)), crc32)
+    return FileFacts(size, crc32)
 
 
-def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:
+def write_manifest(
+    folder: Path, facts: dict[str, Any], files: Mapping[str, Sequence[FileFacts]]
+) -> None:
     """Write the manifest, which makes the folder a checkpoint, and make both durable; others can't
     write it, whatever the umask.
 
-    `facts` are plain values for readers, such as the step; `files` has size and CRC32 by file name.
-    Raise OSError if the disk refuses; the manifest may be there then.
+    `facts` are plain values for readers, such as the step; `files` has the parts of each file in
+    their order, by its name. Raise OSError if the disk refuses; the manifest may be there then.
     """
-    value = {**facts, "files": {name: asdict(facts_of) for name, facts_of in sorted(files.items())}}
+    value = {**facts, "files": {name: _entry_of(parts) for name, parts in sorted(files.items())}}
     value["crc32"] = manifest_crc(value)
     write_file(folder / MANIFEST, json.dumps(value, indent=1).encode())
     close_to_others(folder / MANIFEST)
     sync(folder)
+
+
+def _entry_of(parts: Sequence[FileFacts]) -> dict[str, Any]:
+    """Return the facts on a file for a manifest, from those on its parts."""
+    if len(parts) == 1:
+        return asdict(parts[0])
+    return {"size": sum(part.size for part in parts), "parts": list(map(astuple, parts))}
 
 
 def check_space(folder: Path, size: int, files: int) -> None:

@@ -1,0 +1,283 @@
+"""The parts of a checkpoint: where each rank writes its own, and where a reader finds them.
+
+Ranks of a node write into one file, each from its own offset on, where a checkpoint would have more
+than `MOST_FILES` otherwise: a parallel file system makes files one by one. With fewer each rank has
+a file of its own, since a file may lie on one of its servers only.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import READERS, patiently
+from hpc_ddp.training.checkpoint.state import joined
+from hpc_ddp.training.checkpoint.storage.layout import Cut, Layout, LayoutEntry, Shape
+from hpc_ddp.training.checkpoint.storage.reader import Part, Reader
+
+STATE = "state.pt"
+FILE = "rank-{}.bin"  # named after the first rank that writes into it
+FROZEN = "frozen-{}.bin"
+INDEX = "index"  # key of the index among the shared values
+MOST_FILES = 64  # of parts, or one for each node where there are more nodes
+PAGE = 4096  # bytes; parts of two ranks share no page of the cache
+
+
+class Claim(NamedTuple):
+    """The amount that a rank is to write, sent to rank 0 before it does.
+
+    Attributes
+    ----------
+    node
+        its name
+    tensors
+        bytes of its tensors
+    values
+        bytes of its plain values, which come behind them
+    frozen
+        bytes that it writes into a file of frozen weights; 0 without one, and where it is a link
+    coordinates
+        the rank's, for its layouts
+    layouts
+        digests of the layout of its part, and of its file of frozen weights, if it has one
+    stream
+        number of its random generators
+    objects
+        names of the objects of which each rank has its own
+    has_tree
+        whether its values have the tree of a stage of a pipeline
+    """
+
+    node: str = ""
+    tensors: int = 0
+    values: int = 0
+    frozen: int = 0
+    coordinates: tuple[Shape, ...] = ()
+    layouts: tuple[bytes, ...] = ()
+    stream: int = 0
+    objects: tuple[str, ...] = ()
+    has_tree: bool = False
+
+
+class RankPart(NamedTuple):
+    """A rank's part of a checkpoint.
+
+    In the file `file` its tensors begin at byte `offset`, and its plain values after `tensors`
+    bytes more; they have `values` bytes. `layouts` are the numbers of its layouts (see `Claim`).
+    """
+
+    file: str
+    offset: int
+    tensors: int
+    values: int
+    coordinates: tuple[Shape, ...]
+    layouts: tuple[int, ...]
+    stream: int
+    has_tree: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of the part: whole pages."""
+        return -(-(self.tensors + self.values) // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the ranks write.
+
+    Attributes
+    ----------
+    parts
+        of the ranks, by rank
+    objects
+        names of the objects of which each rank has its own
+    senders
+        the ranks that send their layouts to rank 0, and of which layout which number; the other
+        ranks have the same ones
+    """
+
+    parts: list[RankPart]
+    objects: list[str]
+    senders: dict[int, list[int]]
+
+    def is_last(self, rank: int) -> bool:
+        """Return whether a rank's part ends its file."""
+        part = self.parts[rank]
+        return all(other.file != part.file for other in self.parts if other.offset > part.offset)
+
+
+def plan_of(claims: Sequence[Claim]) -> Plan:
+    """Return where the ranks write that claim this much, by rank."""
+    numbers: dict[bytes, int] = {}
+    senders: dict[int, list[int]] = {}
+    for rank, claim in enumerate(claims):
+        for digest in claim.layouts:
+            if digest not in numbers:
+                numbers[digest] = len(numbers)
+                senders.setdefault(rank, []).append(numbers[digest])
+    files = _files_of([claim.node for claim in claims])
+    ends = dict.fromkeys(files, 0)
+    parts = []
+    for claim, first in zip(claims, files, strict=True):
+        layouts = tuple(numbers[digest] for digest in claim.layouts)
+        part = RankPart(
+            FILE.format(first),
+            ends[first],
+            claim.tensors,
+            claim.values,
+            claim.coordinates,
+            layouts,
+            claim.stream,
+            claim.has_tree,
+        )
+        parts.append(part)
+        ends[first] += part.size
+    return Plan(parts, sorted({name for claim in claims for name in claim.objects}), senders)
+
+
+def _files_of(nodes: Sequence[str]) -> list[int]:
+    """Return the first rank of the file of each rank, for ranks on these nodes: as few share a file
+    as may be for `MOST_FILES`, or one for each node."""
+    members: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    sizes, most = list(map(len, members.values())), max(MOST_FILES, len(members))
+    share = next(n for n in count(1) if sum(-(-size // n) for size in sizes) <= most)
+    places = {rank: place for ranks in members.values() for place, rank in enumerate(ranks)}
+    return [members[node][places[rank] // share * share] for rank, node in enumerate(nodes)]
+
+
+@dataclass(frozen=True)
+class Index:
+    """The parts of a checkpoint, as one rank has read them for all.
+
+    Attributes
+    ----------
+    shared
+        the plain values that the ranks shared
+    parts
+        of the ranks that wrote it, by rank
+    layouts
+        of the parts
+    objects
+        names of the objects of which each rank had its own
+    """
+
+    shared: dict[str, Any]
+    parts: list[RankPart]
+    layouts: list[Layout]
+    objects: list[str]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that wrote it."""
+        return len(self.parts)
+
+    def first_of_stream(self, stream: int) -> int | None:
+        """Return the first rank of a stream of random numbers, None without one."""
+        return next((rank for rank, part in enumerate(self.parts) if part.stream == stream), None)
+
+
+def dump_index(plan: Plan, layouts: Mapping[int, Layout], shared: Mapping[str, Any]) -> bytes:
+    """Return the content of `STATE` for a checkpoint whose parts lie as planned: `layouts` by
+    number, and plain values that the ranks share."""
+    rows = {number: list(map(_plain, layout)) for number, layout in layouts.items()}
+    index = {
+        "parts": list(map(tuple, plan.parts)),
+        "layouts": [rows[number] for number in range(len(rows))],
+        "objects": plan.objects,
+    }
+    return dump({**shared, INDEX: index})
+
+
+def _plain(entry: LayoutEntry) -> tuple[Any, ...]:
+    """Return an entry in types that ``weights_only`` loads again."""
+    return (*entry[:4], tuple(map(tuple, entry.cuts)))
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a checkpoint that has been verified.
+
+    Raises
+    ------
+    HpcDdpError
+        another version of hpc-ddp has written it
+    OSError
+        it can't be read
+    ValueError
+        its manifest is damaged
+    """
+    manifest = checkpoints.read_manifest(folder)
+    if (version := manifest.get("format")) != checkpoints.FORMAT:
+        raise HpcDdpError(
+            f"{folder} has format {version}; this hpc-ddp reads format {checkpoints.FORMAT}",
+            hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
+        )
+    shared = _load(patiently((folder / STATE).read_bytes))
+    index = shared.pop(INDEX)
+    layouts = [
+        [
+            LayoutEntry(name, dtype, shape, box, tuple(Cut(*cut) for cut in cuts))
+            for name, dtype, shape, box, cuts in rows
+        ]
+        for rows in index["layouts"]
+    ]
+    parts = [RankPart(*row) for row in index["parts"]]
+    stages = [part for part in parts if part.has_tree]
+    with ThreadPoolExecutor(READERS) as pool:  # a parallel file system opens many files at a time
+        for values in pool.map(partial(read_values, folder), stages):
+            shared["tree"] = joined(shared["tree"], values["tree"])
+    return Index(shared, parts, layouts, index["objects"])
+
+
+def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
+    """Return the plain values that a rank had of its own, from its part; raise OSError if they
+    can't be read for a minute, or end too early."""
+
+    def read() -> bytes:
+        with open(folder / part.file, "rb") as file:
+            file.seek(part.offset + part.tensors)
+            content = file.read(part.values)
+        if len(content) < part.values:
+            raise OSError(errno.EIO, f"{part.file} ends too early")
+        return content
+
+    return _load(patiently(read))
+
+
+def reader_of(folder: Path, index: Index, rank: int | None) -> Reader:
+    """Return a reader of a checkpoint's tensors; `rank` is the one whose own it reads, None: only
+    the buffers of the first."""
+    parts, own = list[Part](), set[int]()
+    for number, part in enumerate(index.parts):
+        places = ((folder / part.file, part.offset), (folder / FROZEN.format(number), 0))
+        for place, layout, coordinates in zip(places, part.layouts, part.coordinates, strict=False):
+            if number == rank:
+                own.add(len(parts))
+            parts.append(Part(*place, layout, coordinates))
+    return Reader(index.layouts, parts, own)
+
+
+def dump(content: Mapping[str, Any]) -> bytes:
+    """Return plain values and small tensors as bytes, for `_load`."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def _load(content: bytes) -> dict[str, Any]:
+    """Return what `dump` has made bytes of, on the CPU, never with pickled code; torch's errors for
+    another content come through."""
+    value: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return value
