@@ -170,12 +170,20 @@ def find_damage(
 
 
 def _all_parts(files: Mapping[str, Any]) -> Iterator[tuple[str, int, FileFacts]]:
-    """Yield each part of the files of a manifest: the file's name, and where the part begins."""
-    for name, facts in files.items():
+    """Yield each part of the files of a manifest: the file's name, and where the part begins.
+
+    Numbers in names count as such: part n is that of rank n, which reads it again at a restore.
+    """
+    for name, facts in sorted(files.items(), key=lambda pair: _natural(pair[0])):
         offset = 0
         for part in _parts_of(facts):
             yield name, offset, part
             offset += part.size
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """Return a key by which ``rank-10`` comes after ``rank-9``."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _missing(folder: Path, path: Path, error: OSError) -> str:

@@ -93,6 +93,7 @@ class Worker(Member):
             self._dims,
             options.stop_on_nan,
         )
+        self._manager.shares_reads = self._info.local_world_size < self._info.world_size
 
     def _prepare_telemetry(self, options: Options, nodes: Sequence[str]) -> None:
         """Make the parts that measure; `nodes` are the names of the ranks' nodes, on rank 0."""

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from hpc_ddp.core.checkpoints import health, set_aside
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from hpc_ddp.training.export import export
 from tests.skips import skip_or_fail
 
@@ -152,12 +153,15 @@ def test_a_full_disk_is_survived_for_a_while(crew: Any, tiny_disk: Path) -> None
 
 @pytest.mark.parametrize(
     ("ways", "shares"),
-    [(("ddp", "sharded", "ddp"), ()), (("sharded", "ddp", "sharded"), ("--share-files",))],
+    [
+        (("ddp", "sharded", "ddp"), ("--nodes",)),
+        (("sharded", "ddp", "sharded"), ("--share-files",)),
+    ],
 )
 def test_any_number_of_ranks_goes_on_replicated_or_sharded(
     crew: Any, ways: tuple[str, ...], shares: tuple[str, ...]
 ) -> None:
-    """Four ranks, then two, then three; each with a file of its own, or all with one."""
+    """Four ranks, then two, then three; each on a node of its own, or all with one file."""
     common = ("--samples", "240", "--batch-size", "3", "--epochs", "1", "--width", "30")
     for ranks, way, at in zip((4, 2, 3), ways, ("4", "12", "-1"), strict=True):
         stop = ("--at", at, "--signal", "15", "--ranks", "0", "--step-seconds", "0.05")
@@ -165,7 +169,12 @@ def test_any_number_of_ranks_goes_on_replicated_or_sharded(
         output = crew.go(ranks, *common, *stop, *sharded, *shares)
     assert output.count("going on from step") == 1
     counts = {len([*path.glob("rank-*")]) for path in saved(crew)}
-    assert counts == ({1} if shares else {2, 3, 4})
+    assert counts == ({1} if shares == ("--share-files",) else {2, 3, 4})
+    if reads := [int(path.read_text()) for path in crew.run.path.glob("read-*")]:
+        step = crew.events("restored")[-1]["step"]
+        index = open_checkpoint(crew.run.checkpoints / f"step-{step}").index
+        size = sum(part.tensors for part in index.parts)
+        assert 0.8 * size < sum(reads) <= size, "not once for all ranks"
     seen = Counter[int]()
     for path in crew.run.path.glob("seen-*"):
         for line in path.read_text().splitlines():

@@ -12,6 +12,7 @@ import torch
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
+from hpc_ddp.training.checkpoint.storage.layout import Layout
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 14  # 18 windows a batch: 4 steps
 # By name: ranks, and what jobs/gpt.py is given.
@@ -56,7 +57,8 @@ class Trial:
     def go(self, crew: Any, way: str, at: int = 0, extra: tuple[str, ...] = ()) -> None:
         ranks, spread = WAYS[way]
         argv = (*self.argv, *spread, *extra)
-        launch = crew.launch(ranks, *argv, script="small_gpt.py", AT=str(at))
+        places = {"LOCAL_WORLD_SIZE": "1"}  # so that ranks read for each other
+        launch = crew.launch(ranks, *argv, script="small_gpt.py", AT=str(at), **places)
         assert launch.wait() == [0] * ranks, launch.output()
 
 
@@ -76,6 +78,12 @@ def content(crew: Any) -> dict[str, torch.Tensor]:
     newest = checkpoints.published(crew.run.checkpoints)[0]
     reader = open_checkpoint(newest).reader
     return {name: reader.read(name).clone() for name in sorted(reader)}
+
+
+def layouts_of(crew: Any) -> list[Layout]:
+    """Return the layouts of the oldest checkpoint, from that of the second rank on."""
+    index = open_checkpoint(checkpoints.published(crew.run.checkpoints)[-1]).index
+    return [index.layouts[number] for number in sorted({p.layouts[0] for p in index.parts[1:]})]
 
 
 def assert_equal(one: Any, other: Any, exactly: bool = False) -> None:
@@ -98,8 +106,13 @@ def trial(make_crew: Callable[[str], Any], tmp_path: Path) -> Trial:
 def test_each_way_goes_on_as_another(trial: Trial) -> None:
     one = trial.run("one", "one")
     assert len(curve(one)) == 8
-    assert_equal(trial.run("a", "fsdp", "ddp on 2", at=2), one)
-    assert_equal(trial.run("h", "hsdp", "ddp on 2", at=2), one)
+    sharded, replicated = (trial.run(way, way, "ddp on 2", at=2) for way in ("fsdp", "hsdp"))
+    assert_equal(sharded, one)
+    assert_equal(replicated, one)
+    (layout,) = layouts_of(sharded)  # one of three ranks
+    assert len(layout) > 100
+    assert all(entry.cuts for entry in layout)
+    assert list(map(len, layouts_of(replicated))) == [len(layout), 0]
     # With two batches in a step, of which the pipeline cuts each; the loss is that of the second.
     halves = trial.run("b", "fsdp x tp", "pp", at=2, extra=("--accumulate", "2"))
     steps_and_norms = [0, 2]

@@ -19,6 +19,7 @@ from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import Restored
 from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
+from hpc_ddp.training.checkpoint.storage.reader import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng
@@ -62,6 +63,8 @@ class CheckpointManager:
         self.trained = TrainedParameters()
         self.best = Best()
         self.resumed = False  # by `track`
+        # Whether one rank reads for all what they have alike: on one node they share its cache.
+        self.shares_reads = False
         self._objects: dict[str, Any] = {}
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
@@ -306,6 +309,9 @@ class CheckpointManager:
         for device in self._devices:  # an evaluation may still copy weights from the host
             devices.wait_for(device)
         step, is_stage = checkpoint.step, self._dims.pp > 1
+        if self.shares_reads and not is_stage:
+            dims = self._dims
+            checkpoint.reader.sharing = Sharing(dims.rank, dims.world_size, self._devices[0])
         put_back.put_back(objects, tree, checkpoint.reader, step, is_stage, added)
 
     def settle(self) -> bool:

@@ -82,7 +82,7 @@ def _geometry(
     if coordinate is None:  # a rank outside of the mesh has nothing
         return box, ()
     cuts = tuple(
-        MeshCut(placement.dim, mesh.size(axis), coordinate[axis], (id(mesh), axis))
+        MeshCut(placement.dim, mesh.size(axis), coordinate[axis], (mesh, axis))
         for axis, placement in enumerate(placements)
         if placement.is_shard() or isinstance(placement, _strided_shard())
     )
@@ -121,6 +121,22 @@ def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
             if placement.is_replicate()
         )
     )
+
+
+def copies_of(tensor: Any) -> list[tuple[Any, int, bool]]:
+    """Return the process groups whose ranks have the same part of a DTensor, one for each dimension
+    of the mesh that replicates it: the group, its first rank, and whether that is this rank."""
+    mesh = tensor.device_mesh
+    groups = [
+        mesh.get_group(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_replicate() and mesh.size(axis) > 1
+    ]
+    firsts = [dist.get_global_rank(group, 0) for group in groups]
+    return [
+        (group, first, first == dist.get_rank())
+        for group, first in zip(groups, firsts, strict=True)
+    ]
 
 
 @lru_cache(maxsize=64)  # there are few meshes, and thousands of tensors

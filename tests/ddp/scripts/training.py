@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from hpc_ddp.training import Run, start
 from hpc_ddp.training.checkpoint import save as saver
 from hpc_ddp.training.checkpoint.storage import index, shards
+from hpc_ddp.training.checkpoint.storage.reader import Reader
 from hpc_ddp.training.models import setup
 from hpc_ddp.training.process import control_tree
 from hpc_ddp.training.stops import signals
@@ -54,11 +55,22 @@ parser.add_argument("--unsettled", action="store_true")
 parser.add_argument("--late", type=float, default=0.0, help="seconds to stay after the end")
 parser.add_argument("--patience", type=float, help="seconds for which saves may fail")
 parser.add_argument("--share-files", action="store_true", help="the ranks write into one file")
+parser.add_argument("--nodes", action="store_true", help="each rank has a node of its own")
 parser.add_argument("--fanout", type=int, help="ranks in a group of the control tree")
 args = parser.parse_args()
 shards.LEAST_SHARE = 1  # all ranks write, as they do with larger models
 if args.patience is not None:
     saver.PATIENCE_S = args.patience
+if args.nodes:
+    os.environ.update(LOCAL_WORLD_SIZE="1", HPC_DDP_NODE=f"n{os.environ['RANK']}")
+    read = Reader._read
+    sizes: list[int] = []
+
+    def count(reader: Reader, path: Path, offset: int, memory: memoryview) -> None:
+        sizes.append(len(memory))
+        read(reader, path, offset, memory)
+
+    Reader._read = count  # type: ignore[method-assign]
 if args.share_files:
     index.MOST_FILES = 1
 if args.fanout is not None:
@@ -147,6 +159,8 @@ batches = run.loader(
     num_workers=args.workers,
 )
 run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+if args.nodes:
+    (run.folder.path / f"read-{run.rank}").write_text(str(sum(sizes)))
 
 for epoch in run.epochs(args.epochs):
     seen: list[int] = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import math
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from hpc_ddp.core.errors import DiskError, HpcDdpError
 from hpc_ddp.core.file_io import patiently
@@ -27,9 +28,12 @@ from hpc_ddp.training.checkpoint.storage.layout import (
     overlap,
 )
 from hpc_ddp.training.checkpoint.storage.shards import memory_of
-from hpc_ddp.training.models.dtensor import from_local, is_sharded, local_box
+from hpc_ddp.training.models.dtensor import copies_of, from_local, is_sharded, local_box
 
 MOST_FILES = 256  # open at a time; processes may have 1,024
+CHUNK = 1 << 27  # bytes that the ranks send each other at a time
+
+Fill = Callable[[torch.Tensor, int, StoredShard, Shape], None]
 
 
 class UnreadableError(DiskError):
@@ -44,6 +48,33 @@ class Part(NamedTuple):
     offset: int
     layout: int
     coordinates: Shape = ()
+
+
+class Sharing:
+    """Sends what one rank has read to the others that have the same, by the training's process
+    groups, through the memory of their devices.
+
+    Of what all ranks have alike the one reads a part that has verified it, most likely: the memory
+    of its node has it still. So each byte is read from the disk once, and not by each node.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size, self._device = rank, world_size, device
+
+    def send(self, numbers: torch.Tensor, root: int, group: Any = None) -> None:
+        """Overwrite a contiguous tensor on the CPU with that of the rank `root`; a collective of a
+        process group, the default one if it is None."""
+        for chunk in torch.split(numbers.view(-1).view(torch.uint8), CHUNK):
+            on_device = chunk.to(self._device) if self.rank == root else self._like(chunk)
+            dist.broadcast(on_device, root, group)
+            if on_device is not chunk and self.rank != root:
+                chunk.copy_(on_device)
+
+    def _like(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Return as many bytes on the device; on the CPU `chunk` itself."""
+        if self._device.type == "cpu":
+            return chunk
+        return torch.empty_like(chunk, device=self._device)
 
 
 class Reader:
@@ -66,6 +97,9 @@ class Reader:
 
     Attributes
     ----------
+    sharing
+        by which the ranks share the reading of what all of them read, all in the same order; None:
+        each reads for itself
     of_other_ranks
         names of the tensors that ranks have saved for themselves, and that this reader lacks
     """
@@ -80,12 +114,13 @@ class Reader:
         self._places: dict[str, list[tuple[int, int, int | None]]] = {}
         self._offsets: dict[int, list[int]] = {}  # of a part's boxes
         self._writers: dict[tuple[int, Shape], dict[Shape, int]] = {}  # parts by layout and axes
-        of_ranks: set[str] = set()
+        self.sharing: Sharing | None = None
+        self._of_ranks: set[str] = set()
         for number, layout in enumerate(layouts):
             for place, entry in enumerate(layout):
                 name, is_own, _ = entry.name.partition(OWN)
                 if is_own:
-                    of_ranks.add(name)
+                    self._of_ranks.add(name)
                 else:
                     self._places.setdefault(name, []).append((number, place, None))
         for index, part in enumerate(parts):
@@ -94,7 +129,7 @@ class Reader:
                     name, is_own, _ = entry.name.partition(OWN)
                     if is_own:
                         self._places[name] = [(part.layout, place, index)]
-        self.of_other_ranks = of_ranks - self._places.keys()
+        self.of_other_ranks = self._of_ranks - self._places.keys()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -124,27 +159,46 @@ class Reader:
             the files do not hold all of it
         """
         if template is not None and is_sharded(template):
-            return from_local(self.read_box(name, local_box(template)), template)
+            return from_local(self._read_shard(name, template), template)
         shape = tuple(self.describe(name).shape)
-        return self.read_box(name, ((0,) * len(shape), shape))
+        return self.read_box(name, ((0,) * len(shape), shape), self._fill_together)
 
-    def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor, from all parts that have some of it; raises as `read`."""
+    def _read_shard(self, name: str, template: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor that this rank has of the DTensor `template`. Of the ranks
+        that have the same one the first reads it."""
+        box = local_box(template)
+        if self.sharing is None:
+            return self.read_box(name, box)
+        copies = copies_of(template)
+        if all(is_first for _, _, is_first in copies):
+            numbers = self.read_box(name, box)
+        else:
+            numbers = torch.empty(box[1], dtype=self.describe(name).dtype, device="cpu")
+        for group, root, _ in copies:
+            self.sharing.send(numbers, root, group)
+        return numbers
+
+    def read_box(self, name: str, box: Box, fill: Fill | None = None) -> torch.Tensor:
+        """Return a box of a tensor, from all parts that have some of it; raises as `read`.
+
+        `fill` fills a part of the box; by default from this process's own reads.
+        """
         start, size = box
         numbers = torch.empty(size, dtype=self.describe(name).dtype, device="cpu")
         count = 0
-        for path, piece in self._pieces(name, box):
+        for writer, piece in self._pieces(name, box):
             low, extent = overlap((piece.start, piece.size), box)
             if all(n > 0 for n in extent):
                 part = numbers[_slices(low, extent, start)]
-                self._fill(part, path, piece, low)
+                (fill or self._fill)(part, writer, piece, low)
                 count += part.numel()
         if count != numbers.numel():
             raise HpcDdpError(f"{name}: only {count} of {numbers.numel()} numbers are stored")
         return numbers
 
-    def _pieces(self, name: str, box: Box) -> Iterator[tuple[Path, StoredShard]]:
-        """Yield the boxes of a tensor that may have some of `box`, each with its file."""
+    def _pieces(self, name: str, box: Box) -> Iterator[tuple[int, StoredShard]]:
+        """Yield the boxes of a tensor that may have some of `box`, each with the number of the part
+        that has it."""
         for number, place, own in self._places[name]:
             entry = self._layouts[number][place]
             axes = tuple(cut.axis for cut in entry.cuts)
@@ -153,8 +207,7 @@ class Reader:
                 if index is not None:
                     part = self._parts[index]
                     offset = part.offset + self._offsets_in(index)[place]
-                    shard = StoredShard(name, entry.dtype, entry.shape, start, size, offset)
-                    yield part.path, shard
+                    yield index, StoredShard(name, entry.dtype, entry.shape, start, size, offset)
 
     def _parts_by(self, layout: int, axes: Shape) -> dict[Shape, int]:
         """Return the numbers of the parts of a layout by their places on some of its axes."""
@@ -174,11 +227,27 @@ class Reader:
             self._offsets[index] = offsets_of(self._layouts[part.layout], part.coordinates)
         return self._offsets[index]
 
-    def _fill(self, part: torch.Tensor, path: Path, piece: StoredShard, low: Shape) -> None:
+    def _fill_together(
+        self, part: torch.Tensor, writer: int, piece: StoredShard, low: Shape
+    ) -> None:
+        """Fill a part of a tensor that all ranks read as a whole; raises as `_fill`."""
+        if self.sharing is None or piece.name in self._of_ranks:
+            self._fill(part, writer, piece, low)
+            return
+        root = writer % self.sharing.world_size
+        numbers = part.contiguous()
+        if self.sharing.rank == root:
+            self._fill(numbers, writer, piece, low)
+        self.sharing.send(numbers, root)
+        if numbers is not part:
+            part.copy_(numbers)
+
+    def _fill(self, part: torch.Tensor, writer: int, piece: StoredShard, low: Shape) -> None:
         """Read the part of a tensor that begins at `low` from a piece, whole rows at a time.
 
         Raise UnreadableError if the disk does not answer for a minute.
         """
+        path = self._parts[writer].path
         shape = (*part.shape[:1], *piece.size[1:])
         is_direct = part.is_contiguous() and part.shape == shape
         rows = part if is_direct else torch.empty(shape, dtype=part.dtype, device="cpu")
