@@ -81,16 +81,16 @@ def _geometry(
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # a rank outside of the mesh has nothing
         return box, ()
+    # FSDP2 cuts last what tensor parallelism has cut, although its dimension comes first.
+    is_last = [isinstance(placement, _strided_shard()) for placement in placements]
     cuts = tuple(
-        MeshCut(placement.dim, mesh.size(axis), coordinate[axis], (mesh, axis))
-        for axis, placement in enumerate(placements)
-        if placement.is_shard() or isinstance(placement, _strided_shard())
+        MeshCut(placements[axis].dim, mesh.size(axis), coordinate[axis], (mesh, axis))
+        for axis in sorted(range(len(placements)), key=is_last.__getitem__)
+        if placements[axis].is_shard() or is_last[axis]
     )
-    for order in (cuts, cuts[::-1]):  # FSDP2 cuts last what tensor parallelism has cut
-        cut_start, cut_size = cut_box(tuple(shape), (cut[:3] for cut in order))
-        if cut_size == box[1] and (cut_start == box[0] or 0 in cut_size):
-            return box, order
-    return box, ()
+    start, size = cut_box(tuple(shape), (cut[:3] for cut in cuts))
+    leads_there = size == box[1] and (start == box[0] or 0 in size)
+    return box, cuts if leads_there else ()
 
 
 @cache
