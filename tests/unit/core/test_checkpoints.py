@@ -114,6 +114,61 @@ def test_ranks_share_a_verification(tmp_path: Path) -> None:
     assert verify(checkpoint) == "manifest.json can't be read: it is no JSON object"
 
 
+@pytest.fixture
+def shared_file(tmp_path: Path) -> Path:
+    """A checkpoint with one file of eleven writers, 10 bytes of each, and one of a writer alone."""
+    folder = disk.draft(tmp_path, 1, 0)
+    folder.mkdir()
+    parts = [
+        disk.write_file(
+            folder / "rank-0.bin", bytes([rank]) * 10, offset=10 * rank, ends=rank == 10
+        )
+        for rank in reversed(range(11))
+    ]
+    alone = disk.write_file(folder / "rank-11.bin", b"alone")
+    files = {"rank-11.bin": [alone], "rank-0.bin": parts[::-1]}
+    disk.write_manifest(folder, {"step": 1}, files)
+    return disk.publish(folder, 0)
+
+
+def test_ranks_share_the_verification_of_a_file(shared_file: Path) -> None:
+    """Each reads the part of the rank that it is, which it reads again at a restore."""
+    sizes: list[int] = []
+    assert verify(shared_file, read=sizes.append) is None
+    assert sizes == [10] * 11 + [5]
+    with open(shared_file / "rank-0.bin", "r+b") as file:
+        file.seek(75)
+        file.write(b"x")
+    problems = [verify(shared_file, rank, 12) for rank in range(12)]
+    damage = "rank-0.bin has been damaged: its CRC32 differs"
+    assert problems == [damage if rank == 7 else None for rank in range(12)]
+
+
+@pytest.mark.parametrize("size", [0, 75, 109, 111])
+def test_a_shared_file_of_another_size_is_damaged(shared_file: Path, size: int) -> None:
+    os.truncate(shared_file / "rank-0.bin", size)
+    assert verify(shared_file) == f"rank-0.bin has {size} bytes instead of 110"
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ([[10, 1]] * 10, "its 'parts' are not as large as their file"),
+        ([[110]], "its 'parts' are damaged"),
+        ([110], "its 'parts' are damaged"),
+        ([["110", 1]], "its 'parts' are damaged"),
+        (None, "its 'parts' are damaged"),
+    ],
+)
+def test_damaged_parts_are_refused(shared_file: Path, parts: Any, problem: str) -> None:
+    manifest = json.loads((shared_file / "manifest.json").read_text())
+    manifest["files"]["rank-0.bin"]["parts"] = parts
+    del manifest["crc32"]
+    manifest["crc32"] = checkpoints.manifest_crc(manifest)
+    (shared_file / "manifest.json").write_text(json.dumps(manifest))
+    assert verify(shared_file) == f"manifest.json can't be read: {problem}"
+
+
 def test_stray_files_with_names_of_checkpoints_are_damaged(tmp_path: Path) -> None:
     """An older checkpoint is tried then."""
     (tmp_path / "step-6").touch()
