@@ -113,8 +113,8 @@ class Plan:
 
     def is_last(self, rank: int) -> bool:
         """Return whether a rank's part ends its file."""
-        part = self.parts[rank]
-        return all(other.file != part.file for other in self.parts if other.offset > part.offset)
+        file, offset = self.parts[rank][:2]
+        return all(part.file != file for part in self.parts if part.offset > offset)
 
 
 def plan_of(claims: Sequence[Claim]) -> Plan:
@@ -259,14 +259,14 @@ def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
 def reader_of(folder: Path, index: Index, rank: int | None) -> Reader:
     """Return a reader of a checkpoint's tensors; `rank` is the one whose own it reads, None: only
     the buffers of the first."""
-    parts, own = list[Part](), set[int]()
+    parts, parts_of_rank = list[Part](), set[int]()
     for number, part in enumerate(index.parts):
         places = ((folder / part.file, part.offset), (folder / FROZEN.format(number), 0))
         for place, layout, coordinates in zip(places, part.layouts, part.coordinates, strict=False):
             if number == rank:
-                own.add(len(parts))
+                parts_of_rank.add(len(parts))
             parts.append(Part(*place, layout, coordinates))
-    return Reader(index.layouts, parts, own)
+    return Reader(index.layouts, parts, parts_of_rank)
 
 
 def dump(content: Mapping[str, Any]) -> bytes:

@@ -172,9 +172,9 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def overlap(box: Box, other: Box) -> Box:
+def overlap(box: Box, wanted: Box) -> Box:
     """Return the common part of two boxes; its size is not above 0 where there is none."""
-    low = tuple(map(max, box[0], other[0]))
-    edges = zip(*box, *other, strict=True)
+    low = tuple(map(max, box[0], wanted[0]))
+    edges = zip(*box, *wanted, strict=True)
     ends = (min(begin + size, first + extent) for begin, size, first, extent in edges)
     return low, tuple(end - first for end, first in zip(ends, low, strict=True))

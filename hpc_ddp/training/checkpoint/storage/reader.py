@@ -90,7 +90,7 @@ class Reader:
         of the parts
     parts
         of all ranks; a file is opened at the first read
-    own
+    parts_of_rank
         numbers of the parts that this reader's rank has written: of a tensor that each rank has
         saved for itself (``NAME@rank``) it reads the copy in these. Without any, only buffers can
         be read of those tensors, as the first rank of the stage had them
@@ -105,7 +105,7 @@ class Reader:
     """
 
     def __init__(
-        self, layouts: Sequence[Layout], parts: Sequence[Part], own: Container[int] = ()
+        self, layouts: Sequence[Layout], parts: Sequence[Part], parts_of_rank: Container[int] = ()
     ) -> None:
         self._layouts, self._parts = layouts, parts
         self._files: dict[Path, FileIO] = {}
@@ -124,7 +124,7 @@ class Reader:
                 else:
                     self._places.setdefault(name, []).append((number, place, None))
         for index, part in enumerate(parts):
-            if index in own:
+            if index in parts_of_rank:
                 for place, entry in enumerate(layouts[part.layout]):
                     name, is_own, _ = entry.name.partition(OWN)
                     if is_own:
@@ -199,11 +199,11 @@ class Reader:
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[int, StoredShard]]:
         """Yield the boxes of a tensor that may have some of `box`, each with the number of the part
         that has it."""
-        for number, place, own in self._places[name]:
+        for number, place, writer in self._places[name]:
             entry = self._layouts[number][place]
             axes = tuple(cut.axis for cut in entry.cuts)
             for places, (start, size) in cells(entry, box):
-                index = self._parts_by(number, axes).get(places) if own is None else own
+                index = self._parts_by(number, axes).get(places) if writer is None else writer
                 if index is not None:
                     part = self._parts[index]
                     offset = part.offset + self._offsets_in(index)[place]

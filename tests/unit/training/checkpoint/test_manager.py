@@ -13,8 +13,8 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
+from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import Restored
-from hpc_ddp.training.checkpoint.save import Content
 from hpc_ddp.training.checkpoint.storage.frozen import FrozenWeights
 from hpc_ddp.training.checkpoint.storage.index import Index, RankPart, dump
 from hpc_ddp.training.data.order import Position

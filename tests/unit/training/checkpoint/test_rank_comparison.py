@@ -16,7 +16,8 @@ from hpc_ddp.training.checkpoint.rank_comparison import (
     inventory_of,
     start_checksums,
 )
-from hpc_ddp.training.checkpoint.storage.shards import OWN, rows, whole
+from hpc_ddp.training.checkpoint.storage.layout import OWN
+from hpc_ddp.training.checkpoint.storage.shards import rows, whole
 
 SHAPES = {"m.weight": (4, 2), "m.bias": (4,), "m.steps": ()}
 ALL = {"m.weight": 8, "m.bias": 4, "m.steps": 1}

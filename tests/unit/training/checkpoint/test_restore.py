@@ -19,7 +19,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import restore
 from hpc_ddp.training.checkpoint.restore import Restorer, open_checkpoint
 from hpc_ddp.training.checkpoint.storage import disk
-from hpc_ddp.training.checkpoint.storage.index import RankPart
+from hpc_ddp.training.checkpoint.storage.index import RankPart, read_index
 from hpc_ddp.training.process.control import LoneControl
 from unit.fakes import stop_clock
 from unit.training.checkpoint.fakes import (
@@ -187,7 +187,7 @@ def test_a_rank_opens_no_file_of_the_others(
     """Rank 0 reads what the checkpoint consists of, and tells the others."""
     save_steps(make(), 1)
     folder = run.checkpoints / "step-1"
-    index = restore.read_index(folder)
+    index = read_index(folder)
     index = replace(index, parts=index.parts * 3)
     control = LoneControl()
     monkeypatch.setattr(control, "rank", 1)

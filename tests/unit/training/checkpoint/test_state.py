@@ -14,7 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import state
 from hpc_ddp.training.checkpoint.storage import shards
-from hpc_ddp.training.checkpoint.storage.shards import OWN, StagingBuffer
+from hpc_ddp.training.checkpoint.storage.layout import OWN
+from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
 from unit.training.fakes import Holds
