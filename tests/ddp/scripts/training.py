@@ -70,7 +70,7 @@ if args.nodes:
         sizes.append(len(memory))
         read(reader, path, offset, memory)
 
-    Reader._read = count  # type: ignore[method-assign]
+    Reader._read = count  # type: ignore[method-assign, assignment]
 if args.share_files:
     index.MOST_FILES = 1
 if args.fanout is not None:

@@ -134,7 +134,7 @@ def _part(size: int, count: int, place: int) -> tuple[int, int]:
 def cells(entry: LayoutEntry, box: Box) -> Iterator[tuple[Shape, Box]]:
     """Yield the places on the axes of `entry` whose boxes have some of `box`, and their boxes.
 
-    What has no cuts has one box, with the places ().
+    An entry without cuts has one box, with the places ().
     """
     start, size = (0,) * len(entry.shape), entry.shape
     for places in _places(entry.cuts, start, size, box):

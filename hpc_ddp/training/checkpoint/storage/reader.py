@@ -54,8 +54,8 @@ class Sharing:
     """Sends what one rank has read to the others that have the same, by the training's process
     groups, through the memory of their devices.
 
-    Of what all ranks have alike the one reads a part that has verified it, most likely: the memory
-    of its node has it still. So each byte is read from the disk once, and not by each node.
+    The rank that reads a part for all is the one that has verified it, most likely: the memory of
+    its node has it still. So each byte is read from the disk once, and not by each node.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -164,8 +164,8 @@ class Reader:
         return self.read_box(name, ((0,) * len(shape), shape), self._fill_together)
 
     def _read_shard(self, name: str, template: torch.Tensor) -> torch.Tensor:
-        """Return the part of a tensor that this rank has of the DTensor `template`. Of the ranks
-        that have the same one the first reads it."""
+        """Return the part of a tensor that this rank has of the DTensor `template`. The first
+        of the ranks that have the same one reads it."""
         box = local_box(template)
         if self.sharing is None:
             return self.read_box(name, box)
