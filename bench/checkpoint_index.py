@@ -32,11 +32,11 @@ from hpc_ddp.training.checkpoint.storage.index import (
 from hpc_ddp.training.checkpoint.storage.layout import (
     MeshCut,
     StoredShard,
+    aligned,
     cut_box,
     digest_of,
     layout_of,
 )
-from hpc_ddp.training.checkpoint.storage.shards import aligned
 
 SHAPE = 16384, 4096
 WRITERS, WRITTEN = 8, 1 << 27  # processes, and the bytes of each
