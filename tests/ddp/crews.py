@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -128,9 +128,15 @@ class Crew:
         return (self.run.path / "weights").read_bytes()
 
     def launch(
-        self, world_size: int, *argv: str, script: str = "training.py", **env: str
+        self,
+        world_size: int,
+        *argv: str,
+        script: str = "training.py",
+        nodes: Sequence[str] = (),
+        **env: str,
     ) -> Launch:
-        """Start the next attempt as hpc-ddp's launcher would, less the supervisor.
+        """Start the next attempt as hpc-ddp's launcher would, less the supervisor. `nodes` are the
+        names of the ranks' nodes; by default they are all on one.
 
         A world size of 0 is one process to which nobody says anything of ranks.
         """
@@ -149,7 +155,8 @@ class Crew:
             ranks = ranks if world_size else {}
             ours = {"HPC_DDP_RUN": self.run.path, "HPC_DDP_ATTEMPT": self.attempt}
             told = {name: str(value) for name, value in {**ranks, **ours}.items()}
-            told |= {"MASTER_ADDR": "127.0.0.1", "HPC_DDP_NODE": "here", **env}
+            node = nodes[rank] if nodes else "here"
+            told |= {"MASTER_ADDR": "127.0.0.1", "HPC_DDP_NODE": node, **env}
             told["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]  # not the first test's
             line = [str(HERE / "scripts" / script), *argv]
             log.touch()
