@@ -52,8 +52,8 @@ def report() -> None:
 try:
     for _ in run.steps(steps):
         began = time.monotonic()
-        loss = sum(((weight - 0.1) ** 2).sum() for weight in model.parameters())
-        run.backward(loss)
+        losses = [((weight - 0.1) ** 2).sum() for weight in model.parameters()]
+        run.backward(torch.stack(losses).sum())
         run.update(optimizer)
         run.step()
         if run.rank == 0:

@@ -90,9 +90,8 @@ def main() -> None:
         for name in NAMES:
             subprocess.run(["ip", "netns", "del", name], check=False)
     sizes = 16, 512, 8192
-    print(
-        "| | hop, median | hop, p99 |", *(f"{n} ranks, {hops_of(n)} hops at p99 |" for n in sizes)
-    )
+    heads = (f"{n} ranks, {hops_of(n)} hops at p99 |" for n in sizes)
+    print("| | hop, median | hop, p99 |", *heads)
     print("|---|---|---|" + "---|" * len(sizes))
     for name, times in rows.items():
         p99 = times[int(0.99 * len(times))]
@@ -104,7 +103,4 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         pass_messages(int(sys.argv[1]))
     else:
-        assert Path("/usr/sbin/ip").exists() or Path("/sbin/ip").exists(), (
-            "ip (iproute2) is missing"
-        )
         main()

@@ -25,7 +25,10 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests/ddp")]
 os.environ.setdefault("PYTEST_CURRENT_TEST", "bench")  # the tests' workers are named after it
 
-from crews import Crew, Zygote  # noqa: E402  # of the tests, which are no package
+from crews import (  # type: ignore[import-not-found]  # noqa: E402  # of the tests
+    Crew,
+    Zygote,
+)
 
 from hpc_ddp.core.checkpoints import published, read_manifest  # noqa: E402
 from hpc_ddp.core.run_folder import RunFolder  # noqa: E402
