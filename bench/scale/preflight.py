@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -122,7 +123,7 @@ def plays(cluster: Cluster, python: str, options: argparse.Namespace) -> Iterato
         rehearsal = Rehearsal(cluster, 1, python)
         for _ in range(options.plays):
             yield {"package": name, "faults": "none"} | judged(play(rehearsal, package), [])
-        for first, second in PAIRS[: options.pairs]:
+        for first, second in islice(cycle(PAIRS), options.pairs):
             nodes = [cluster.nodes[cluster.size // 3], cluster.nodes[2 * cluster.size // 3]]
             with first(cluster, nodes[0]), second(cluster, nodes[1]):
                 result = play(rehearsal, package)
