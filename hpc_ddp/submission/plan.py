@@ -21,6 +21,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import check_links, close_to_others, write_json, written_by_owner
 from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.variables import literal_names
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import check_idle, claim_start
@@ -239,6 +240,12 @@ def find_mistakes(spec: JobSpec) -> list[str]:
         mistakes.append(f"{spec.script}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError):
         pass
+    texts = (*spec.args, *spec.env.values(), spec.image or "", *spec.container_options)
+    if marks := literal_names(texts, spec.expand):
+        mistakes.append(
+            f"{', '.join(marks)} stays as it is; for the value that NAME has in the job: $NAME and"
+            " --expand NAME; for more than a name: --worker-setup 'export NAME=…'"
+        )
     return mistakes
 
 

@@ -311,11 +311,11 @@ def _check_nodes(nodes: int | str) -> None:
 def _check_env(spec: JobSpec) -> None:
     """Check the names of environment variables, and that no value in the script looks like a
     secret; raise UsageError."""
-    for name in (*spec.env, *spec.env_names):
+    for name in (*spec.env, *spec.env_names, *spec.expand):
         if not _ENV_NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} is not a name of an environment variable",
-                hint="--env NAME, or --env NAME=VALUE",
+                hint="--env NAME, --env NAME=VALUE, or --expand NAME",
             )
     for name, text in spec.env.items():
         if re.search(SECRET_NAME, name, re.I) or re.search(URL_WITH_PASSWORD, text):

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_ddp.core import process
-from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import forget_rank, import_ahead
 from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of
@@ -122,11 +122,15 @@ class ForkServer:
 def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
     """Start the fork server for a `script` with its arguments; torch is imported already.
 
-    Return the agent's end of it; None where nothing can be forked: on other systems than Linux, and
-    with threads, which a site's ``sitecustomize`` may start, and a fork has not. It returns once
-    more in each worker, with the script that the process is to run.
+    Return the agent's end of it; None where nothing can be forked: on other systems than Linux,
+    where workers get variables that an import may depend on, and with threads, which a site's
+    ``sitecustomize`` may start, and a fork has not. It returns once more in each worker, with the
+    script that the process is to run.
     """
     if sys.platform != "linux":
+        return None
+    if names := os.environ.get("HPC_DDP_EXPAND_ENV"):
+        say(f"workers are started by exec: each has a value of its own of {names}")
         return None
     if threading.active_count() > 1:
         name = threading.enumerate()[-1].name

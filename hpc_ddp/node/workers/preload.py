@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpc_ddp.core.attempt_env import OF_A_RANK
+from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.script_imports import UnfitError
 from hpc_ddp.node.workers.worker import OF_AN_MPI_TASK
 

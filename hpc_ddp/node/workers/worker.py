@@ -187,6 +187,39 @@ def resume_args() -> list[str]:
     return shlex.split(words) if not path or glob.glob(path) else []
 
 
+def value_of(name: str) -> str:
+    """Return the value of a variable that ``--expand`` names; exit with 1 where it is not set."""
+    if name == "HOSTNAME":  # the batch script's is that of the first node
+        return os.uname().nodename
+    for variable in (name, f"HPC_DDP_DRY_{name}"):  # the latter is Slurm's, without a Slurm
+        if variable in os.environ:
+            return os.environ[variable]
+    sys.exit(f"hpc-ddp: --expand names {name}, which is not set in this worker")
+
+
+def fill(command: list[str]) -> list[str]:
+    """Return `command`, python, -u, the script and its arguments, with the variables that
+    ``--expand`` names filled into the arguments; so they are into ``env`` where they differ between
+    workers.
+
+    As `core.job.variables.fill`, and exits as `value_of`.
+    """
+    names = os.environ.get("HPC_DDP_EXPAND", "").split()
+    if not names:
+        return command
+    import re
+
+    names_pattern = "|".join(names)
+    marks = re.compile(rf"\$(?:({names_pattern})(?![A-Za-z0-9_])|\{{({names_pattern})\}})")
+
+    def fill_in(text: str) -> str:
+        return marks.sub(lambda match: value_of(match[1] or match[2]), text)
+
+    for name in os.environ.get("HPC_DDP_EXPAND_ENV", "").split():
+        os.environ[name] = fill_in(os.environ[name])
+    return [*command[:3], *map(fill_in, command[3:])]
+
+
 def tracker_answer() -> dict[str, str]:
     """Return the variables that the first node's supervisor has looked up, once it has; {} where
     nobody looks, and without an answer within `LOOKUP_S`."""
@@ -228,8 +261,8 @@ def set_trackers() -> None:
 
 
 def prepare(command: list[str]) -> list[str]:
-    """Prepare this process as a worker; return `command`, python and the script, with the arguments
-    that a resume adds.
+    """Prepare this process as a worker; return `command`, python, -u and the script, with the
+    arguments that a resume adds, and with the variables of the job (`fill`).
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
     user's umask, and dies with its parent. It exits with 1 if torchrun's agent has died already.
@@ -256,7 +289,7 @@ def prepare(command: list[str]) -> list[str]:
     set_trackers()
     if "HPC_DDP_UMASK" in os.environ:  # not under submitit, whose tasks have no `entry`
         os.umask(int(os.environ.pop("HPC_DDP_UMASK"), 8))
-    return [*command, *resume_args()]
+    return fill([*command, *resume_args()])
 
 
 def main(command: list[str]) -> None:

@@ -10,6 +10,7 @@ from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.sweep import trial_args
+from hpc_ddp.core.job.variables import is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, sbatch_line
@@ -52,7 +53,26 @@ def job_env(spec: JobSpec) -> dict[str, str]:
     Raise UsageError for an unknown fabric, and for a broken profile.
     """
     fabric = fabric_env(spec.fabric)
-    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
+    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env, **expand_env(spec)}
+
+
+def expand_env(spec: JobSpec) -> dict[str, str]:
+    """Return the variables by which a worker knows what it is to fill in: the names of ``--expand``
+    and those of the variables of ``env`` whose values a worker alone knows."""
+    if not spec.expand:
+        return {}
+    texts = {"HPC_DDP_EXPAND": spec.expand, "HPC_DDP_EXPAND_ENV": worker_env(spec)}
+    return {name: " ".join(words) for name, words in texts.items()}
+
+
+def worker_env(spec: JobSpec) -> list[str]:
+    """Return the variables of ``env`` that a worker fills in, and not the batch script: their texts
+    have a variable that differs between workers."""
+    return [
+        name
+        for name, text in spec.env.items()
+        if any(map(is_of_worker, names_in(text, spec.expand)))
+    ]
 
 
 class Rendering:
@@ -85,6 +105,9 @@ class Rendering:
             "host_suffix": spec.host_suffix,
             "interface": spec.interface or "",
             "env": self.environment,
+            "worker_env": worker_env(spec),
+            "expand": spec.expand,
+            "step_names": self._names_of_step(),
             "workdir": spec.chdir,
             "setup": spec.setup,
             "teardown": spec.teardown,
@@ -105,6 +128,21 @@ class Rendering:
             "container": self.entry.command,
             "container_srun": self.entry.srun,
         }
+
+    def _names_of_step(self) -> list[str]:
+        """Return the variables that the batch script fills into its step's command. Raise
+        UsageError for one that a worker alone knows, and for one in an ``#SBATCH`` line."""
+        entry, expand = self.entry, self._spec.expand
+        words = (*self._spec.srun, *entry.srun, *entry.command)
+        names = [name for word in words for name in names_in(word, expand)]
+        of_sbatch = [name for word in entry.sbatch for name in names_in(word, expand)]
+        if bad := next((n for n in names if is_of_worker(n)), None) or next(iter(of_sbatch), None):
+            raise UsageError(
+                f"the image, the container and the options of srun can't have ${bad}: it is not"
+                " known before the step starts; accepted: a variable of the batch script",
+                hint="--expand SLURM_JOB_ID, or one that a set-up line sets",
+            )
+        return list(dict.fromkeys(names))
 
     def whole(self) -> str:
         """Return the whole script; raise UsageError for a user's template that can't be used."""
