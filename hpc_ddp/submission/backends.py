@@ -146,7 +146,7 @@ class LocalBackend(SlurmBackend):
             env |= hiding_env()
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
-        _, prefix = node_command(spec, node, str(prepared.script))
+        _, prefix = node_command(spec, run, prepared.script)
         command = [sys.executable, node, "dry_run", *prefix, *spec.args]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until `dry_run` handles them
         try:
@@ -209,8 +209,7 @@ class SubmititBackend(SlurmBackend):
 
         from hpc_ddp.node.supervisor import submitit_main
 
-        node = str(prepared.run.lib / "node.py")
-        kind, command = node_command(prepared.spec, node, str(prepared.script))
+        kind, command = node_command(prepared.spec, prepared.run, prepared.script)
         folder = prepared.run.submitit
         folder.mkdir(exist_ok=True)
         DelayedSubmission(submitit_main, kind, command).dump(folder / PICKLE)

@@ -123,10 +123,10 @@ class Plan:
         check_folder(run)
         snapshot.carry_library(run)
         if self.source:
-            newest, _ = snapshot.newest(self.source, Path(self.spec.script))
+            newest, _ = snapshot.newest(self.source, self.spec.program, self.spec.module)
             shutil.copytree(newest, self.code, symlinks=True)
         elif self.copies_code:
-            snapshot.take(Path(self.spec.script), run, self.exclude)
+            snapshot.take(self.spec.program, run, self.exclude)
         if self.code.is_relative_to(run.path):
             close_to_others(self.code)
         run.job_json.write_text(self.spec.to_json())
@@ -208,18 +208,21 @@ def make_plan(
     if settings.limits:
         settings.limits.check(spec)
         limits = {} if spec.backend == "local" else settings.limits.bounds
-    script = Path(spec.script)
+    script = spec.program
     code = script.parent
-    copies_code = bool(settings.get("snapshot", True)) and not keeps_code
+    # An installed module is no code of the user's, and a command finds its files where they are.
+    has_code = bool(spec.module_file) if spec.module else not spec.no_python
+    copies_code = bool(settings.get("snapshot", True)) and not keeps_code and has_code
     if keeps_code and run.newest_code:
-        code, inside = snapshot.newest(run, script)
+        code, inside = snapshot.newest(run, script, spec.module)
         script = code / inside
-    elif source:
+    elif source and has_code:
         code = run.code / "0"
-        script = code / snapshot.newest(source, script)[1]
+        script = code / snapshot.newest(source, script, spec.module)[1]
     elif copies_code:
         code, script = snapshot.place(script, run)
     exclude = tuple(settings.get("snapshot-exclude", ()))
+    source = source if has_code else None
     plan = Plan(spec, run, code, script, is_new, copies_code, exclude, limits, source)
     plan.rendering.whole()  # a broken template ends it before anything is written
     return plan
@@ -232,15 +235,20 @@ def find_mistakes(spec: JobSpec) -> list[str]:
     is_missing = not (spec.container or spec.image or os.path.exists(spec.python))
     if is_missing and os.path.isabs(spec.python):
         mistakes.append(f"python {spec.python} is not on this machine; is it on the nodes?")
+    file, top = spec.module_file or spec.program, spec.script.partition(".")[0]
+    if spec.module and not spec.module_file and Path(spec.chdir, top).is_dir():
+        mistakes.append(f"there is {top}/ in {spec.chdir}, but no module {spec.script}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(Path(spec.script).read_bytes(), spec.script, "exec", dont_inherit=True)
+            if not spec.no_python:
+                compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
     except SyntaxError as error:  # the job's Python may be a newer one
-        mistakes.append(f"{spec.script}, line {error.lineno}: {error.msg}")
+        mistakes.append(f"{file}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError):
         pass
-    texts = (*spec.args, *spec.env.values(), spec.image or "", *spec.container_options)
+    args = () if spec.no_python else spec.args  # bash -c has words for a shell
+    texts = (*args, *spec.env.values(), spec.image or "", *spec.container_options)
     if marks := literal_names(texts, spec.expand):
         mistakes.append(
             f"{', '.join(marks)} stays as it is; for the value that NAME has in the job: $NAME and"

@@ -29,7 +29,8 @@ _SETTLED = {
         ("log-dir", "redirects", "tee", "logs-specs", "local-ranks-filter"),
         "nothing: each rank has a log, see `hpc-ddp logs --rank`",
     ),
-    **dict.fromkeys(("module", "m", "no-python", "run-path"), "SCRIPT"),
+    **dict.fromkeys(("module", "m"), "hpc-ddp's own --module, before SCRIPT"),
+    **dict.fromkeys(("no-python", "run-path"), "hpc-ddp's own --no-python, before SCRIPT"),
     **dict.fromkeys(("help", "print-completion"), "torchrun --help, in a shell"),
     "signals-to-handle": "nothing: the supervisor handles signals",
 }
@@ -62,6 +63,7 @@ SECRET_NAME = (
 )
 URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@host
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -80,6 +82,11 @@ def check(spec: JobSpec) -> None:
         if "option" in item.metadata:
             item.metadata["option"].check(key_of(item), getattr(spec, item.name))
     parse_signal(spec.signal)
+    if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
+        raise UsageError(
+            f"{spec.script!r} is no module; accepted with --module: a name such as package.train",
+            hint="hpc-ddp submit -m package.train --lr 0.1",
+        )
     if not JOB_NAME.fullmatch(spec.job_name):
         raise UsageError(
             f"job name {spec.job_name!r} can't be the name of a folder; accepted: up to 100"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import parse_object
@@ -206,6 +207,19 @@ class JobSpec(ResourceOptions):
         sweep = {name: tuple(values) for name, values in self.sweep.items()}
         object.__setattr__(self, "sweep", sweep)
         checks.check(self)
+
+    @property
+    def program(self) -> Path:
+        """The script's path; for a module or a command a path in the working directory."""
+        return Path(self.chdir) / self.script
+
+    @property
+    def module_file(self) -> Path | None:
+        """The file of the module in the working directory; None for another program, and for a
+        module that is not there, which has to be installed on the nodes."""
+        path = Path(self.chdir, *self.script.split("."))
+        files = (path.with_suffix(".py"), path / "__main__.py")
+        return next((file for file in files if self.module and file.is_file()), None)
 
     @property
     def node_range(self) -> tuple[int, int]:

@@ -16,6 +16,15 @@ class ResourceOptions:
 
     script: str
     args: tuple[str, ...] = ()
+    module: bool = option(
+        False, "SCRIPT is a module, as of python -m.", group=COMMON, letter="m", is_local=True
+    )
+    no_python: bool = option(
+        False,
+        "SCRIPT is a command on the nodes, such as composer or bash, and runs as the code is then.",
+        group=COMMON,
+        is_local=True,
+    )
     job_name: str = option(
         "job", "Default: the script's name.", group=COMMON, letter="J", metavar="NAME"
     )

@@ -122,12 +122,15 @@ class ForkServer:
 def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
     """Start the fork server for a `script` with its arguments; torch is imported already.
 
-    Return the agent's end of it; None where nothing can be forked: on other systems than Linux,
-    where workers get variables that an import may depend on, and with threads, which a site's
-    ``sitecustomize`` may start, and a fork has not. It returns once more in each worker, with the
-    script that the process is to run.
+    Return the agent's end of it; None where nothing can be forked: on other systems than Linux, for
+    a program that is no script, where workers get variables that an import may depend on, and with
+    threads, which a site's ``sitecustomize`` may start, and a fork has not. It returns once more in
+    each worker, with the script that the process is to run.
     """
     if sys.platform != "linux":
+        return None
+    if Path(script[0]).name == "program.py":
+        say("workers are started by exec: the program is a module or a command, and no script")
         return None
     if names := os.environ.get("HPC_DDP_EXPAND_ENV"):
         say(f"workers are started by exec: each has a value of its own of {names}")

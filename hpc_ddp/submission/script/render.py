@@ -35,15 +35,23 @@ def step_options(spec: JobSpec) -> list[str]:
     return [*end, f"--wait={WAIT_S}", "--overlap", *mpi]
 
 
-def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
-    """Return the kind of launch of each task's supervisor (``worker`` or ``torchrun``), and the
-    command that it starts, without the arguments of the script.
+def program(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
+    """Return the words for Python that start a job's program, without its arguments; `script` is
+    its path as the job sees it, of a module or a command one in its folder."""
+    start = str(run.lib / "hpc_ddp" / "node" / "workers" / "program.py")
+    if spec.module:
+        return [start, "module", str(script.parent), spec.script]
+    return [start, "command", spec.script] if spec.no_python else [str(script)]
 
-    `node` is the path of node.py, `script` that of the script, as the job sees them.
-    """
+
+def node_command(spec: JobSpec, run: RunFolder, script: Path) -> tuple[str, list[str]]:
+    """Return the kind of launch of each task's supervisor (``worker`` or ``torchrun``), and the
+    command that it starts, without the arguments of the program; `script` as `program` has it."""
+    words = program(spec, run, script)
     if spec.launcher == "srun":
-        return "worker", [spec.python, script]
-    return "torchrun", [spec.python, "-u", node, "elastic_agent", *torchrun_options(spec), script]
+        return "worker", [spec.python, *words]
+    node = str(run.lib / "node.py")
+    return "torchrun", [spec.python, "-u", node, "elastic_agent", *torchrun_options(spec), *words]
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
@@ -121,6 +129,7 @@ class Rendering:
             "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
+            "program": program(spec, run, script),
             "args": spec.args,
             "is_array": bool(spec.array),
             "trials": [trial_args(trial) for trial in spec.trials],
