@@ -21,8 +21,9 @@ from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS, handles
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.peer_links import Task
-from hpc_ddp.node.workers.worker import started_by
+from hpc_ddp.node.workers.worker import after_setup, started_by
 
+NODE_SETUP = "HPC_DDP_NODE_SETUP"  # the lines that come before it
 AGENT_WORDS = 4  # python -u node.py elastic_agent
 MOST_FILES = 1 << 16  # some programs close each descriptor that there might be
 NO_GROUP = "no-group"  # a file of the first node: its workers have formed no process group
@@ -131,11 +132,12 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
     confs = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
     conf = ",".join([*confs, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
+    words = [*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script]
     return Launch(
         name=place.node,
         task=Task(place.index, len(place.nodes)),
         folder=place.attempt.node(place.node),
-        command=[*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script],
+        command=after_setup(os.environ.get(NODE_SETUP, ""), words),
         env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
         peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
         is_elastic=any(word.startswith("--nnodes=") and ":" in word for word in options),
@@ -156,7 +158,7 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
         name=f"{place.node}-{rank}",
         task=Task(rank, size, per_node),
         folder=place.attempt.node(place.node, rank),
-        command=started_by(command[0], command[1:]),
+        command=after_setup(os.environ.get(NODE_SETUP, ""), started_by(command[0], command[1:])),
         env=_variables(place, rank, size),
         peers=[place.attempt.node(node, peer).record for peer, node in enumerate(node_of)],
         rank=rank,

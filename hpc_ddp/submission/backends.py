@@ -31,7 +31,13 @@ from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission.plan import Plan, PreparedRun
 from hpc_ddp.submission.script import template
-from hpc_ddp.submission.script.render import job_env, node_command, step_options, worker_env
+from hpc_ddp.submission.script.render import (
+    job_env,
+    node_command,
+    node_env,
+    step_options,
+    worker_env,
+)
 
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
 
@@ -166,7 +172,7 @@ def _local_env(spec: JobSpec) -> dict[str, str]:
     """Return the variables of `job_env` for this machine, filled in. A variable of Slurm's that a
     dry run has not is its number of nodes, or 0; raise UsageError for another one that is not set
     here."""
-    env, nodes = job_env(spec), str(spec.node_range[1])
+    env, nodes = {**job_env(spec), **node_env(spec)}, str(spec.node_range[1])
     slurms = {name: "0" for name in spec.expand if name.startswith("SLURM_")}
     slurms |= {name: nodes for name in slurms if name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
     values = {**slurms, **os.environ}

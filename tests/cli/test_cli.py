@@ -235,7 +235,14 @@ def test_the_options_are_these() -> None:
         ),
         *("--gpus-per-node", "--interface", "--job-name", "--json", "--launcher"),
         *("--mail-type", "--mail-user"),
-        *("--module", "--no-python", "--expand", "--container-options"),
+        *(
+            "--module",
+            "--no-python",
+            "--expand",
+            "--container-options",
+            "--node-setup",
+            "--worker-setup",
+        ),
         *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
         *(
             "--nproc-per-node",

@@ -148,3 +148,28 @@ def test_a_module_is_run_again(tmp_path: Path, project: Path, same_code: bool) -
     facts = json.loads((tmp_path / "out" / "1.json").read_text())
     assert facts["argv"][1:] == ["--x=2"]
     assert facts["main"].endswith("/code/0/src/package/train.py")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_set_up_lines_of_node_and_worker(tmp_path: Path, project: Path, launcher: str) -> None:
+    """In the container, which `env` stands in for; what a worker's lines set is known to
+    ``expand``, and a line that fails is reported and ends nothing."""
+    count = f"echo $SLURM_PROCID >>{tmp_path}/nodes"
+    node = ("--node-setup", count, "--node-setup", "export OF_NODE='a b'")
+    worker = (
+        "--worker-setup",
+        "export NODE_RANK=$GROUP_RANK; [ $RANK = 0 ] || export DEBUG=r$RANK",
+    )
+    words = (*node, *worker, "--worker-setup", "false", "--expand", "OF_NODE", "--expand", "DEBUG")
+    script = (str(project / "show.py"), "$OF_NODE")
+    for rank, facts in enumerate(
+        _facts(tmp_path, project, "--launcher", launcher, *words, *script)
+    ):
+        assert facts["argv"][1:] == ["a b"]
+        assert (facts["env"]["NODE_RANK"], facts["env"].get("DEBUG")) == (
+            "0",
+            "r1" if rank else None,
+        )
+    assert len((tmp_path / "nodes").read_text().split()) == (1 if launcher == "torchrun" else 2)
+    (log,) = (tmp_path / "runs").glob("show/*/logs/attempt-0/*/rank-1.log")
+    assert "this set-up command failed with code 1: false" in log.read_text()

@@ -284,6 +284,7 @@ def _check_texts(spec: JobSpec) -> None:
             )
     swept = [value for values in spec.sweep.values() for value in values]
     lines = (spec.resume_args, spec.resume_if, *spec.setup, *spec.teardown)
+    lines += (*spec.node_setup, *spec.worker_setup)
     texts = (spec.script, spec.chdir, *spec.args, *lines, *spec.env.values(), *swept)
     for text in texts:
         if "\0" in text or not _is_unicode(text):

@@ -82,6 +82,22 @@ class JobSpec(ResourceOptions):
         metavar="LINE",
         is_joined=True,
     )
+    node_setup: tuple[str, ...] = option(
+        (),
+        "The same on each node, in the container, before its workers; repeatable.",
+        group=ENVIRONMENT,
+        metavar="LINE",
+        is_joined=True,
+        is_local=True,
+    )
+    worker_setup: tuple[str, ...] = option(
+        (),
+        "The same in each worker, which has its RANK; repeatable.",
+        group=ENVIRONMENT,
+        metavar="LINE",
+        is_joined=True,
+        is_local=True,
+    )
     container: str | None = option(
         None,
         "The command that enters a container, as 'apptainer exec --nv image.sif'.",

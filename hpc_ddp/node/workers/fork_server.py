@@ -38,6 +38,7 @@ from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_o
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
+    fill,
     prepare,
     set_compile_cache,
     started_by,
@@ -132,8 +133,8 @@ def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
     if Path(script[0]).name == "program.py":
         say("workers are started by exec: the program is a module or a command, and no script")
         return None
-    if names := os.environ.get("HPC_DDP_EXPAND_ENV"):
-        say(f"workers are started by exec: each has a value of its own of {names}")
+    if "HPC_DDP_EXPAND_ENV" in os.environ or "HPC_DDP_WORKER_SETUP" in os.environ:
+        say("workers are started by exec: each has set-up lines, or variables, of its own")
         return None
     if threading.active_count() > 1:
         name = threading.enumerate()[-1].name
@@ -300,7 +301,7 @@ class _Server:
         os.setsid()
         os.environ.clear()
         os.environ.update(environ)
-        words = prepare(command[len(started_by(sys.executable, [])) - 2 :])
+        words = fill(prepare(command[len(started_by(sys.executable, [])) - 2 :]))
         os.write(2, os.pread(self.output, os.fstat(self.output).st_size, 0))
         os.close(self.output)
         return ForkedScript.of(words)

@@ -33,6 +33,7 @@ OF_AN_MPI_TASK = (
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NAMESPACE = "/proc/self/ns/pid"
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+READY = "--ready"  # the first word where the set-up lines are done
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
@@ -40,6 +41,16 @@ def started_by(python: str, script: list[str]) -> list[str]:
     """Return the command by which the interpreter `python` starts a worker: this file, which then
     becomes the `script` with its arguments."""
     return [python, "-ISs", __file__, python, "-u", *script]
+
+
+def after_setup(lines: str, command: list[str]) -> list[str]:
+    """Return the command of a bash that runs set-up lines, and then becomes `command`, with their
+    variables; `command` itself for ''. A line that fails is reported, and ends nothing."""
+    if not lines:
+        return command
+    report = 'echo "hpc-ddp: this set-up command failed with code $?: $BASH_COMMAND" >&2'
+    text = f"trap '{report}' ERR\n{lines}\ntrap - ERR\nexec \"$@\""
+    return ["bash", "-c", text, "hpc-ddp", *command]
 
 
 def die_with_parent() -> None:
@@ -262,7 +273,7 @@ def set_trackers() -> None:
 
 def prepare(command: list[str]) -> list[str]:
     """Prepare this process as a worker; return `command`, python, -u and the script, with the
-    arguments that a resume adds, and with the variables of the job (`fill`).
+    arguments that a resume adds.
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
     user's umask, and dies with its parent. It exits with 1 if torchrun's agent has died already.
@@ -289,13 +300,19 @@ def prepare(command: list[str]) -> list[str]:
     set_trackers()
     if "HPC_DDP_UMASK" in os.environ:  # not under submitit, whose tasks have no `entry`
         os.umask(int(os.environ.pop("HPC_DDP_UMASK"), 8))
-    return fill([*command, *resume_args()])
+    return [*command, *resume_args()]
 
 
 def main(command: list[str]) -> None:
     """Prepare this process, and replace it by `command`, which Python itself runs: the command's
-    own may be a wrapper, and has been entered. Raise OSError as `prepare`."""
-    command = prepare(command)
+    own may be a wrapper, and has been entered. Raise OSError as `prepare`, and without a bash for
+    set-up lines. These come between, and this file once more behind them, with `READY`."""
+    if command[0] != READY:
+        command = prepare(command)
+        if lines := os.environ.get("HPC_DDP_WORKER_SETUP"):
+            words = [sys.executable, "-ISs", __file__, READY, *command]
+            os.execvp("bash", after_setup(lines, words))
+    command = fill(command[1:] if command[0] == READY else command)
     for number in NOTICE_SIGNALS:  # a supervisor's child is started with them ignored
         signal.signal(number, signal.SIG_DFL)
     os.execv(sys.executable, [sys.executable, *command[1:]])

@@ -61,16 +61,20 @@ def job_env(spec: JobSpec) -> dict[str, str]:
     Raise UsageError for an unknown fabric, and for a broken profile.
     """
     fabric = fabric_env(spec.fabric)
-    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env, **expand_env(spec)}
+    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
 
 
-def expand_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables by which a worker knows what it is to fill in: the names of ``--expand``
-    and those of the variables of ``env`` whose values a worker alone knows."""
-    if not spec.expand:
-        return {}
-    texts = {"HPC_DDP_EXPAND": spec.expand, "HPC_DDP_EXPAND_ENV": worker_env(spec)}
-    return {name: " ".join(words) for name, words in texts.items()}
+def node_env(spec: JobSpec) -> dict[str, str]:
+    """Return the variables by which supervisors and workers know what they do before the program:
+    their set-up lines, the names of ``--expand``, and those of the variables of ``env`` whose
+    values a worker alone knows. {} for a job without these."""
+    texts = {
+        "HPC_DDP_NODE_SETUP": "\n".join(spec.node_setup),
+        "HPC_DDP_WORKER_SETUP": "\n".join(spec.worker_setup),
+        "HPC_DDP_EXPAND": " ".join(spec.expand),
+        "HPC_DDP_EXPAND_ENV": " ".join(worker_env(spec)),
+    }
+    return {name: text for name, text in texts.items() if text}
 
 
 def worker_env(spec: JobSpec) -> list[str]:
@@ -112,8 +116,8 @@ class Rendering:
             "code": str(code),
             "host_suffix": spec.host_suffix,
             "interface": spec.interface or "",
-            "env": self.environment,
-            "worker_env": worker_env(spec),
+            "env": {**self.environment, **node_env(spec)},
+            "batch_env": self.environment.keys() - worker_env(spec),
             "expand": spec.expand,
             "step_names": self._names_of_step(),
             "workdir": spec.chdir,
