@@ -1,6 +1,7 @@
-"""The child of a supervisor: a node's torchrun, or with ``--launcher srun`` one worker.
+"""The child of a supervisor: a node's torchrun, or with another ``--launcher`` one worker.
 
-For the latter the variables that torchrun would set are made of those that Slurm sets for the task.
+For the latter the variables that torchrun would set are made of those that Slurm, or an MPI, sets
+for the task.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from hpc_ddp.node.workers.worker import after_setup, started_by
 NODE_SETUP = "HPC_DDP_NODE_SETUP"  # the lines that come before it
 AGENT_WORDS = 4  # python -u node.py elastic_agent
 MOST_FILES = 1 << 16  # some programs close each descriptor that there might be
+# Beginnings of an MPI's variables of a task: Open MPI; Intel MPI and MPICH; MVAPICH.
+MPI_TASKS = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
 NO_GROUP = "no-group"  # a file of the first node: its workers have formed no process group
 
 
@@ -149,10 +152,15 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     arguments.
 
     Ranks are in blocks, as --distribution has it. Rank 0 has all workers for `peers`, and the port
-    of the store. Raise KeyError outside of a Slurm task.
+    of the store. Raise KeyError outside of a task, OSError for one of an MPI with another order.
     """
-    rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    rank, size = _rank_and_size()
     per_node = size // len(place.nodes)
+    if rank // per_node != place.index:
+        raise OSError(
+            f"rank {rank} is on {place.node}, number {place.index} of the job's nodes, and ranks"
+            " have to go node by node, in Slurm's order; hint: --launcher torchrun"
+        )
     node_of = [] if rank else [place.nodes[peer // per_node] for peer in range(size)]
     return Launch(
         name=f"{place.node}-{rank}",
@@ -167,9 +175,18 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     )
 
 
+def _rank_and_size() -> tuple[int, int]:
+    """Return the rank and the number of tasks that srun, or an MPI's launcher, gave this process;
+    raise KeyError outside of a task."""
+    env = os.environ
+    if AttemptEnv.from_env(env).step_launcher == "srun":
+        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
+    kind = next((kind for kind in MPI_TASKS if f"{kind}_RANK" in env), MPI_TASKS[0])
+    return int(env[f"{kind}_RANK"]), int(env[f"{kind}_SIZE"])
+
+
 def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for worker `rank` of `size`; raise KeyError
-    outside of a Slurm task.
+    """Return the variables that torchrun would set for worker `rank` of `size`.
 
     By TORCHELASTIC_RUN_ID libraries know that starts and restarts are not theirs: Lightning then
     keeps its own requeue off, which revives cancelled jobs.
@@ -177,7 +194,7 @@ def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
     env = AttemptEnv.from_env(os.environ)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "LOCAL_RANK": str(rank % (size // len(place.nodes))),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size // len(place.nodes)),
         "GROUP_RANK": str(place.index),

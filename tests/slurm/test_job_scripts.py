@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from cluster import Cluster
-from harness import SUBMITIT_LATER, TWO_BY_ONE, Hpc, use
+from harness import (
+    DIGITS,
+    DIGITS_ARGS,
+    SUBMITIT_LATER,
+    TWO_BY_ONE,
+    TWO_BY_TWO,
+    Hpc,
+    Job,
+    same_weights,
+    use,
+)
 
 
 @pytest.mark.parametrize("backend", SUBMITIT_LATER)
@@ -27,3 +39,23 @@ def test_a_command_with_variables_and_set_up_lines(
         text = job.run.attempt(0).node(node).rank_log(rank).read_text()
         assert f"a  b|{job.id}$X|/x/{job.id}|{node}|{node}|{rank + 5}\n" in text
         assert "this set-up command failed with code 1: false" in text
+
+
+@pytest.mark.more
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun (apt: openmpi-bin)")
+def test_a_task_of_mpirun_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
+    """Preempted once. Ranks are those of the MPI, whose variables the workers keep."""
+    use(cluster)
+    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    words = ("--launcher", "mpirun", "--mpirun=--mca btl self,tcp", *TWO_BY_TWO)
+    job = hpc.submit(*words, str(DIGITS), *DIGITS_ARGS, env={"HPC_DDP_SAVE_EVERY": "1", **env})
+    job.at_step(5)
+    job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert same_weights(job, undisturbed)
+    show = 'echo "$RANK $OMPI_COMM_WORLD_RANK $LOCAL_RANK $OMPI_COMM_WORLD_LOCAL_RANK $WORLD_SIZE"'
+    job = hpc.submit(*words, "--no-python", "bash", "-c", show, env=env)
+    assert job.end() == "COMPLETED", job.output()
+    logs = sorted(job.run.attempt(0).path.glob("*/rank-*.log"))
+    assert [log.read_text() for log in logs] == [f"{r} {r} {r % 2} {r % 2} 4\n" for r in range(4)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,10 @@ _SETTLED = {
 _SRUN_SETTLED = (
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "distribution", "output", "label"),
     *("kill-on-bad-exit", "no-kill", "wait", "overlap"),
+)
+_MPIRUN_SETTLED = (
+    *("-np", "--np", "-n", "--n", "-c", "-N", "-npernode", "--npernode", "--map-by", "--rank-by"),
+    *("-H", "-host", "--host", "-hostfile", "--hostfile", "-machinefile", "--machinefile"),
 )
 
 # Options of sbatch that are refused, each with the least letters that mean it: what it does, and
@@ -194,22 +199,36 @@ def _check_tasks(spec: JobSpec) -> None:
                 f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
                 hint="nodes, workers and CPUs: --nodes, --nproc-per-node, --cpus-per-node",
             )
-    if spec.launcher == "srun" and not isinstance(spec.nodes, int):
+    if spec.launcher != "torchrun" and not isinstance(spec.nodes, int):
         raise UsageError(
-            f"nodes is {spec.nodes}, and with --launcher srun Slurm has to know how many tasks"
-            " there are; accepted: a whole number",
+            f"nodes is {spec.nodes}, and with --launcher {spec.launcher} Slurm has to know how many"
+            " tasks there are; accepted: a whole number",
             hint="--nodes 2, or --launcher torchrun",
         )
-    if spec.step_launcher != "srun" and (spec.launcher == "srun" or spec.elastic or spec.srun):
+    command = spec.step_command
+    if command != "srun" and (spec.elastic or spec.srun):
+        raise UsageError(f"{command} excludes --elastic and --srun", hint="--step-launcher srun")
+    if spec.step_launcher not in ("srun", command):
         raise UsageError(
-            f"step-launcher {spec.step_launcher} excludes --launcher srun, --elastic and --srun",
-            hint="--step-launcher srun",
+            f"step-launcher {spec.step_launcher} excludes --launcher {spec.launcher}",
+            hint=f"--launcher {spec.step_launcher}, or --step-launcher srun",
         )
-    if spec.step_launcher != "srun" and (spec.preflight or spec.backend == "submitit"):
+    if command != "srun" and (spec.preflight or spec.backend == "submitit"):
         raise UsageError(
-            f"the preflight and submitit need srun, and step-launcher is {spec.step_launcher}",
+            f"the preflight and submitit need srun, and {command} starts the tasks",
             hint="--step-launcher srun, or without --preflight and with --backend slurm",
         )
+    if spec.mpirun and command == "srun":
+        raise UsageError(
+            "options of mpirun have no effect: srun starts the tasks",
+            hint="--launcher mpirun, a task for each worker; or --step-launcher mpirun, one a node",
+        )
+    for word in mpirun_words(spec.mpirun):
+        if word.partition("=")[0] in _MPIRUN_SETTLED:
+            raise UsageError(
+                f"mpirun option {word} is set by hpc-ddp; accepted: others of mpirun's",
+                hint="nodes and workers: --nodes, --nproc-per-node",
+            )
     if spec.cpus_per_node is not None and spec.cpus_per_task is not None:
         raise UsageError(
             f"cpus-per-node {spec.cpus_per_node} and cpus-per-task {spec.cpus_per_task} are two"
@@ -244,7 +263,7 @@ def _check_torchrun(spec: JobSpec) -> None:
     """Check raw options of torchrun, restarts, and ``--elastic``. Raise UsageError for an option of
     another form than ``--name=value``, one that hpc-ddp sets itself, and settings that exclude each
     other."""
-    if spec.launcher == "srun" and (spec.torchrun or spec.restarts or spec.elastic):
+    if spec.launcher != "torchrun" and (spec.torchrun or spec.restarts or spec.elastic):
         raise UsageError(
             "without torchrun there are no --max-restarts, --elastic and --torchrun",
             hint="--launcher torchrun",
@@ -331,6 +350,18 @@ def _check_env(spec: JobSpec) -> None:
                 f"the value of {name} looks like a secret and would stand in the job's script",
                 hint=f"export {name} in your shell, then --env {name}",
             )
+
+
+def mpirun_words(options: Sequence[str]) -> list[str]:
+    """Return the words of options of mpirun, each text split as by a shell; raise UsageError for
+    one that can't be."""
+    try:
+        return [word for text in options for word in shlex.split(text)]
+    except ValueError as error:
+        raise UsageError(
+            f"options of mpirun can't be split into words: {error}",
+            hint="--mpirun='--mca pml ob1'",
+        ) from None
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:

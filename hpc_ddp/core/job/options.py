@@ -23,7 +23,7 @@ from hpc_ddp.core.job.resource_options import ResourceOptions
 from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
 from hpc_ddp.core.job.sweep import trial_args, trials
 
-LAUNCHERS = ("torchrun", "srun")
+LAUNCHERS = ("torchrun", "srun", "ibrun", "mpirun")
 STEP_LAUNCHERS = ("srun", "ibrun", "mpirun")
 CONTINUE_BY = ("requeue", "resubmit")
 
@@ -42,7 +42,7 @@ class JobSpec(ResourceOptions):
 
     launcher: str = option(
         "torchrun",
-        "The launcher of the workers (default torchrun); srun: each is a Slurm task.",
+        "The launcher of the workers (default torchrun); with another one each is a task of it.",
         group=WORKERS,
         accepted=LAUNCHERS,
         is_local=True,
@@ -58,6 +58,13 @@ class JobSpec(ResourceOptions):
         "Any option of srun for the training's step, as --srun=--cpu-bind=none; repeatable.",
         group=WORKERS,
         metavar="OPTION",
+        is_joined=True,
+    )
+    mpirun: tuple[str, ...] = option(
+        (),
+        "Any options of mpirun or ibrun, as --mpirun='--mca pml ob1'; repeatable.",
+        group=WORKERS,
+        metavar="OPTIONS",
         is_joined=True,
     )
     fabric: str = option(
@@ -266,7 +273,12 @@ class JobSpec(ResourceOptions):
     @property
     def tasks_per_node(self) -> int:
         """Slurm tasks of the training step per node: torchrun, or each worker by itself."""
-        return self.workers_per_node if self.launcher == "srun" else 1
+        return 1 if self.launcher == "torchrun" else self.workers_per_node
+
+    @property
+    def step_command(self) -> str:
+        """The command that starts the tasks of the training's step: srun, ibrun or mpirun."""
+        return self.step_launcher if self.launcher == "torchrun" else self.launcher
 
     @property
     def task_cpus(self) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.job.variables import is_of_worker, names_in
@@ -48,7 +49,7 @@ def node_command(spec: JobSpec, run: RunFolder, script: Path) -> tuple[str, list
     """Return the kind of launch of each task's supervisor (``worker`` or ``torchrun``), and the
     command that it starts, without the arguments of the program; `script` as `program` has it."""
     words = program(spec, run, script)
-    if spec.launcher == "srun":
+    if spec.launcher != "torchrun":
         return "worker", [spec.python, *words]
     node = str(run.lib / "node.py")
     return "torchrun", [spec.python, "-u", node, "elastic_agent", *torchrun_options(spec), *words]
@@ -126,9 +127,11 @@ class Rendering:
             "host_python": sys.executable,
             "python": spec.python,
             "workers": spec.workers_per_node,
+            "tasks_per_node": spec.tasks_per_node,
             "launcher": spec.launcher,
             "continue_by": spec.continue_by,
-            "step_launcher": spec.step_launcher,
+            "step_launcher": spec.step_command,
+            "mpirun": mpirun_words(spec.mpirun),
             "srun": (*spec.srun, *self.entry.srun),
             "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),
