@@ -16,7 +16,7 @@ from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, NO_FILE, Settings
-from hpc_ddp.submission.settings.defaults import working_directory
+from hpc_ddp.submission.settings.defaults import absolute, working_directory
 
 
 def plan_rerun(
@@ -172,7 +172,7 @@ def _changes(
     changed |= {key: settings.get(key) for key in JOINED if key in changed}
     if "script" in changed:
         kinds = {key.replace("-", "_"): bool(options.get(key)) for key in NO_FILE}
-        path = changed["script"] if any(kinds.values()) else (cwd / changed["script"]).absolute()
+        path = changed["script"] if any(kinds.values()) else absolute(cwd / changed["script"])
         changed |= {**kinds, "script": str(path)}
     if "chdir" in changed:
         changed["chdir"] = working_directory(cwd, changed["chdir"])

@@ -234,7 +234,7 @@ def test_the_options_are_these() -> None:
             "--fabric",
         ),
         *("--gpus-per-node", "--interface", "--job-name", "--json", "--launcher"),
-        *("--mail-type", "--mail-user", "--mpirun"),
+        *("--mail-type", "--mail-user", "--mpirun", "--output", "--error"),
         *(
             "--module",
             "--no-python",

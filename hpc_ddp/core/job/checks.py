@@ -84,8 +84,9 @@ def check(spec: JobSpec) -> None:
     _check_texts(spec)
     _check_nodes(spec.nodes)
     for item in fields(spec):
-        if "option" in item.metadata:
-            item.metadata["option"].check(key_of(item), getattr(spec, item.name))
+        value = getattr(spec, item.name)
+        if "option" in item.metadata and not (value is None and item.default is None):
+            item.metadata["option"].check(key_of(item), value)
     parse_signal(spec.signal)
     if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
         raise UsageError(

@@ -120,6 +120,13 @@ class JobSpec(ResourceOptions):
         group=ENVIRONMENT,
         is_file_only=True,
     )
+    gpu_vendor: str | None = option(
+        None,
+        "The make of the GPUs, for the option that brings them into a container.",
+        group=ENVIRONMENT,
+        accepted=("nvidia", "amd"),
+        is_file_only=True,
+    )
     container_options: tuple[str, ...] = option(
         (),
         "A further option of the container's tool, as --container-options=--nv; repeatable.",

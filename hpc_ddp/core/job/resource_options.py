@@ -87,6 +87,12 @@ class ResourceOptions:
     dependency: str | None = option(None, "As for sbatch.", letter="d", is_sbatch=True)
     mail_type: str | None = option(None, "As for sbatch.", is_sbatch=True)
     mail_user: str | None = option(None, "As for sbatch.", is_sbatch=True)
+    output: str | None = option(
+        None, "A link to the job's output, as out-%j.txt.", letter="o", metavar="PATTERN"
+    )
+    error: str | None = option(
+        None, "The same: both streams are in one file.", letter="e", metavar="PATTERN"
+    )
     sbatch: tuple[str, ...] = option(
         (),
         "Any other option of sbatch, as --sbatch=--network=…; repeatable.",

@@ -14,7 +14,7 @@ from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.job.variables import is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
-from hpc_ddp.submission.script.directives import header_pairs, sbatch_line
+from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
 from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 
@@ -122,6 +122,11 @@ class Rendering:
             "expand": spec.expand,
             "step_names": self._names_of_step(),
             "workdir": spec.chdir,
+            "output": output_word(output_file(spec, run), spec.chdir),
+            "outputs": [
+                output_word(pattern, spec.chdir)
+                for pattern in dict.fromkeys(filter(None, (spec.output, spec.error)))
+            ],
             "setup": spec.setup,
             "teardown": spec.teardown,
             "host_python": sys.executable,

@@ -23,6 +23,7 @@ from hpc_ddp.core.job.option_declaration import (
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.defaults import (
+    absolute,
     check_script,
     default_python,
     name_for,
@@ -363,7 +364,7 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
         )
     script = Path(settings.values["script"])
     if not names_no_file:
-        script = (cwd / script).absolute()
+        script = absolute(cwd / script)
         check_script(script, in_image=bool(settings.get("image") or settings.get("container")))
     names = {item.name for item in fields(JobSpec)}
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}

@@ -14,6 +14,12 @@ from pathlib import Path
 from hpc_ddp.core.errors import UsageError
 
 
+def absolute(path: Path) -> Path:
+    """Return an absolute path without ``..``, since it is compared with others, and may be mounted
+    in a container; its links are kept unless there is a ``..``."""
+    return path.resolve() if ".." in path.parts else path.absolute()
+
+
 def working_directory(cwd: Path, text: str) -> str:
     """Return where a job is to run: `cwd`, or the folder that ``chdir`` names, by its `text` (''
     without).
@@ -23,7 +29,7 @@ def working_directory(cwd: Path, text: str) -> str:
     UsageError
         there is no such folder
     """
-    path = (cwd / os.path.expanduser(text)).absolute()
+    path = absolute(cwd / os.path.expanduser(text))
     if not path.is_dir():
         raise UsageError(f"working directory {str(path)!r} does not exist", hint="--chdir DIR")
     return str(path)
