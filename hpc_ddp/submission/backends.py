@@ -267,7 +267,7 @@ class SubmititBackend(SlurmBackend):
                 f"--ntasks-per-node={spec.tasks_per_node}",
                 *(["--distribution=block"] if spec.launcher == "srun" else []),
                 *step_options(spec),
-                *spec.srun,
+                *plan.rendering.srun,
             ],
             additional_parameters=pairs,
         )

@@ -200,10 +200,16 @@ def make_plan(
     Raises
     ------
     UsageError
-        a variable is not set here, the user's template is broken, the job exceeds the operators'
-        limits, or there is a snapshot to take, and the script is not in it
+        a variable is not set here, container-options have no image, the user's template is broken,
+        the job exceeds the operators' limits, or there is a snapshot to take, and the script is not
+        in it
     """
     _check_environment(spec)
+    layer = settings.layer("container-options")
+    if layer and layer.kind in ("option", "project") and not spec.image:
+        raise UsageError(
+            "container-options have no effect without an image", hint="--image IMAGE beside them"
+        )
     limits: Mapping[str, Any] = {}
     if settings.limits:
         settings.limits.check(spec)
@@ -247,6 +253,11 @@ def find_mistakes(spec: JobSpec) -> list[str]:
         mistakes.append(f"{file}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError):
         pass
+    if (spec.array or "").endswith("%1") and not spec.sweep:
+        mistakes.append(
+            f"array {spec.array} has runs that begin anew each, one after the other; one run goes"
+            " on by itself after its time limit, without an array"
+        )
     args = () if spec.no_python else spec.args  # bash -c has words for a shell
     texts = (*args, *spec.env.values(), spec.image or "", *spec.container_options)
     if marks := literal_names(texts, spec.expand):

@@ -53,6 +53,15 @@ _SBATCH_REFUSED = {
         "--elastic: the job continues without a node that is lost",
     ),
     ("array", 2): ("makes an array that hpc-ddp can't know; accepted: --array", "--array 0-3"),
+    ("error", 2): ("would take messages out of the job's log; accepted: --error", "--error x.err"),
+    ("chdir", 2): (
+        "has no effect: the script goes to its folder; accepted: --chdir",
+        "--chdir DIR",
+    ),
+    ("ntasks", 2): (
+        "is the number of tasks, which hpc-ddp counts; accepted: nodes and workers",
+        "--nodes 2 --nproc-per-node 4",
+    ),
     ("test-only", 2): ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
     ("wait", 4): ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
     ("wrap", 2): ("submits something else; accepted: SCRIPT", "--setup, or SCRIPT"),
@@ -84,9 +93,9 @@ def check(spec: JobSpec) -> None:
     _check_texts(spec)
     _check_nodes(spec.nodes)
     for item in fields(spec):
-        value = getattr(spec, item.name)
-        if "option" in item.metadata and not (value is None and item.default is None):
-            item.metadata["option"].check(key_of(item), value)
+        content = getattr(spec, item.name)
+        if "option" in item.metadata and not (content is None and item.default is None):
+            item.metadata["option"].check(key_of(item), content)
     parse_signal(spec.signal)
     if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
         raise UsageError(
@@ -195,7 +204,7 @@ def _check_tasks(spec: JobSpec) -> None:
     itself or that is of another form than ``--name=value``."""
     for raw in spec.srun:
         name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
-        if name in _SRUN_SETTLED:
+        if any(o.startswith(name) and len(name) > 2 for o in _SRUN_SETTLED):
             raise UsageError(
                 f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
                 hint="nodes, workers and CPUs: --nodes, --nproc-per-node, --cpus-per-node",
@@ -377,5 +386,10 @@ def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
             f"{command} option {raw!r} is not of the form --name or --name=value",
             hint=f"--{command}={example}",
         )
-    name, _, value = raw[2:].partition("=")
+    name, equals, value = raw[2:].partition("=")
+    if equals and not value:  # `#SBATCH --network` would be another request
+        raise UsageError(
+            f"{command} option {raw!r} has no value; accepted: --{name}, or --{name}=VALUE",
+            hint=f"--{command}=--{name}, without the equals sign",
+        )
     return name, value

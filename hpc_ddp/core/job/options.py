@@ -158,6 +158,14 @@ class JobSpec(ResourceOptions):
         is_local=True,
         is_joined=True,
     )
+    without: tuple[str, ...] = option(
+        (),
+        "What a site or hpc-ddp adds and the job is not to have: --requeue, a variable, a set-up"
+        " line.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+        is_joined=True,
+    )
     env_names: tuple[str, ...] = option(
         (),
         "Variables to pass on from the shell that submits, as --env NAME.",

@@ -15,8 +15,8 @@ import time
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 60.0
 LOOKUP_S = 160.0  # of `tracker_lookup`, which has bounds of its own below that
-# PMI-1, PMI-2 and PMIx of Slurm and Cray, Open MPI, Intel MPI and MPICH, MVAPICH. Not OMPI_MCA_ and
-# I_MPI_, which are settings.
+# PMI-1, PMI-2 and PMIx of Slurm and Cray, Open MPI, Intel MPI and MPICH, MVAPICH. Not OMPI_MCA_,
+# PMIX_MCA_ and I_MPI_, which are settings.
 OF_AN_MPI_TASK = (
     "PMI_",
     "PMI2_",
@@ -85,6 +85,11 @@ def as_task() -> dict[str, str]:
     }
 
 
+def is_of_mpi_task(name: str) -> bool:
+    """Return whether an MPI launcher describes a task by the variable of this name."""
+    return name.startswith(OF_AN_MPI_TASK) and not name.startswith("PMIX_MCA_")
+
+
 def forget_task() -> None:
     """Remove from this process's environment what an MPI launcher told its one task of this node.
 
@@ -92,7 +97,7 @@ def forget_task() -> None:
     Does nothing in a worker that torchrun has not started.
     """
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        for name in [name for name in os.environ if name.startswith(OF_AN_MPI_TASK)]:
+        for name in [*filter(is_of_mpi_task, os.environ)]:
             del os.environ[name]
 
 

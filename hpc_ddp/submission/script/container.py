@@ -63,12 +63,15 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     else:
         values["mounts"] = ",".join(mount.format(path=path) for path in outer)
 
+    names = [option.partition("=")[0] for option in (*options, *spec.srun)]
+
     def filled(words: list[str]) -> tuple[str, ...]:
         """Return words of a tool's file with their fields filled; a word that stands for a list
-        becomes its words."""
+        becomes its words. A working directory of the user's takes the place of ours."""
         return tuple(
             argument
             for word in words
+            if not (word.endswith("={workdir}") and word.partition("=")[0] in names)
             for argument in (lists[word] if word in lists else [word.format(**values)])
         )
 

@@ -15,6 +15,7 @@ from hpc_ddp.core.job.variables import is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
+from hpc_ddp.submission.script.effect import as_pairs, check_effect, taken_out_in_vain, without
 from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 
@@ -62,7 +63,8 @@ def job_env(spec: JobSpec) -> dict[str, str]:
     Raise UsageError for an unknown fabric, and for a broken profile.
     """
     fabric = fabric_env(spec.fabric)
-    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
+    env = {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
+    return {name: text for name, text in env.items() if name not in spec.without}
 
 
 def node_env(spec: JobSpec) -> dict[str, str]:
@@ -70,8 +72,8 @@ def node_env(spec: JobSpec) -> dict[str, str]:
     their set-up lines, the names of ``--expand``, and those of the variables of ``env`` whose
     values a worker alone knows. {} for a job without these."""
     texts = {
-        "HPC_DDP_NODE_SETUP": "\n".join(spec.node_setup),
-        "HPC_DDP_WORKER_SETUP": "\n".join(spec.worker_setup),
+        "HPC_DDP_NODE_SETUP": "\n".join(w for w in spec.node_setup if w not in spec.without),
+        "HPC_DDP_WORKER_SETUP": "\n".join(w for w in spec.worker_setup if w not in spec.without),
         "HPC_DDP_EXPAND": " ".join(spec.expand),
         "HPC_DDP_EXPAND_ENV": " ".join(worker_env(spec)),
     }
@@ -109,7 +111,13 @@ class Rendering:
         self._spec = spec
         self.environment = job_env(spec)
         self.entry = container.entry(spec, run.path, code)
-        self.header = header_pairs(spec, run, self.entry.sbatch)
+        header = header_pairs(spec, run, self.entry.sbatch)
+        srun = as_pairs((*step_options(spec), *spec.srun, *self.entry.srun))
+        check_effect(spec, header, srun)
+        self.header = without(spec, header)
+        self.srun = [word for word in spec.srun if without(spec, as_pairs([word]))]
+        env = (*fabric_env(spec.fabric), *spec.env)
+        self._in_vain = taken_out_in_vain(spec, [*header, *as_pairs(spec.srun)], env)
         self._context: dict[str, Any] = {
             "version": __version__,
             "directives": [sbatch_line(name, value) for name, value in self.header],
@@ -127,7 +135,7 @@ class Rendering:
                 output_word(pattern, spec.chdir)
                 for pattern in dict.fromkeys(filter(None, (spec.output, spec.error)))
             ],
-            "setup": spec.setup,
+            "setup": [line for line in spec.setup if line not in spec.without],
             "teardown": spec.teardown,
             "host_python": sys.executable,
             "python": spec.python,
@@ -137,7 +145,8 @@ class Rendering:
             "continue_by": spec.continue_by,
             "step_launcher": spec.step_command,
             "mpirun": mpirun_words(spec.mpirun),
-            "srun": (*spec.srun, *self.entry.srun),
+            "srun": (*self.srun, *self.entry.srun),
+            "without": spec.without,
             "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
@@ -170,9 +179,10 @@ class Rendering:
         return template.whole(self._spec.template, self._context)
 
     def left_out(self) -> list[str]:
-        """Return sentences on what a user's template leaves out, and what follows from it; []
-        without one. Raise UsageError as `whole`."""
-        return template.missing(self.whole()) if self._spec.template else []
+        """Return sentences on what a user's template leaves out, and what follows from it, and on
+        words of ``without`` that name nothing. Raise UsageError as `whole`."""
+        vain = [f"without has {word!r}, and the job has no such thing" for word in self._in_vain]
+        return [*vain, *(template.missing(self.whole()) if self._spec.template else [])]
 
     def block(self, name: str) -> str:
         """Return the block of one name; raise UsageError as `whole`, and for a template without

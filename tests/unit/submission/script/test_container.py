@@ -31,9 +31,9 @@ def test_each_container_tool_has_its_command() -> None:
     assert pyxis.command == ()
     assert pyxis.srun[1] == "--container-mounts=/scratch/r:/scratch/r,/home/me:/home/me"
     podman = _entry(container_tool="podman-hpc").command
-    assert podman[-7:] == (
+    assert podman[-6:] == (
         *("--volume", "/scratch/r:/scratch/r", "--volume", "/home/me:/home/me"),
-        *("--workdir", "/home/me", "a.sif"),
+        *("--workdir=/home/me", "a.sif"),
     )
 
 
@@ -48,6 +48,9 @@ def test_gpus_of_amd_have_their_option() -> None:
 
 def test_the_working_directory_is_the_same_inside() -> None:
     assert "--container-workdir=/home/me" in _entry(container_tool="pyxis").srun
+    options = ["--container-workdir=/app"]
+    words = _entry(container_tool="pyxis", container_options=options).srun
+    assert [word for word in words if "workdir" in word] == options  # pyxis refuses a second one
 
 
 def test_a_folder_behind_a_link_is_mounted(tmp_path: Path) -> None:
