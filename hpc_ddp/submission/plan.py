@@ -7,7 +7,10 @@ restart.py. `Plan.write` makes the folder and returns a `PreparedRun`, which a b
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,6 +35,9 @@ from hpc_ddp.submission.settings.config import (
     job_spec,
 )
 from hpc_ddp.submission.user import user_name
+
+OLDEST = (3, 10)  # Python that runs the node side
+ANSWER_S = 10.0  # of a Python on a slow disk
 
 
 @dataclass(frozen=True)
@@ -200,11 +206,12 @@ def make_plan(
     Raises
     ------
     UsageError
-        a variable is not set here, container-options have no image, the user's template is broken,
-        the job exceeds the operators' limits, or there is a snapshot to take, and the script is not
-        in it
+        a variable is not set here, the workers' Python is too old, container-options have
+        no image, the user's template is broken, the job exceeds the operators' limits, or there is
+        a snapshot to take, and the script is not in it
     """
     _check_environment(spec)
+    _check_python(spec)
     layer = settings.layer("container-options")
     if layer and layer.kind in ("option", "project") and not spec.image:
         raise UsageError(
@@ -266,6 +273,26 @@ def find_mistakes(spec: JobSpec) -> list[str]:
             " --expand NAME; for more than a name: --worker-setup 'export NAME=…'"
         )
     return mistakes
+
+
+def _check_python(spec: JobSpec) -> None:
+    """Raise UsageError for a Python that is too old for hpc-ddp's part of the workers. One that
+    does not run here, is in a container or comes by set-up lines is not known here."""
+    path = spec.python if "/" in spec.python else None
+    if not (path or spec.setup):
+        path = shutil.which(spec.python)
+    if spec.container or spec.image or path in (None, sys.executable):
+        return
+    words = [path, "-E", "-s", "-c", "import sys; print(*sys.version_info[:2])"]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    if (version := tuple(map(int, re.findall(r"\d+", answer)[:2]))) and version < OLDEST:
+        raise UsageError(
+            f"python {path} is Python {version[0]}.{version[1]}; accepted: 3.10 or later",
+            hint="--python PATH, of an environment with a newer one and torch",
+        )
 
 
 def _check_environment(spec: JobSpec) -> None:

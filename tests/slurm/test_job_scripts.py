@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 from cluster import Cluster
@@ -17,6 +18,8 @@ from harness import (
     same_weights,
     use,
 )
+
+from tests.skips import skip_or_fail
 
 
 @pytest.mark.parametrize("backend", SUBMITIT_LATER)
@@ -59,3 +62,18 @@ def test_a_task_of_mpirun_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbe
     assert job.end() == "COMPLETED", job.output()
     logs = sorted(job.run.attempt(0).path.glob("*/rank-*.log"))
     assert [log.read_text() for log in logs] == [f"{r} {r} {r % 2} {r % 2} 4\n" for r in range(4)]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_an_old_python_is_named_by_the_verdict(hpc: Hpc, cluster: Cluster, launcher: str) -> None:
+    """One that a set-up line brings, so that it can't be asked at the submit."""
+    use(cluster)
+    old = sorted(Path.home().glob(".pyenv/versions/3.[789].*/bin/python"))
+    if not old:
+        skip_or_fail("there is no old Python")
+    words = ("--launcher", launcher, "--python", "python", "--setup", f"PATH={old[0].parent}:$PATH")
+    job = hpc.submit(*words, *TWO_BY_ONE, str(DIGITS))
+    assert job.end() == "FAILED", job.output()
+    assert job.verdicts() == [("failed", "give up")]
+    assert "too old; accepted for --python: 3.10 or later" in job.output()

@@ -50,7 +50,7 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
     for name in (*spec.env, *spec.env_names):
         if is_of_hpc_ddp(name):
             raise UsageError(
-                f"variable {name} of env has no effect: in a worker it has hpc-ddp's value, or none",
+                f"variable {name} of env has no effect: a worker has hpc-ddp's value, or none",
                 hint="leave it out: the job finds its nodes and a free port itself; under another"
                 f" name: --worker-setup 'export NAME=${name}'",
             )

@@ -123,3 +123,16 @@ def test_what_may_be_meant_otherwise_is_said(
     mistakes = plan.find_mistakes(plan.plan_new(settings, tmp_path, tmp_path / "runs").spec)
     assert warning in "".join(mistakes)
     assert bool(warning) == bool(mistakes)
+
+
+def test_an_old_python_is_refused_where_it_can_be_asked(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\necho 3 8\n")
+    old.chmod(0o755)
+    values = {"script": "train.py", "python": str(old)}
+    with pytest.raises(UsageError, match=r"is Python 3\.8; accepted: 3\.10 or later"):
+        plan.plan_new(Settings(values), tmp_path, tmp_path / "runs")
+    unknown: list[dict[str, Any]] = [{"image": "a.sif"}, {"python": "gone"}, {"python": "/gone"}]
+    for more in unknown:
+        plan.plan_new(Settings({**values, **more}), tmp_path, tmp_path / "runs")
