@@ -67,7 +67,7 @@ def test_a_task_of_mpirun_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbe
 @pytest.mark.more
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_an_old_python_is_named_by_the_verdict(hpc: Hpc, cluster: Cluster, launcher: str) -> None:
-    """One that a set-up line brings, so that it can't be asked at the submit."""
+    """One that a set-up line brings, so that the submit does not know it."""
     use(cluster)
     old = sorted(Path.home().glob(".pyenv/versions/3.[789].*/bin/python"))
     if not old:
