@@ -200,7 +200,7 @@ def _note_changes(plan: Plan) -> None:
     if plan.copies_code or not plan.code.is_relative_to(plan.run.whole):
         return
     inside = plan.script.relative_to(plan.code)
-    if changed := changed_since(plan.code, inside, Path(plan.spec.script)):
+    if changed := changed_since(plan.code, inside, plan.spec.program):
         names = ", ".join(changed[:3]) + (", …" if changed[3:] else "")
         say(
             f"note: the run goes on with its own copy of the code; changed since: {names};"

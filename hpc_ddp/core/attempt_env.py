@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.variables import OF_A_RANK, OF_USERS
 from hpc_ddp.core.run_folder import RunFolder
 
 # The variables whose names differ from their field's: torchrun's options and templates use them.
@@ -20,16 +21,12 @@ NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
 INTERACTIVE = "HPC_DDP_INTERACTIVE"
 
 
-# The variables by which torchrun makes a process a rank of a world, as a regular expression.
-OF_A_RANK = r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
 # What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
 # and proves who asks, is the user's, and so are sbatch's own variables (see `slurm.submit_env`).
 _INHERITED = re.compile(rf"(SLURM|SLURMD|SRUN|SALLOC|HPC_DDP)_|({OF_A_RANK})$")
 _KEPT = (
     *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"),
-    # The user's own, of a shell or a script.
-    *("HPC_DDP_RUNS", "HPC_DDP_SITE_FILE", "HPC_DDP_SAVE_EVERY", "HPC_DDP_HANG_AFTER"),
-    *("HPC_DDP_PROFILE", "HPC_DDP_BACKEND", "HPC_DDP_DRY_RUN_DEVICES"),
+    *OF_USERS,  # of a shell or a script
 )
 # A supervisor sets these for its own node.
 _OF_A_NODE = (

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.core.process import SHOW_STACKS, STACKS, handles, is_memory_file, live_pid, may_hide
 
 ANSWER_S = 5.0  # how long a signalled worker is given

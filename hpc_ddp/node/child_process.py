@@ -1,6 +1,7 @@
-"""The child of a supervisor: a node's torchrun, or with ``--launcher srun`` one worker.
+"""The child of a supervisor: a node's torchrun, or with another ``--launcher`` one worker.
 
-For the latter the variables that torchrun would set are made of those that Slurm sets for the task.
+For the latter the variables that torchrun would set are made of those that Slurm, or an MPI, sets
+for the task.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS, handles
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.peer_links import Task
-from hpc_ddp.node.workers.worker import started_by
+from hpc_ddp.node.workers.worker import after_setup, started_by
 
+NODE_SETUP = "HPC_DDP_NODE_SETUP"  # the lines that come before it
 AGENT_WORDS = 4  # python -u node.py elastic_agent
 MOST_FILES = 1 << 16  # some programs close each descriptor that there might be
+# Beginnings of an MPI's variables of a task: Open MPI; Intel MPI and MPICH; MVAPICH.
+MPI_TASKS = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
 NO_GROUP = "no-group"  # a file of the first node: its workers have formed no process group
 
 
@@ -131,11 +135,12 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
     confs = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
     conf = ",".join([*confs, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
+    words = [*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script]
     return Launch(
         name=place.node,
         task=Task(place.index, len(place.nodes)),
         folder=place.attempt.node(place.node),
-        command=[*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script],
+        command=after_setup(os.environ.get(NODE_SETUP, ""), words),
         env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
         peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
         is_elastic=any(word.startswith("--nnodes=") and ":" in word for word in options),
@@ -147,16 +152,21 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     arguments.
 
     Ranks are in blocks, as --distribution has it. Rank 0 has all workers for `peers`, and the port
-    of the store. Raise KeyError outside of a Slurm task.
+    of the store. Raise KeyError outside of a task, OSError for one of an MPI with another order.
     """
-    rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    rank, size = _rank_and_size()
     per_node = size // len(place.nodes)
+    if rank // per_node != place.index:
+        raise OSError(
+            f"rank {rank} is on {place.node}, number {place.index} of the job's nodes, and ranks"
+            " have to go node by node, in Slurm's order; hint: --launcher torchrun"
+        )
     node_of = [] if rank else [place.nodes[peer // per_node] for peer in range(size)]
     return Launch(
         name=f"{place.node}-{rank}",
         task=Task(rank, size, per_node),
         folder=place.attempt.node(place.node, rank),
-        command=started_by(command[0], command[1:]),
+        command=after_setup(os.environ.get(NODE_SETUP, ""), started_by(command[0], command[1:])),
         env=_variables(place, rank, size),
         peers=[place.attempt.node(node, peer).record for peer, node in enumerate(node_of)],
         rank=rank,
@@ -165,9 +175,18 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     )
 
 
+def _rank_and_size() -> tuple[int, int]:
+    """Return the rank and the number of tasks that srun, or an MPI's launcher, gave this process;
+    raise KeyError outside of a task."""
+    env = os.environ
+    if AttemptEnv.from_env(env).step_launcher == "srun":
+        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
+    kind = next((kind for kind in MPI_TASKS if f"{kind}_RANK" in env), MPI_TASKS[0])
+    return int(env[f"{kind}_RANK"]), int(env[f"{kind}_SIZE"])
+
+
 def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for worker `rank` of `size`; raise KeyError
-    outside of a Slurm task.
+    """Return the variables that torchrun would set for worker `rank` of `size`.
 
     By TORCHELASTIC_RUN_ID libraries know that starts and restarts are not theirs: Lightning then
     keeps its own requeue off, which revives cancelled jobs.
@@ -175,7 +194,7 @@ def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
     env = AttemptEnv.from_env(os.environ)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "LOCAL_RANK": str(rank % (size // len(place.nodes))),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size // len(place.nodes)),
         "GROUP_RANK": str(place.index),

@@ -163,7 +163,7 @@ class DryRun:
             self._supervise(environ)
 
     def _supervise(self, environ: dict[str, str]) -> None:
-        """Run the supervisors of all nodes, or of all workers with ``--launcher srun``, until they
+        """Run the supervisors of all nodes, or of all workers without torchrun, until they
         end.
 
         Like Slurm, kill those that run `KILL_WAIT_S` after the time limit, or after that of a
@@ -171,7 +171,7 @@ class DryRun:
         supervisor can't be started, after those before it were killed, and UsageError as `expand`.
         """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
-        if self.spec.launcher == "srun":
+        if self.spec.launcher != "torchrun":
             argv = [sys.executable, node, "supervisor", "worker", *self.command]
         else:
             argv = [sys.executable, node, "supervisor", "torchrun", *expand(self.command, environ)]

@@ -8,7 +8,33 @@ import importlib
 import os
 import sys
 
+
+def refuse_old_python() -> None:
+    """Exit with 1 and the reason. A supervisor and torchrun's agent leave it where the verdict
+    reads it, which would otherwise see a lost node, again and again."""
+    import json
+    import time
+
+    version = ".".join(map(str, sys.version_info[:2]))
+    error = f"Python {version} is too old; accepted for --python: 3.10 or later"
+    part, env = sys.argv[1], os.environ
+    if part == "elastic_agent":
+        with open(os.path.join(env["HPC_DDP_NODE_FOLDER"], "failures.json"), "w") as file:
+            json.dump({"agent": error}, file)
+    elif part == "supervisor":
+        node, attempt = env["SLURMD_NODENAME"], "attempt-" + env["HPC_DDP_ATTEMPT"]
+        folder = os.path.join(env["HPC_DDP_RUN"], "logs", attempt, node)
+        os.makedirs(folder, exist_ok=True)
+        task = "-" + env["SLURM_PROCID"] if sys.argv[2] == "worker" else ""
+        failure = {"rank": None, "code": 1, "time": time.time(), "error": error}
+        with open(os.path.join(folder, "record" + task + ".json"), "w") as file:
+            json.dump({"node": node, "code": 1, "failures": [failure]}, file)
+    sys.exit("hpc-ddp: " + error)
+
+
 if __name__ == "__main__":
+    if sys.version_info < (3, 10):  # noqa: UP036  # of the job, on which this file alone can run
+        refuse_old_python()
     # A group that may read a run is not to write in it, whatever the user's umask: the next attempt
     # executes what lies there. A worker gets the user's own back, for the files of the script.
     umask = os.umask(0o022)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.variables import fill
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container
 
@@ -47,7 +49,7 @@ def command(
         is broken
     HpcDdpError
         the run has no attempt, does not run (a process: not here), or Slurm gives no answer for
-        two minutes
+        two minutes; or the container's command has a variable that is not set here
     OSError
         the run's folder can't be read
     """
@@ -75,7 +77,15 @@ def command(
     start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
     step = ["srun", f"--jobid={job.id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
     step += ["--nodes=1", "--ntasks=1", *(["--pty"] if terminal else [])]
-    return [*step, *entry.srun, *entry.command, *start, *inside]
+    values = {**os.environ, "SLURM_JOB_ID": job.id}
+    try:
+        entered = [fill(word, spec.expand, values) for word in (*entry.srun, *entry.command)]
+    except KeyError as error:
+        raise HpcDdpError(
+            f"the container's command has ${error.args[0]}, which is not set here",
+            hint=f"export {error.args[0]}",
+        ) from None
+    return [*step, *entered, *start, *inside]
 
 
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:

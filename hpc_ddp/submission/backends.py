@@ -22,14 +22,22 @@ from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import written_by_owner
 from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
+from hpc_ddp.core.job.variables import fill
 from hpc_ddp.core.journal.events import Queued, Submitted
 from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission.plan import Plan, PreparedRun
 from hpc_ddp.submission.script import template
-from hpc_ddp.submission.script.render import job_env, node_command, step_options
+from hpc_ddp.submission.script.render import (
+    job_env,
+    node_command,
+    node_env,
+    step_options,
+    worker_env,
+)
 
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
 
@@ -137,14 +145,14 @@ class LocalBackend(SlurmBackend):
         """Start the run with all that it prints going to `output`, as Popen takes it, and return
         its process. Raise OSError."""
         spec, run = prepared.spec, prepared.run
-        env = {**clean_env(os.environ), **job_env(spec)}
+        env = {**clean_env(os.environ), **_local_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
         env["HPC_DDP_PARENT"] = str(os.getpid())
         if not os.environ.get(SHOW_DEVICES):
             env |= hiding_env()
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
-        _, prefix = node_command(spec, node, str(prepared.script))
+        _, prefix = node_command(spec, run, prepared.script)
         command = [sys.executable, node, "dry_run", *prefix, *spec.args]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until `dry_run` handles them
         try:
@@ -158,6 +166,24 @@ class LocalBackend(SlurmBackend):
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _local_env(spec: JobSpec) -> dict[str, str]:
+    """Return the variables of `job_env` for this machine, filled in. A variable of Slurm's that a
+    dry run has not is its number of nodes, or 0; raise UsageError for another one that is not set
+    here."""
+    env, nodes = {**job_env(spec), **node_env(spec)}, str(spec.node_range[1])
+    slurms = {name: "0" for name in spec.expand if name.startswith("SLURM_")}
+    slurms |= {name: nodes for name in slurms if name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
+    values = {**slurms, **os.environ}
+    try:
+        for name in spec.env.keys() - worker_env(spec):
+            env[name] = fill(env[name], spec.expand, values)
+    except KeyError as error:
+        raise UsageError(
+            f"--expand names {error.args[0]}, which is not set here", hint=f"export {error.args[0]}"
+        ) from None
+    return env | {f"HPC_DDP_DRY_{name}": text for name, text in slurms.items()}
 
 
 class SubmititBackend(SlurmBackend):
@@ -189,8 +215,7 @@ class SubmititBackend(SlurmBackend):
 
         from hpc_ddp.node.supervisor import submitit_main
 
-        node = str(prepared.run.lib / "node.py")
-        kind, command = node_command(prepared.spec, node, str(prepared.script))
+        kind, command = node_command(prepared.spec, prepared.run, prepared.script)
         folder = prepared.run.submitit
         folder.mkdir(exist_ok=True)
         DelayedSubmission(submitit_main, kind, command).dump(folder / PICKLE)
@@ -242,7 +267,7 @@ class SubmititBackend(SlurmBackend):
                 f"--ntasks-per-node={spec.tasks_per_node}",
                 *(["--distribution=block"] if spec.launcher == "srun" else []),
                 *step_options(spec),
-                *spec.srun,
+                *plan.rendering.srun,
             ],
             additional_parameters=pairs,
         )

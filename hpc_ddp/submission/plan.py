@@ -7,6 +7,7 @@ restart.py. `Plan.write` makes the folder and returns a `PreparedRun`, which a b
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 import warnings
@@ -21,6 +22,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import check_links, close_to_others, write_json, written_by_owner
 from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.variables import literal_names
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import check_idle, claim_start
@@ -31,6 +33,8 @@ from hpc_ddp.submission.settings.config import (
     job_spec,
 )
 from hpc_ddp.submission.user import user_name
+
+OLDEST = 10  # of the Pythons 3 that run the node side
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,10 @@ class Plan:
         check_folder(run)
         snapshot.carry_library(run)
         if self.source:
-            newest, _ = snapshot.newest(self.source, Path(self.spec.script))
+            newest, _ = snapshot.newest(self.source, self.spec.program, self.spec.module)
             shutil.copytree(newest, self.code, symlinks=True)
         elif self.copies_code:
-            snapshot.take(Path(self.spec.script), run, self.exclude)
+            snapshot.take(self.spec.program, run, self.exclude)
         if self.code.is_relative_to(run.path):
             close_to_others(self.code)
         run.job_json.write_text(self.spec.to_json())
@@ -199,26 +203,36 @@ def make_plan(
     Raises
     ------
     UsageError
-        a variable is not set here, the user's template is broken, the job exceeds the operators'
-        limits, or there is a snapshot to take, and the script is not in it
+        a variable is not set here, the workers' Python is too old, container-options have
+        no image, the user's template is broken, the job exceeds the operators' limits, or there is
+        a snapshot to take, and the script is not in it
     """
     _check_environment(spec)
+    _check_python(spec)
+    layer = settings.layer("container-options")
+    if layer and layer.kind in ("option", "project") and not spec.image:
+        raise UsageError(
+            "container-options have no effect without an image", hint="--image IMAGE beside them"
+        )
     limits: Mapping[str, Any] = {}
     if settings.limits:
         settings.limits.check(spec)
         limits = {} if spec.backend == "local" else settings.limits.bounds
-    script = Path(spec.script)
+    script = spec.program
     code = script.parent
-    copies_code = bool(settings.get("snapshot", True)) and not keeps_code
+    # An installed module is no code of the user's, and a command finds its files where they are.
+    has_code = bool(spec.module_file) if spec.module else not spec.no_python
+    copies_code = bool(settings.get("snapshot", True)) and not keeps_code and has_code
     if keeps_code and run.newest_code:
-        code, inside = snapshot.newest(run, script)
+        code, inside = snapshot.newest(run, script, spec.module)
         script = code / inside
-    elif source:
+    elif source and has_code:
         code = run.code / "0"
-        script = code / snapshot.newest(source, script)[1]
+        script = code / snapshot.newest(source, script, spec.module)[1]
     elif copies_code:
         code, script = snapshot.place(script, run)
     exclude = tuple(settings.get("snapshot-exclude", ()))
+    source = source if has_code else None
     plan = Plan(spec, run, code, script, is_new, copies_code, exclude, limits, source)
     plan.rendering.whole()  # a broken template ends it before anything is written
     return plan
@@ -231,15 +245,43 @@ def find_mistakes(spec: JobSpec) -> list[str]:
     is_missing = not (spec.container or spec.image or os.path.exists(spec.python))
     if is_missing and os.path.isabs(spec.python):
         mistakes.append(f"python {spec.python} is not on this machine; is it on the nodes?")
+    file, top = spec.module_file or spec.program, spec.script.partition(".")[0]
+    if spec.module and not spec.module_file and Path(spec.chdir, top).is_dir():
+        mistakes.append(f"there is {top}/ in {spec.chdir}, but no module {spec.script}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(Path(spec.script).read_bytes(), spec.script, "exec", dont_inherit=True)
+            if not spec.no_python:
+                compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
     except SyntaxError as error:  # the job's Python may be a newer one
-        mistakes.append(f"{spec.script}, line {error.lineno}: {error.msg}")
+        mistakes.append(f"{file}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError):
         pass
+    if (spec.array or "").endswith("%1") and not spec.sweep:
+        mistakes.append(
+            f"array {spec.array} has runs that begin anew each, one after the other; one run goes"
+            " on by itself after its time limit, without an array"
+        )
+    args = () if spec.no_python else spec.args  # bash -c has words for a shell
+    texts = (*args, *spec.env.values(), spec.image or "", *spec.container_options)
+    if marks := literal_names(texts, spec.expand):
+        mistakes.append(
+            f"{', '.join(marks)} stays as it is; with --expand NAME, $NAME is its value in the job;"
+            " for more than a name: --worker-setup 'export NAME=…'"
+        )
     return mistakes
+
+
+def _check_python(spec: JobSpec) -> None:
+    """Raise UsageError for a Python that is too old for hpc-ddp's part of the workers, by the name
+    of its file: nothing is run. One in a container, or that set-up lines bring, is not known."""
+    path = spec.python if "/" in spec.python or spec.setup else shutil.which(spec.python)
+    version = re.search(r"/python3\.(\d+)$", os.path.realpath(path or ""))
+    if version and int(version[1]) < OLDEST and not (spec.container or spec.image):
+        raise UsageError(
+            f"python {path} is Python 3.{version[1]}; accepted: 3.{OLDEST} or later",
+            hint="--python PATH, of an environment with a newer one and torch",
+        )
 
 
 def _check_environment(spec: JobSpec) -> None:

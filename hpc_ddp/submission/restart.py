@@ -15,8 +15,8 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
-from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings
-from hpc_ddp.submission.settings.defaults import working_directory
+from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, NO_FILE, Settings
+from hpc_ddp.submission.settings.defaults import absolute, working_directory
 
 
 def plan_rerun(
@@ -171,7 +171,9 @@ def _changes(
     # A site's own stand before those that were said: modules, the flags of its srun.
     changed |= {key: settings.get(key) for key in JOINED if key in changed}
     if "script" in changed:
-        changed["script"] = str((cwd / changed["script"]).absolute())
+        kinds = {key.replace("-", "_"): bool(options.get(key)) for key in NO_FILE}
+        path = changed["script"] if any(kinds.values()) else absolute(cwd / changed["script"])
+        changed |= {**kinds, "script": str(path)}
     if "chdir" in changed:
         changed["chdir"] = working_directory(cwd, changed["chdir"])
     if "template" in changed:
@@ -195,7 +197,7 @@ def _changed(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
 
 def _check_script(spec: JobSpec, hint: str) -> None:
     """Raise UsageError where the job's script is gone."""
-    if not Path(spec.script).is_file():
+    if not (spec.module or spec.no_python or spec.program.is_file()):
         raise UsageError(f"script {spec.script!r} does not exist any more", hint=hint)
 
 

@@ -97,7 +97,9 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
                 folders.add(copy.parent)
             shutil.copy(root / name, copy, follow_symlinks=False)
             progress.add(1)
-    if not inside.exists():  # ignored by git, or excluded: the one file that must be there
+    if (
+        script.is_file() and not inside.exists()
+    ):  # ignored by git, or excluded: the one file that must be there
         inside.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, inside)
 
@@ -130,9 +132,9 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     return root, list(_select_within_limits(root, _without_runs(root, names), exclude))
 
 
-def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
+def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
     """Return the newest snapshot of a run (of a task: of its array), and the relative path in it of
-    `script`, an absolute path.
+    `script`, an absolute path; with `is_module` its folder alone exists.
 
     Raises
     ------
@@ -140,6 +142,8 @@ def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
         there is none, or none of the script
     """
     newest_code = run.newest_code
+    if newest_code and is_module:
+        return newest_code, script.relative_to(_work_tree(script) or script.parent)
     # Where the work tree began is not written down: the longest end of the script's path it is.
     ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
     inside = next((end for end in ends if newest_code and (newest_code / end).is_file()), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -29,13 +30,18 @@ _SETTLED = {
         ("log-dir", "redirects", "tee", "logs-specs", "local-ranks-filter"),
         "nothing: each rank has a log, see `hpc-ddp logs --rank`",
     ),
-    **dict.fromkeys(("module", "m", "no-python", "run-path"), "SCRIPT"),
+    **dict.fromkeys(("module", "m"), "hpc-ddp's own --module, before SCRIPT"),
+    **dict.fromkeys(("no-python", "run-path"), "hpc-ddp's own --no-python, before SCRIPT"),
     **dict.fromkeys(("help", "print-completion"), "torchrun --help, in a shell"),
     "signals-to-handle": "nothing: the supervisor handles signals",
 }
 _SRUN_SETTLED = (
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "distribution", "output", "label"),
     *("kill-on-bad-exit", "no-kill", "wait", "overlap"),
+)
+_MPIRUN_SETTLED = (
+    *("-np", "--np", "-n", "--n", "-c", "-N", "-npernode", "--npernode", "--map-by", "--rank-by"),
+    *("-H", "-host", "--host", "-hostfile", "--hostfile", "-machinefile", "--machinefile"),
 )
 
 # Options of sbatch that are refused, each with the least letters that mean it: what it does, and
@@ -47,6 +53,15 @@ _SBATCH_REFUSED = {
         "--elastic: the job continues without a node that is lost",
     ),
     ("array", 2): ("makes an array that hpc-ddp can't know; accepted: --array", "--array 0-3"),
+    ("error", 2): ("would take messages out of the job's log; accepted: --error", "--error x.err"),
+    ("chdir", 2): (
+        "has no effect: the script goes to its folder; accepted: --chdir",
+        "--chdir DIR",
+    ),
+    ("ntasks", 2): (
+        "is the number of tasks, which hpc-ddp counts; accepted: nodes and workers",
+        "--nodes 2 --nproc-per-node 4",
+    ),
     ("test-only", 2): ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
     ("wait", 4): ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
     ("wrap", 2): ("submits something else; accepted: SCRIPT", "--setup, or SCRIPT"),
@@ -62,6 +77,7 @@ SECRET_NAME = (
 )
 URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@host
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -77,9 +93,15 @@ def check(spec: JobSpec) -> None:
     _check_texts(spec)
     _check_nodes(spec.nodes)
     for item in fields(spec):
-        if "option" in item.metadata:
-            item.metadata["option"].check(key_of(item), getattr(spec, item.name))
+        content = getattr(spec, item.name)
+        if "option" in item.metadata and not (content is None and item.default is None):
+            item.metadata["option"].check(key_of(item), content)
     parse_signal(spec.signal)
+    if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
+        raise UsageError(
+            f"{spec.script!r} is no module; accepted with --module: a name such as package.train",
+            hint="hpc-ddp submit -m package.train --lr 0.1",
+        )
     if not JOB_NAME.fullmatch(spec.job_name):
         raise UsageError(
             f"job name {spec.job_name!r} can't be the name of a folder; accepted: up to 100"
@@ -182,27 +204,41 @@ def _check_tasks(spec: JobSpec) -> None:
     itself or that is of another form than ``--name=value``."""
     for raw in spec.srun:
         name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
-        if name in _SRUN_SETTLED:
+        if any(o.startswith(name) and len(name) > 2 for o in _SRUN_SETTLED):
             raise UsageError(
                 f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
                 hint="nodes, workers and CPUs: --nodes, --nproc-per-node, --cpus-per-node",
             )
-    if spec.launcher == "srun" and not isinstance(spec.nodes, int):
+    if spec.launcher != "torchrun" and not isinstance(spec.nodes, int):
         raise UsageError(
-            f"nodes is {spec.nodes}, and with --launcher srun Slurm has to know how many tasks"
-            " there are; accepted: a whole number",
+            f"nodes is {spec.nodes}, and with --launcher {spec.launcher} Slurm has to know how many"
+            " tasks there are; accepted: a whole number",
             hint="--nodes 2, or --launcher torchrun",
         )
-    if spec.step_launcher != "srun" and (spec.launcher == "srun" or spec.elastic or spec.srun):
+    command = spec.step_command
+    if command != "srun" and (spec.elastic or spec.srun):
+        raise UsageError(f"{command} excludes --elastic and --srun", hint="--step-launcher srun")
+    if spec.step_launcher not in ("srun", command):
         raise UsageError(
-            f"step-launcher {spec.step_launcher} excludes --launcher srun, --elastic and --srun",
-            hint="--step-launcher srun",
+            f"step-launcher {spec.step_launcher} excludes --launcher {spec.launcher}",
+            hint=f"--launcher {spec.step_launcher}, or --step-launcher srun",
         )
-    if spec.step_launcher != "srun" and (spec.preflight or spec.backend == "submitit"):
+    if command != "srun" and (spec.preflight or spec.backend == "submitit"):
         raise UsageError(
-            f"the preflight and submitit need srun, and step-launcher is {spec.step_launcher}",
+            f"the preflight and submitit need srun, and {command} starts the tasks",
             hint="--step-launcher srun, or without --preflight and with --backend slurm",
         )
+    if spec.mpirun and command == "srun":
+        raise UsageError(
+            "options of mpirun have no effect: srun starts the tasks",
+            hint="--launcher mpirun, a task for each worker; or --step-launcher mpirun, one a node",
+        )
+    for word in mpirun_words(spec.mpirun):
+        if word.partition("=")[0] in _MPIRUN_SETTLED:
+            raise UsageError(
+                f"mpirun option {word} is set by hpc-ddp; accepted: others of mpirun's",
+                hint="nodes and workers: --nodes, --nproc-per-node",
+            )
     if spec.cpus_per_node is not None and spec.cpus_per_task is not None:
         raise UsageError(
             f"cpus-per-node {spec.cpus_per_node} and cpus-per-task {spec.cpus_per_task} are two"
@@ -237,7 +273,7 @@ def _check_torchrun(spec: JobSpec) -> None:
     """Check raw options of torchrun, restarts, and ``--elastic``. Raise UsageError for an option of
     another form than ``--name=value``, one that hpc-ddp sets itself, and settings that exclude each
     other."""
-    if spec.launcher == "srun" and (spec.torchrun or spec.restarts or spec.elastic):
+    if spec.launcher != "torchrun" and (spec.torchrun or spec.restarts or spec.elastic):
         raise UsageError(
             "without torchrun there are no --max-restarts, --elastic and --torchrun",
             hint="--launcher torchrun",
@@ -277,6 +313,7 @@ def _check_texts(spec: JobSpec) -> None:
             )
     swept = [value for values in spec.sweep.values() for value in values]
     lines = (spec.resume_args, spec.resume_if, *spec.setup, *spec.teardown)
+    lines += (*spec.node_setup, *spec.worker_setup)
     texts = (spec.script, spec.chdir, *spec.args, *lines, *spec.env.values(), *swept)
     for text in texts:
         if "\0" in text or not _is_unicode(text):
@@ -311,11 +348,11 @@ def _check_nodes(nodes: int | str) -> None:
 def _check_env(spec: JobSpec) -> None:
     """Check the names of environment variables, and that no value in the script looks like a
     secret; raise UsageError."""
-    for name in (*spec.env, *spec.env_names):
+    for name in (*spec.env, *spec.env_names, *spec.expand):
         if not _ENV_NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} is not a name of an environment variable",
-                hint="--env NAME, or --env NAME=VALUE",
+                hint="--env NAME, --env NAME=VALUE, or --expand NAME",
             )
     for name, text in spec.env.items():
         if re.search(SECRET_NAME, name, re.I) or re.search(URL_WITH_PASSWORD, text):
@@ -323,6 +360,18 @@ def _check_env(spec: JobSpec) -> None:
                 f"the value of {name} looks like a secret and would stand in the job's script",
                 hint=f"export {name} in your shell, then --env {name}",
             )
+
+
+def mpirun_words(options: Sequence[str]) -> list[str]:
+    """Return the words of options of mpirun, each text split as by a shell; raise UsageError for
+    one that can't be."""
+    try:
+        return [word for text in options for word in shlex.split(text)]
+    except ValueError as error:
+        raise UsageError(
+            f"options of mpirun can't be split into words: {error}",
+            hint="--mpirun='--mca pml ob1'",
+        ) from None
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
@@ -337,5 +386,10 @@ def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
             f"{command} option {raw!r} is not of the form --name or --name=value",
             hint=f"--{command}={example}",
         )
-    name, _, value = raw[2:].partition("=")
+    name, equals, value = raw[2:].partition("=")
+    if equals and not value:  # `#SBATCH --network` would be another request
+        raise UsageError(
+            f"{command} option {raw!r} has no value; accepted: --{name}, or --{name}=VALUE",
+            hint=f"--{command}=--{name}, without the equals sign",
+        )
     return name, value

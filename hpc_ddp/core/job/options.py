@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import parse_object
@@ -14,19 +15,16 @@ from hpc_ddp.core.job.option_declaration import (
     COMMON,
     CONTINUATION,
     ENVIRONMENT,
-    GPUS,
-    NODES,
     WORKERS,
     option,
     options_of,
 )
+from hpc_ddp.core.job.resource_options import ResourceOptions
 from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
 from hpc_ddp.core.job.sweep import trial_args, trials
 
-BACKENDS = ("slurm", "submitit", "local", "salloc")
-LAUNCHERS = ("torchrun", "srun")
+LAUNCHERS = ("torchrun", "srun", "ibrun", "mpirun")
 STEP_LAUNCHERS = ("srun", "ibrun", "mpirun")
-GPU_REQUESTS = ("gpus-per-node", "gres", "gpus-per-task", "none")
 CONTINUE_BY = ("requeue", "resubmit")
 
 # When an elastic job loses a node, the workers of the others fail too: that takes a restart.
@@ -34,7 +32,7 @@ ELASTIC_RESTARTS = 3
 
 
 @dataclass(frozen=True)
-class JobSpec:
+class JobSpec(ResourceOptions):
     """A job. Field names are Slurm's option names; each instance has been checked: a
     value that is refused raises UsageError.
 
@@ -42,79 +40,9 @@ class JobSpec:
     ``NAME@SECONDS`` before the time limit. None leaves a value to the site's Slurm.
     """
 
-    script: str
-    args: tuple[str, ...] = ()
-    job_name: str = option(
-        "job", "Default: the script's name.", group=COMMON, letter="J", metavar="NAME"
-    )
-    backend: str = option(
-        "slurm", "How the job is started (default slurm).", group=WORKERS, accepted=BACKENDS
-    )
-    nodes: int | str = option(
-        1,
-        "Number of nodes (default 1), or a range that is accepted, as 2-4.",
-        group=COMMON,
-        letter="N",
-        metavar="N|MIN-MAX",
-        kind=NODES,
-        is_sbatch=True,
-        is_local=True,
-    )
-    gpus_per_node: str | None = option(
-        None,
-        "GPUs per node, with one worker for each.",
-        group=COMMON,
-        metavar="[TYPE:]N",
-        kind=GPUS,
-        is_local=True,
-    )
-    gpu_request: str = option(
-        "gpus-per-node", "The option of sbatch that --gpus-per-node becomes.", accepted=GPU_REQUESTS
-    )
-    nproc_per_node: int | None = option(
-        None, "Workers per node (default: one per GPU, or 1).", group=COMMON, least=1, is_local=True
-    )
-    cpus_per_node: int | None = option(
-        None, "CPUs per node, for all its workers.", group=COMMON, least=1
-    )
-    cpus_per_task: int | None = option(
-        None,
-        "CPUs per Slurm task: one torchrun per node, or each worker with --launcher srun.",
-        letter="c",
-        least=1,
-    )
-    time: str | None = option(
-        None,
-        "Time limit of one attempt, as 12:00:00.",
-        group=COMMON,
-        letter="t",
-        metavar="TIME",
-        is_sbatch=True,
-    )
-    partition: str | None = option(None, "Partition.", group=COMMON, letter="p", is_sbatch=True)
-    account: str | None = option(None, "Account.", group=COMMON, letter="A", is_sbatch=True)
-    qos: str | None = option(None, "Quality of service.", letter="q", is_sbatch=True)
-    constraint: str | None = option(None, "Features of the nodes.", letter="C", is_sbatch=True)
-    mem: str | None = option(None, "Memory per node.", metavar="SIZE", is_sbatch=True)
-    exclusive: bool = option(False, "Share the nodes with no other job.")
-    nodelist: str | None = option(None, "Nodes to take.", letter="w", is_sbatch=True)
-    exclude: str | None = option(None, "Nodes to avoid.", letter="x", is_sbatch=True)
-    reservation: str | None = option(None, "Reservation.", is_sbatch=True)
-    array: str | None = option(
-        None, "One run for each index.", letter="a", metavar="INDEXES", is_sbatch=True
-    )
-    dependency: str | None = option(None, "As for sbatch.", letter="d", is_sbatch=True)
-    mail_type: str | None = option(None, "As for sbatch.", is_sbatch=True)
-    mail_user: str | None = option(None, "As for sbatch.", is_sbatch=True)
-    sbatch: tuple[str, ...] = option(
-        (),
-        "Any other option of sbatch, as --sbatch=--network=…; repeatable.",
-        metavar="OPTION",
-        is_joined=True,
-    )
     launcher: str = option(
         "torchrun",
-        "The launcher of the workers (default torchrun); srun: each is a Slurm task.",
+        "The launcher of the workers (default torchrun); with another one each is a task of it.",
         group=WORKERS,
         accepted=LAUNCHERS,
         is_local=True,
@@ -130,6 +58,13 @@ class JobSpec:
         "Any option of srun for the training's step, as --srun=--cpu-bind=none; repeatable.",
         group=WORKERS,
         metavar="OPTION",
+        is_joined=True,
+    )
+    mpirun: tuple[str, ...] = option(
+        (),
+        "Any options of mpirun or ibrun, as --mpirun='--mca pml ob1'; repeatable.",
+        group=WORKERS,
+        metavar="OPTIONS",
         is_joined=True,
     )
     fabric: str = option(
@@ -154,6 +89,22 @@ class JobSpec:
         metavar="LINE",
         is_joined=True,
     )
+    node_setup: tuple[str, ...] = option(
+        (),
+        "The same on each node, in the container, before its workers; repeatable.",
+        group=ENVIRONMENT,
+        metavar="LINE",
+        is_joined=True,
+        is_local=True,
+    )
+    worker_setup: tuple[str, ...] = option(
+        (),
+        "The same in each worker, which has its RANK; repeatable.",
+        group=ENVIRONMENT,
+        metavar="LINE",
+        is_joined=True,
+        is_local=True,
+    )
     container: str | None = option(
         None,
         "The command that enters a container, as 'apptainer exec --nv image.sif'.",
@@ -169,8 +120,18 @@ class JobSpec:
         group=ENVIRONMENT,
         is_file_only=True,
     )
+    gpu_vendor: str | None = option(
+        None,
+        "The make of the GPUs, for the option that brings them into a container.",
+        group=ENVIRONMENT,
+        accepted=("nvidia", "amd"),
+        is_file_only=True,
+    )
     container_options: tuple[str, ...] = option(
-        (), "Further options of the container's tool.", group=ENVIRONMENT, is_file_only=True
+        (),
+        "A further option of the container's tool, as --container-options=--nv; repeatable.",
+        group=ENVIRONMENT,
+        metavar="OPTION",
     )
     teardown: tuple[str, ...] = option(
         (), "Shell lines to run after the training.", group=ENVIRONMENT, is_file_only=True
@@ -187,6 +148,23 @@ class JobSpec:
         group=COMMON,
         metavar="NAME[=VALUE]",
         is_local=True,
+    )
+    expand: tuple[str, ...] = option(
+        (),
+        "$NAME in arguments, env, image and container is the job's value of this variable;"
+        " repeatable. All else is literal.",
+        group=ENVIRONMENT,
+        metavar="NAME",
+        is_local=True,
+        is_joined=True,
+    )
+    without: tuple[str, ...] = option(
+        (),
+        "What a site or hpc-ddp adds and the job is not to have: --requeue, a variable, a set-up"
+        " line.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+        is_joined=True,
     )
     env_names: tuple[str, ...] = option(
         (),
@@ -269,6 +247,19 @@ class JobSpec:
         checks.check(self)
 
     @property
+    def program(self) -> Path:
+        """The script's path; for a module or a command a path in the working directory."""
+        return Path(self.chdir) / self.script
+
+    @property
+    def module_file(self) -> Path | None:
+        """The file of the module in the working directory; None for another program, and for a
+        module that is not there, which has to be installed on the nodes."""
+        path = Path(self.chdir, *self.script.split("."))
+        files = (path.with_suffix(".py"), path / "__main__.py")
+        return next((file for file in files if self.module and file.is_file()), None)
+
+    @property
     def node_range(self) -> tuple[int, int]:
         """The smallest and the largest number of nodes with which an attempt may start."""
         if isinstance(self.nodes, int):
@@ -297,7 +288,12 @@ class JobSpec:
     @property
     def tasks_per_node(self) -> int:
         """Slurm tasks of the training step per node: torchrun, or each worker by itself."""
-        return self.workers_per_node if self.launcher == "srun" else 1
+        return 1 if self.launcher == "torchrun" else self.workers_per_node
+
+    @property
+    def step_command(self) -> str:
+        """The command that starts the tasks of the training's step: srun, ibrun or mpirun."""
+        return self.step_launcher if self.launcher == "torchrun" else self.launcher
 
     @property
     def task_cpus(self) -> int | None:

@@ -30,14 +30,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_ddp.core import process
-from hpc_ddp.core.attempt_env import OF_A_RANK
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import forget_rank, import_ahead
 from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
+    fill,
     prepare,
     set_compile_cache,
     started_by,
@@ -122,11 +123,18 @@ class ForkServer:
 def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
     """Start the fork server for a `script` with its arguments; torch is imported already.
 
-    Return the agent's end of it; None where nothing can be forked: on other systems than Linux, and
-    with threads, which a site's ``sitecustomize`` may start, and a fork has not. It returns once
-    more in each worker, with the script that the process is to run.
+    Return the agent's end of it; None where nothing can be forked: on other systems than Linux, for
+    a program that is no script, where workers get variables that an import may depend on, and with
+    threads, which a site's ``sitecustomize`` may start, and a fork has not. It returns once more in
+    each worker, with the script that the process is to run.
     """
     if sys.platform != "linux":
+        return None
+    if Path(script[0]).name == "program.py":
+        say("workers are started by exec: the program is a module or a command, and no script")
+        return None
+    if "HPC_DDP_EXPAND_ENV" in os.environ or "HPC_DDP_WORKER_SETUP" in os.environ:
+        say("workers are started by exec: each has set-up lines, or variables, of its own")
         return None
     if threading.active_count() > 1:
         name = threading.enumerate()[-1].name
@@ -293,7 +301,7 @@ class _Server:
         os.setsid()
         os.environ.clear()
         os.environ.update(environ)
-        words = prepare(command[len(started_by(sys.executable, [])) - 2 :])
+        words = fill(prepare(command[len(started_by(sys.executable, [])) - 2 :]))
         os.write(2, os.pread(self.output, os.fstat(self.output).st_size, 0))
         os.close(self.output)
         return ForkedScript.of(words)

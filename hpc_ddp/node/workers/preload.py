@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpc_ddp.core.attempt_env import OF_A_RANK
+from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.script_imports import UnfitError
-from hpc_ddp.node.workers.worker import OF_AN_MPI_TASK
+from hpc_ddp.node.workers.worker import is_of_mpi_task
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
 RANK_NAMES = re.compile(
@@ -120,7 +120,7 @@ def forget_rank() -> None:
     """Remove from this process's environment the ranks that Slurm and MPI gave to the one task of
     the node: an import would take them for the worker's."""
     for name in list(os.environ):
-        if RANK_NAMES.fullmatch(name) or name.startswith(OF_AN_MPI_TASK):
+        if RANK_NAMES.fullmatch(name) or is_of_mpi_task(name):
             del os.environ[name]
 
 

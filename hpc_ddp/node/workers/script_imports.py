@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_ddp.core.attempt_env import OF_A_RANK
+from hpc_ddp.core.job.variables import OF_A_RANK
 
 MOST_FILES = 500  # of the script's own modules, which are read as well
 # Variables that are read when a group, a device or a data loader starts, never at an import.

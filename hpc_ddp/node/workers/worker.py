@@ -15,8 +15,8 @@ import time
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 60.0
 LOOKUP_S = 160.0  # of `tracker_lookup`, which has bounds of its own below that
-# PMI-1, PMI-2 and PMIx of Slurm and Cray, Open MPI, Intel MPI and MPICH, MVAPICH. Not OMPI_MCA_ and
-# I_MPI_, which are settings.
+# PMI-1, PMI-2 and PMIx of Slurm and Cray, Open MPI, Intel MPI and MPICH, MVAPICH. Not OMPI_MCA_,
+# PMIX_MCA_ and I_MPI_, which are settings.
 OF_AN_MPI_TASK = (
     "PMI_",
     "PMI2_",
@@ -33,6 +33,7 @@ OF_AN_MPI_TASK = (
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NAMESPACE = "/proc/self/ns/pid"
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+READY = "--ready"  # the first word where the set-up lines are done
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
@@ -40,6 +41,16 @@ def started_by(python: str, script: list[str]) -> list[str]:
     """Return the command by which the interpreter `python` starts a worker: this file, which then
     becomes the `script` with its arguments."""
     return [python, "-ISs", __file__, python, "-u", *script]
+
+
+def after_setup(lines: str, command: list[str]) -> list[str]:
+    """Return the command of a bash that runs set-up lines, and then becomes `command`, with their
+    variables; `command` itself for ''. A line that fails is reported, and ends nothing."""
+    if not lines:
+        return command
+    report = 'echo "hpc-ddp: this set-up command failed with code $?: $BASH_COMMAND" >&2'
+    text = f"trap '{report}' ERR\n{lines}\ntrap - ERR\nexec \"$@\""
+    return ["bash", "-c", text, "hpc-ddp", *command]
 
 
 def die_with_parent() -> None:
@@ -74,6 +85,11 @@ def as_task() -> dict[str, str]:
     }
 
 
+def is_of_mpi_task(name: str) -> bool:
+    """Return whether an MPI launcher describes a task by the variable of this name."""
+    return name.startswith(OF_AN_MPI_TASK) and not name.startswith("PMIX_MCA_")
+
+
 def forget_task() -> None:
     """Remove from this process's environment what an MPI launcher told its one task of this node.
 
@@ -81,7 +97,7 @@ def forget_task() -> None:
     Does nothing in a worker that torchrun has not started.
     """
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        for name in [name for name in os.environ if name.startswith(OF_AN_MPI_TASK)]:
+        for name in [*filter(is_of_mpi_task, os.environ)]:
             del os.environ[name]
 
 
@@ -187,6 +203,39 @@ def resume_args() -> list[str]:
     return shlex.split(words) if not path or glob.glob(path) else []
 
 
+def value_of(name: str) -> str:
+    """Return the value of a variable that ``--expand`` names; exit with 1 where it is not set."""
+    if name == "HOSTNAME":  # the batch script's is that of the first node
+        return os.uname().nodename
+    for variable in (name, f"HPC_DDP_DRY_{name}"):  # the latter is Slurm's, without a Slurm
+        if variable in os.environ:
+            return os.environ[variable]
+    sys.exit(f"hpc-ddp: --expand names {name}, which is not set in this worker")
+
+
+def fill(command: list[str]) -> list[str]:
+    """Return `command`, python, -u, the script and its arguments, with the variables that
+    ``--expand`` names filled into the arguments; so they are into ``env`` where they differ between
+    workers.
+
+    As `core.job.variables.fill`, and exits as `value_of`.
+    """
+    names = os.environ.get("HPC_DDP_EXPAND", "").split()
+    if not names:
+        return command
+    import re
+
+    names_pattern = "|".join(names)
+    marks = re.compile(rf"\$(?:({names_pattern})(?![A-Za-z0-9_])|\{{({names_pattern})\}})")
+
+    def fill_in(text: str) -> str:
+        return marks.sub(lambda match: value_of(match[1] or match[2]), text)
+
+    for name in os.environ.get("HPC_DDP_EXPAND_ENV", "").split():
+        os.environ[name] = fill_in(os.environ[name])
+    return [*command[:3], *map(fill_in, command[3:])]
+
+
 def tracker_answer() -> dict[str, str]:
     """Return the variables that the first node's supervisor has looked up, once it has; {} where
     nobody looks, and without an answer within `LOOKUP_S`."""
@@ -228,8 +277,8 @@ def set_trackers() -> None:
 
 
 def prepare(command: list[str]) -> list[str]:
-    """Prepare this process as a worker; return `command`, python and the script, with the arguments
-    that a resume adds.
+    """Prepare this process as a worker; return `command`, python, -u and the script, with the
+    arguments that a resume adds.
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
     user's umask, and dies with its parent. It exits with 1 if torchrun's agent has died already.
@@ -261,8 +310,14 @@ def prepare(command: list[str]) -> list[str]:
 
 def main(command: list[str]) -> None:
     """Prepare this process, and replace it by `command`, which Python itself runs: the command's
-    own may be a wrapper, and has been entered. Raise OSError as `prepare`."""
-    command = prepare(command)
+    own may be a wrapper, and has been entered. Raise OSError as `prepare`, and without a bash for
+    set-up lines. These come between, and this file once more behind them, with `READY`."""
+    if command[0] != READY:
+        command = prepare(command)
+        if lines := os.environ.get("HPC_DDP_WORKER_SETUP"):
+            words = [sys.executable, "-ISs", __file__, READY, *command]
+            os.execvp("bash", after_setup(lines, words))
+    command = fill(command[1:] if command[0] == READY else command)
     for number in NOTICE_SIGNALS:  # a supervisor's child is started with them ignored
         signal.signal(number, signal.SIG_DFL)
     os.execv(sys.executable, [sys.executable, *command[1:]])

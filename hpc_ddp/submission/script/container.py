@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,16 +43,18 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
         return Entry(command=tuple(shlex.split(spec.container or "")))
     data = read_toml(_file(spec.container_tool or DEFAULT_TOOL))
     paths = list(dict.fromkeys(str(path) for path in (run, code, Path(spec.chdir))))
-    outer = [p for p in paths if not any(Path(parent) in Path(p).parents for parent in paths)]
+    outer = list(_mounts(paths))
     if bad := next((path for path in outer if set(path) & set(",:")), None):
         raise UsageError(
             f"the folder {bad!r} can't be mounted: its name has a comma or a colon",
             hint="rename it, or say the whole command: --container 'apptainer exec …'",
         )
     values, options = {"image": spec.image, "workdir": spec.chdir}, list(spec.container_options)
+    is_amd = spec.gpu_vendor == "amd" or re.match(r"mi\d", spec.gpu_type or "", re.I)
+    gpu = data.get("gpu-amd" if is_amd and "gpu-amd" in data else "gpu", [])
     has_gpu_option = not spec.gpu_count or {*options} & {*data.get("gpu_or", [])}
     lists = {
-        "{gpu}": [] if has_gpu_option else data.get("gpu", []),
+        "{gpu}": [] if has_gpu_option else gpu,
         "{options}": options,
     }
     mount = data.get("mount", "")
@@ -58,16 +63,31 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     else:
         values["mounts"] = ",".join(mount.format(path=path) for path in outer)
 
+    names = [option.partition("=")[0] for option in (*options, *spec.srun)]
+
     def filled(words: list[str]) -> tuple[str, ...]:
         """Return words of a tool's file with their fields filled; a word that stands for a list
-        becomes its words."""
+        becomes its words. A working directory of the user's takes the place of ours."""
         return tuple(
             argument
             for word in words
+            if not (word.endswith("={workdir}") and word.partition("=")[0] in names)
             for argument in (lists[word] if word in lists else [word.format(**values)])
         )
 
     return Entry(*(filled(data.get(part, [])) for part in ("command", "srun", "sbatch")))
+
+
+def _mounts(paths: Sequence[str]) -> Iterator[str]:
+    """Yield those of some folders that have to be mounted: one below another is there with that,
+    unless a link on the way leads out of it, and the link's target is yielded."""
+    for path in paths:
+        above = [parent for parent in paths if Path(parent) in Path(path).parents]
+        target = Path(os.path.realpath(path))
+        if not above:
+            yield path
+        elif not any(Path(os.path.realpath(parent)) in target.parents for parent in above):
+            yield str(target)
 
 
 def _file(tool: str) -> Path:

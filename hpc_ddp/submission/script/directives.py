@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job import checks
 from hpc_ddp.core.job.options import OPTIONS, JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.settings.operators import comment_pairs
+
+# Fields of a name of Slurm's output, as the batch script knows them.
+_FIELDS = {
+    "%j": "$SLURM_JOB_ID",
+    "%x": "$SLURM_JOB_NAME",
+    "%A": "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}",
+    "%a": "${SLURM_ARRAY_TASK_ID-}",
+    "%u": "$SLURM_JOB_USER",
+    "%N": "$SLURMD_NODENAME",
+    "%%": "%",
+}
 
 
 def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
@@ -20,16 +34,13 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
     for one that hpc-ddp refuses.
     """
     warn_s = min(spec.warn_s, (spec.time_s or 3600) // 10)
-    output = str(run.slurm_out).replace("%", "%%")
-    if spec.array:
-        output = f"{output.removesuffix('.out')}-%a.out"
     pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
     continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
     return [
         *pairs,
         # For a range of nodes Slurm would then give the least, since it counts tasks.
         *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
-        ("output", output),
+        ("output", output_file(spec, run)),
         ("open-mode", "append"),
         *comment_pairs((*spec.sbatch, *more)),
         *([("no-kill", "")] if spec.elastic else []),
@@ -40,6 +51,29 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
         *([] if continues in dict(pairs) else [(continues, "")]),
         ("signal", f"B:USR2@{warn_s}"),
     ]
+
+
+def output_word(pattern: str, chdir: str) -> str:
+    """Return the path of ``--output`` as a word for bash; a relative one lies in the working
+    directory `chdir`.
+
+    Raise UsageError for a field of Slurm's that is not in `_FIELDS`.
+    """
+    parts = re.split(r"(%(?:\d+\w|.?))", str(Path(chdir, pattern)))
+    if bad := next((field for field in parts[1::2] if field not in _FIELDS), None):
+        raise UsageError(
+            f"output {pattern!r} has {bad}; accepted: {', '.join(_FIELDS)}",
+            hint="--output out-%x-%j.txt",
+        )
+    fields = [f'"{_FIELDS[field]}"' for field in parts[1::2]] + [""]
+    literals = [shlex.quote(part) if part else "" for part in parts[::2]]
+    return "".join(part for pair in zip(literals, fields, strict=True) for part in pair)
+
+
+def output_file(spec: JobSpec, run: RunFolder) -> str:
+    """Return the path of the job's output, with Slurm's ``%a`` for the index of an array's task."""
+    path = str(run.slurm_out).replace("%", "%%")
+    return f"{path.removesuffix('.out')}-%a.out" if spec.array else path
 
 
 def directives(spec: JobSpec) -> list[tuple[str, str]]:

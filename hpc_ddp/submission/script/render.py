@@ -8,11 +8,14 @@ from typing import Any
 
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.sweep import trial_args
+from hpc_ddp.core.job.variables import is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
-from hpc_ddp.submission.script.directives import header_pairs, sbatch_line
+from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
+from hpc_ddp.submission.script.effect import as_pairs, check_effect, taken_out_in_vain, without
 from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 
@@ -34,15 +37,23 @@ def step_options(spec: JobSpec) -> list[str]:
     return [*end, f"--wait={WAIT_S}", "--overlap", *mpi]
 
 
-def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
-    """Return the kind of launch of each task's supervisor (``worker`` or ``torchrun``), and the
-    command that it starts, without the arguments of the script.
+def program(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
+    """Return the words for Python that start a job's program, without its arguments; `script` is
+    its path as the job sees it, of a module or a command one in its folder."""
+    start = str(run.lib / "hpc_ddp" / "node" / "workers" / "program.py")
+    if spec.module:
+        return [start, "module", str(script.parent), spec.script]
+    return [start, "command", spec.script] if spec.no_python else [str(script)]
 
-    `node` is the path of node.py, `script` that of the script, as the job sees them.
-    """
-    if spec.launcher == "srun":
-        return "worker", [spec.python, script]
-    return "torchrun", [spec.python, "-u", node, "elastic_agent", *torchrun_options(spec), script]
+
+def node_command(spec: JobSpec, run: RunFolder, script: Path) -> tuple[str, list[str]]:
+    """Return the kind of launch of each task's supervisor (``worker`` or ``torchrun``), and the
+    command that it starts, without the arguments of the program; `script` as `program` has it."""
+    words = program(spec, run, script)
+    if spec.launcher != "torchrun":
+        return "worker", [spec.python, *words]
+    node = str(run.lib / "node.py")
+    return "torchrun", [spec.python, "-u", node, "elastic_agent", *torchrun_options(spec), *words]
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
@@ -52,7 +63,31 @@ def job_env(spec: JobSpec) -> dict[str, str]:
     Raise UsageError for an unknown fabric, and for a broken profile.
     """
     fabric = fabric_env(spec.fabric)
-    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
+    env = {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
+    return {name: text for name, text in env.items() if name not in spec.without}
+
+
+def node_env(spec: JobSpec) -> dict[str, str]:
+    """Return the variables by which supervisors and workers know what they do before the program:
+    their set-up lines, the names of ``--expand``, and those of the variables of ``env`` whose
+    values a worker alone knows. {} for a job without these."""
+    texts = {
+        "HPC_DDP_NODE_SETUP": "\n".join(w for w in spec.node_setup if w not in spec.without),
+        "HPC_DDP_WORKER_SETUP": "\n".join(w for w in spec.worker_setup if w not in spec.without),
+        "HPC_DDP_EXPAND": " ".join(spec.expand),
+        "HPC_DDP_EXPAND_ENV": " ".join(worker_env(spec)),
+    }
+    return {name: text for name, text in texts.items() if text}
+
+
+def worker_env(spec: JobSpec) -> list[str]:
+    """Return the variables of ``env`` that a worker fills in, and not the batch script: their texts
+    have a variable that differs between workers."""
+    return [
+        name
+        for name, text in spec.env.items()
+        if any(map(is_of_worker, names_in(text, spec.expand)))
+    ]
 
 
 class Rendering:
@@ -76,7 +111,13 @@ class Rendering:
         self._spec = spec
         self.environment = job_env(spec)
         self.entry = container.entry(spec, run.path, code)
-        self.header = header_pairs(spec, run, self.entry.sbatch)
+        header = header_pairs(spec, run, self.entry.sbatch)
+        srun = as_pairs((*step_options(spec), *spec.srun, *self.entry.srun))
+        check_effect(spec, header, srun)
+        self.header = without(spec, header)
+        self.srun = [word for word in spec.srun if without(spec, as_pairs([word]))]
+        env = (*fabric_env(spec.fabric), *spec.env)
+        self._in_vain = taken_out_in_vain(spec, [*header, *as_pairs(spec.srun)], env)
         self._context: dict[str, Any] = {
             "version": __version__,
             "directives": [sbatch_line(name, value) for name, value in self.header],
@@ -84,20 +125,32 @@ class Rendering:
             "code": str(code),
             "host_suffix": spec.host_suffix,
             "interface": spec.interface or "",
-            "env": self.environment,
+            "env": {**self.environment, **node_env(spec)},
+            "batch_env": self.environment.keys() - worker_env(spec),
+            "expand": spec.expand,
+            "step_names": self._names_of_step(),
             "workdir": spec.chdir,
-            "setup": spec.setup,
+            "output": output_word(output_file(spec, run), spec.chdir),
+            "outputs": [
+                output_word(pattern, spec.chdir)
+                for pattern in dict.fromkeys(filter(None, (spec.output, spec.error)))
+            ],
+            "setup": [line for line in spec.setup if line not in spec.without],
             "teardown": spec.teardown,
             "host_python": sys.executable,
             "python": spec.python,
             "workers": spec.workers_per_node,
+            "tasks_per_node": spec.tasks_per_node,
             "launcher": spec.launcher,
             "continue_by": spec.continue_by,
-            "step_launcher": spec.step_launcher,
-            "srun": (*spec.srun, *self.entry.srun),
+            "step_launcher": spec.step_command,
+            "mpirun": mpirun_words(spec.mpirun),
+            "srun": (*self.srun, *self.entry.srun),
+            "without": spec.without,
             "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
+            "program": program(spec, run, script),
             "args": spec.args,
             "is_array": bool(spec.array),
             "trials": [trial_args(trial) for trial in spec.trials],
@@ -106,14 +159,30 @@ class Rendering:
             "container_srun": self.entry.srun,
         }
 
+    def _names_of_step(self) -> list[str]:
+        """Return the variables that the batch script fills into its step's command. Raise
+        UsageError for one that a worker alone knows, and for one in an ``#SBATCH`` line."""
+        entry, expand = self.entry, self._spec.expand
+        words = (*self._spec.srun, *entry.srun, *entry.command)
+        names = [name for word in words for name in names_in(word, expand)]
+        of_sbatch = [name for word in entry.sbatch for name in names_in(word, expand)]
+        if bad := next((n for n in names if is_of_worker(n)), None) or next(iter(of_sbatch), None):
+            raise UsageError(
+                f"the image, the container and the options of srun can't have ${bad}: it is not"
+                " known before the step starts; accepted: a variable of the batch script",
+                hint="--expand SLURM_JOB_ID, or one that a set-up line sets",
+            )
+        return list(dict.fromkeys(names))
+
     def whole(self) -> str:
         """Return the whole script; raise UsageError for a user's template that can't be used."""
         return template.whole(self._spec.template, self._context)
 
     def left_out(self) -> list[str]:
-        """Return sentences on what a user's template leaves out, and what follows from it; []
-        without one. Raise UsageError as `whole`."""
-        return template.missing(self.whole()) if self._spec.template else []
+        """Return sentences on what a user's template leaves out, and what follows from it, and on
+        words of ``without`` that name nothing. Raise UsageError as `whole`."""
+        vain = [f"without has {word!r}, and the job has no such thing" for word in self._in_vain]
+        return [*vain, *(template.missing(self.whole()) if self._spec.template else [])]
 
     def block(self, name: str) -> str:
         """Return the block of one name; raise UsageError as `whole`, and for a template without

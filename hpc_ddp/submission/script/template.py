@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os.path
 import re
-import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +16,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpc_ddp.core.errors import UsageError, closest
+from hpc_ddp.core.job.variables import shell_word
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings import trust
 
@@ -308,9 +308,10 @@ def _environment(beside: Path | None) -> jinja2.Environment:
     return environment
 
 
-def quoted(value: object) -> str:
-    """Return a value as one word for the shell, quoted where it has to be."""
-    return shlex.quote(str(value))
+def quoted(value: object, expand: Sequence[str] = ()) -> str:
+    """Return a value as one word for the shell, quoted where it has to be; the shell fills in the
+    variables of `expand`."""
+    return shell_word(str(value), expand)
 
 
 def in_double_quotes(word: str) -> str:

@@ -22,7 +22,13 @@ from hpc_ddp.core.job.option_declaration import (
 )
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.settings import operators, sites
-from hpc_ddp.submission.settings.defaults import default_python, name_for, working_directory
+from hpc_ddp.submission.settings.defaults import (
+    absolute,
+    check_script,
+    default_python,
+    name_for,
+    working_directory,
+)
 from hpc_ddp.submission.settings.trust import read_toml
 
 T = TypeVar("T")
@@ -30,6 +36,8 @@ T = TypeVar("T")
 PROJECT_FILE = "hpc-ddp.toml"
 # Settings of which a job can have one only.
 EXCLUSIVE = (("cpus-per-node", "cpus-per-task"), ("container", "image"))
+# With one of these flags SCRIPT is no file.
+NO_FILE = ("module", "no-python")
 # A file's table [when.partition.NAME] counts only for jobs in this partition.
 CHOICES = ("partition", "qos")
 
@@ -220,6 +228,11 @@ def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
     return {"cpus-per-node": max(1, site["cpus-per-node"] * job_gpus // all_gpus)}
 
 
+def _names_no_file(values: Mapping[str, Any]) -> bool:
+    """Return whether the ``script`` of some settings is a module or a command."""
+    return any(values.get(key) for key in NO_FILE)
+
+
 def _gpu_count(settings: Mapping[str, Any]) -> int:
     """Return the number in ``gpus-per-node``, as 4 in ``a100:4``; 0 without one."""
     match = re.search(r"\d+$", str(settings.get("gpus-per-node", "")))
@@ -242,6 +255,8 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """
     replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
     values = {key: value for key, value in below.items() if key not in replaced}
+    if "script" in above:  # the kind of another program is none of this one's
+        values = {key: value for key, value in values.items() if key not in NO_FILE}
     if "env" in above:
         values["env"] = {**below.get("env", {}), **above["env"]}
     return {**values, **{key: value for key, value in above.items() if key != "env"}}
@@ -322,7 +337,8 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
             raise UsageError(text, hint=f"see {path}")
         if isinstance(value, list) and not all(isinstance(line, str) for line in value):
             raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
-    for key in {"script", "template"} & layer.keys():  # a path in a file is meant from there
+    # A path in a file is meant from there.
+    for key in {"template", *(() if _names_no_file(layer) else ["script"])} & layer.keys():
         layer[key] = str(path.parent / os.path.expanduser(layer[key]))
     if "env" in layer:
         layer["env"] = {name: str(value) for name, value in layer["env"].items()}
@@ -340,21 +356,23 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     UsageError
         no script is named, it or the working directory doesn't exist, or a value is refused
     """
+    names_no_file = _names_no_file(settings.values)
     if not settings.get("script"):
         raise UsageError(
             f"no script is named, neither as an argument nor in {PROJECT_FILE}",
             hint="hpc-ddp submit train.py",
         )
-    script = (cwd / settings.values["script"]).absolute()
-    if not script.is_file():
-        raise UsageError(f"script {str(script)!r} does not exist", hint=f"ls {script.parent}")
+    script = Path(settings.values["script"])
+    if not names_no_file:
+        script = absolute(cwd / script)
+        check_script(script, in_image=bool(settings.get("image") or settings.get("container")))
     names = {item.name for item in fields(JobSpec)}
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     job = {name: value for name, value in values.items() if name in names}
     job |= {"script": str(script), "chdir": working_directory(cwd, settings.get("chdir", ""))}
     if "template" in job:
         job["template"] = str(cwd / job["template"])
-    job["job_name"] = job.get("job_name") or name_for(script)
+    job["job_name"] = job.get("job_name") or name_for(script, bool(settings.get("module")))
     in_container = bool(job.get("container") or job.get("image"))
     job.setdefault("python", default_python(job.get("setup", ()), in_container))
     return JobSpec(**job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
+
+
+def absolute(path: Path) -> Path:
+    """Return an absolute path without ``..``, since it is compared with others, and may be mounted
+    in a container; its links are kept unless there is a ``..``."""
+    return path.resolve() if ".." in path.parts else path.absolute()
 
 
 def working_directory(cwd: Path, text: str) -> str:
@@ -22,16 +29,42 @@ def working_directory(cwd: Path, text: str) -> str:
     UsageError
         there is no such folder
     """
-    path = (cwd / os.path.expanduser(text)).absolute()
+    path = absolute(cwd / os.path.expanduser(text))
     if not path.is_dir():
         raise UsageError(f"working directory {str(path)!r} does not exist", hint="--chdir DIR")
     return str(path)
 
 
-def name_for(script: Path) -> str:
-    """Return a job name made of a script's file name, without what a job name can't have; ``job``
-    where nothing is left."""
-    return re.sub(r"[^\w.+=,@-]+", "-", script.stem).lstrip(".+=,@-")[:100] or "job"
+def name_for(script: Path, is_module: bool = False) -> str:
+    """Return a job name made of a script's file name, or of the last part of a module's, without
+    what a job name can't have; ``job`` where nothing is left."""
+    name = script.name.rpartition(".")[2] if is_module else script.stem
+    return re.sub(r"[^\w.+=,@-]+", "-", name).lstrip(".+=,@-")[:100] or "job"
+
+
+def check_script(script: Path, in_image: bool) -> None:
+    """Raise UsageError for a script, an absolute path, that does not exist or is not Python's, with
+    the option by which the program that it may be is named."""
+    name = script.name
+    if not script.is_file():
+        hint = f"ls {script.parent}"
+        if shutil.which(name):
+            hint = f"a command: hpc-ddp submit --no-python {shlex.quote(name)} …"
+        elif in_image:
+            hint = f"a script in the image: --image IMAGE --no-python python3 {script} …"
+        elif Path(script.parent, *name.split(".")).with_suffix(".py").is_file():
+            hint = f"a module: hpc-ddp submit -m {shlex.quote(name)} …"
+        raise UsageError(f"script {str(script)!r} does not exist", hint=hint)
+    with script.open("rb") as file:
+        first = file.read(200).partition(b"\n")[0]
+    is_other = first.startswith(b"#!") and b"python" not in first and script.suffix != ".py"
+    if is_other or b"\0" in first or script.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
+        start = "./" if b"\0" in first else "bash "
+        command = f"{start}{shlex.quote(name)}"
+        raise UsageError(
+            f"{script} is no Python script",
+            hint=f"a command for each worker: --no-python {command} …",
+        )
 
 
 def default_python(setup: Sequence[str], in_container: bool) -> str:

@@ -47,7 +47,8 @@ class Origin:
 
 
 def origins(plan: Plan, settings: Settings) -> list[Origin]:
-    """Return the settings of a planned job that are not empty, with the origin of each.
+    """Return the settings of a planned job that are not empty, nor taken out by ``without``, with
+    the origin of each.
 
     The lines of a list (set-up lines of a site, then of the job) and the variables of ``env`` have
     an origin each. Raise UsageError for a broken fabric profile.
@@ -62,7 +63,8 @@ def origins(plan: Plan, settings: Settings) -> list[Origin]:
             rows += [_origin(plan, settings, key, line, line) for line in value]
         elif value not in (None, "", {}) and value is not False:
             rows.append(_origin(plan, settings, key, str(value), None))
-    return rows
+    absent = {*plan.spec.without}
+    return [row for row in rows if row.key == "without" or not {row.value, f"--{row.key}"} & absent]
 
 
 def table(rows: list[Origin]) -> str:

@@ -12,6 +12,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission.settings.config import PROJECT_FILE, Settings, load
+from hpc_ddp.submission.settings.defaults import absolute
 from hpc_ddp.submission.user import home_folder
 
 
@@ -79,4 +80,4 @@ def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
             f"the folder of runs is {text}, and no account is named",
             hint=f'account = "…" in {PROJECT_FILE}, --account, or --runs-dir DIR',
         )
-    return Path(os.path.expanduser(filled)).absolute()
+    return absolute(Path(os.path.expanduser(filled)))

@@ -68,6 +68,22 @@ def test_a_worker_gets_the_variables_of_torchrun(
     assert task(4).launch.reports_fabric
 
 
+@pytest.mark.parametrize("kind", ["OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD"])
+def test_a_task_of_an_mpi_has_its_rank(
+    kind: str, attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's variables are those of the MPI's daemon on this node."""
+    for name, value in {"SLURM_PROCID": 1, "SLURM_NTASKS": 3, "HPC_DDP_PORT": 20001}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("HPC_DDP_STEP_LAUNCHER", "mpirun")
+    monkeypatch.setenv(f"{kind}_RANK", "5")
+    monkeypatch.setenv(f"{kind}_SIZE", "6")
+    env = worker_launch(place_of(attempt, index=2), ["python", "train.py"]).env
+    assert [env[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")] == [*"5162"]
+    with pytest.raises(OSError, match="ranks have to go node by node"):
+        worker_launch(place_of(attempt, index=1), ["python", "train.py"])
+
+
 def test_a_wrapper_that_dies_of_a_notice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
     monkeypatch.setattr(child_process, "say", printed.append)

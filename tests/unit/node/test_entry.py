@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from hpc_ddp.node.outcome.first_failure import from_record
 
 ENTRY = Path(__file__).parents[3] / "hpc_ddp/node/entry.py"
 PART = """
@@ -55,3 +58,35 @@ def test_the_package_comes_after_pythons_library_and_before_all_else(
     else:
         assert pythons < place
         assert not [path for path in report["path"][:place] if "-packages" in path]
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (["supervisor", "torchrun", "x"], "logs/attempt-2/n1/record.json"),
+        (["supervisor", "worker", "x"], "logs/attempt-2/n1/record-3.json"),
+        (["elastic_agent", "--nnodes=1"], "failures.json"),
+        (["batch", "begin"], ""),
+    ],
+)
+def test_an_old_python_says_so_where_the_verdict_reads_it(
+    tmp_path: Path, words: list[str], file: str
+) -> None:
+    """Any Python stands in for an old one, by the number that it gives."""
+    text = f"import sys; sys.version_info = (3, 8, 1); exec(open({str(ENTRY)!r}).read())"
+    env = {"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_ATTEMPT": "2", "SLURM_PROCID": "3"}
+    env |= {"HPC_DDP_NODE_FOLDER": str(tmp_path), "SLURMD_NODENAME": "n1"}
+    done = subprocess.run([sys.executable, "-c", text, *words], env=env, capture_output=True)
+    assert done.returncode == 1
+    error = "Python 3.8 is too old; accepted for --python: 3.10 or later"
+    assert done.stderr.decode() == f"hpc-ddp: {error}\n"
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written == ([tmp_path / file] if file else [])
+    if not file:
+        return
+    record: dict[str, Any] = json.loads(written[0].read_text())
+    if "agent" in record:
+        assert record == {"agent": error}
+    else:
+        (failure,) = from_record(record)
+        assert str(failure) == f"torchrun on n1: {error}"

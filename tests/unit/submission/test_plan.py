@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.resources import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation
-from hpc_ddp.submission.settings.config import Settings
+from hpc_ddp.submission.settings.config import Layer, Settings
 from tests.raw_events import raw
 
 
@@ -88,3 +90,49 @@ def test_a_run_of_the_live_code_stays_one(tmp_path: Path) -> None:
     script.unlink()
     with pytest.raises(UsageError, match="does not exist any more"):
         plan_continuation(run, {}, Settings({}), tmp_path)
+
+
+def test_options_of_a_container_without_an_image_are_refused(tmp_path: Path) -> None:
+    """A site may have some for the jobs that have one."""
+    (tmp_path / "train.py").touch()
+    values = {"script": "train.py", "container-options": ["--nv"]}
+    for kind in ("option", "project"):
+        settings = Settings(values, [Layer(kind, values)])
+        with pytest.raises(UsageError, match="container-options have no effect"):
+            plan.plan_new(settings, tmp_path, tmp_path / "runs")
+    plan.plan_new(Settings(values, [Layer("site", values)]), tmp_path, tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ({"args": ["$HOME/x"]}, "$HOME stays as it is"),
+        ({"args": ["$HOME/x"], "expand": ["HOME"]}, ""),
+        ({"env": {"A": "$(date)"}}, "$( stays as it is"),
+        ({"args": ["^a$", "5$"]}, ""),
+        ({"args": ["-c", "echo $X"], "script": "bash", "no-python": True}, ""),
+        ({"array": "0-9%1"}, "runs that begin anew each"),
+        ({"array": "0-9%2"}, ""),
+    ],
+)
+def test_what_may_be_meant_otherwise_is_said(
+    tmp_path: Path, values: dict[str, Any], warning: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    settings = Settings({"script": "train.py", "python": sys.executable, **values})
+    mistakes = plan.find_mistakes(plan.plan_new(settings, tmp_path, tmp_path / "runs").spec)
+    assert warning in "".join(mistakes)
+    assert bool(warning) == bool(mistakes)
+
+
+def test_an_old_python_is_refused_where_its_name_is_known(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "python3.8").touch()
+    old = tmp_path / "python"
+    old.symlink_to("python3.8")
+    values = {"script": "train.py", "python": str(old)}
+    with pytest.raises(UsageError, match=r"is Python 3\.8; accepted: 3\.10 or later"):
+        plan.plan_new(Settings(values), tmp_path, tmp_path / "runs")
+    unknown: list[dict[str, Any]] = [{"image": "a.sif"}, {"python": "gone"}, {"python": "/gone"}]
+    for more in unknown:
+        plan.plan_new(Settings({**values, **more}), tmp_path, tmp_path / "runs")

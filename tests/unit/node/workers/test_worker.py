@@ -161,7 +161,7 @@ def test_workers_are_no_task_of_an_mpi_unless_each_of_them_is_one(
     start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path, by_torchrun: bool
 ) -> None:
     of_task = {"PMI_RANK": "1", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "PMI2_FD": "3"}
-    settings = {"OMPI_MCA_btl": "tcp", "I_MPI_FABRICS": "ofi"}
+    settings = {"OMPI_MCA_btl": "tcp", "I_MPI_FABRICS": "ofi", "PMIX_MCA_gds": "hash"}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if by_torchrun else {}
     names = [*of_task, *settings]
     look = f"import json, os; print(json.dumps([n for n in {names} if n in os.environ]))"

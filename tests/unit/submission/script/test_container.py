@@ -31,10 +31,40 @@ def test_each_container_tool_has_its_command() -> None:
     assert pyxis.command == ()
     assert pyxis.srun[1] == "--container-mounts=/scratch/r:/scratch/r,/home/me:/home/me"
     podman = _entry(container_tool="podman-hpc").command
-    assert podman[-7:] == (
+    assert podman[-6:] == (
         *("--volume", "/scratch/r:/scratch/r", "--volume", "/home/me:/home/me"),
-        *("--workdir", "/home/me", "a.sif"),
+        *("--workdir=/home/me", "a.sif"),
     )
+
+
+def test_gpus_of_amd_have_their_option() -> None:
+    for values in ({"gpus_per_node": "mi250:8"}, {"gpus_per_node": "8", "gpu_vendor": "amd"}):
+        assert _entry(**values).command[:3] == ("apptainer", "exec", "--rocm")
+        assert _entry(container_tool="podman-hpc", **values).command.count("--gpu") == 1
+    assert _entry(gpu_vendor="amd").command[2] == "--bind"  # no GPUs
+    words = _entry(gpus_per_node="mi250:8", container_options=["--nv"]).command
+    assert "--rocm" not in words
+
+
+def test_the_working_directory_is_the_same_inside() -> None:
+    assert "--container-workdir=/home/me" in _entry(container_tool="pyxis").srun
+    options = ["--container-workdir=/app"]
+    words = _entry(container_tool="pyxis", container_options=options).srun
+    assert [word for word in words if "workdir" in word] == options  # pyxis refuses a second one
+
+
+def test_a_folder_behind_a_link_is_mounted(tmp_path: Path) -> None:
+    """The project is mounted, and in it a link leads to where the runs are."""
+    project, runs = tmp_path / "project", tmp_path / "scratch"
+    (project / "plain").mkdir(parents=True)
+    (runs / "r").mkdir(parents=True)
+    (project / "runs").symlink_to(runs)
+    spec = JobSpec(script="t.py", chdir=str(project), image="a.sif")
+    run = project / "runs" / "r"
+    words = container.entry(spec, run, run / "code").command
+    assert words[3].split(",") == [f"{runs}/r", str(project)]
+    plain = project / "plain"
+    assert container.entry(spec, plain, plain / "code").command[3] == str(project)
 
 
 def test_impossible_containers_are_refused() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script.directives import directives, sbatch_line
+from hpc_ddp.submission.script.render import Rendering
 
 
 def test_cpus_of_a_node_are_shared_by_its_tasks() -> None:
@@ -52,6 +58,33 @@ def test_gpus_are_requested_as_the_site_wants(
     names = ("job-name", "nodes", "cpus-per-task")
     remaining = [pair for pair in directives(spec) if pair[0] not in names]
     assert remaining == [*pairs, ("exclusive", ""), ("a", "b=c"), ("flag", "")]
+
+
+def test_the_output_has_a_link_where_the_user_wants_it(tmp_path: Path) -> None:
+    """Nothing of the user's is replaced; Slurm's own file stays in the run."""
+    run = RunFolder(tmp_path / "r $X%")
+    run.logs.mkdir(parents=True)
+    run.slurm_out.write_text("printed")
+    names = ("out/%x-%j $Y%%.txt", "%A_%a.err")
+    spec = JobSpec("/t.py", chdir=str(tmp_path), output=names[0], error=names[1])
+    rendering = Rendering(spec, run, tmp_path, tmp_path / "t.py")
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "a b", "PATH": os.environ["PATH"]}
+    text = rendering.block("settings")
+
+    def play() -> str:
+        done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True)
+        return done.stderr
+
+    assert play() == play() == ""  # a requeue finds its own link
+    for name in ("out/a b-7 $Y%.txt", "7_.err"):
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / name).read_text() == "printed"
+    (tmp_path / "7_.err").unlink()
+    (tmp_path / "7_.err").write_text("the user's")
+    assert "7_.err is there, and is left as it is" in play()
+    assert (tmp_path / "7_.err").read_text() == "the user's"
+    with pytest.raises(UsageError, match="has %4j; accepted: %j"):
+        Rendering(replace(spec, output="%4j"), run, tmp_path, tmp_path / "t.py")
 
 
 def test_plain_values_are_written_as_typed() -> None:

@@ -73,3 +73,12 @@ def test_a_path_of_a_run_needs_no_settings(
     assert run_of(str(run.path), None) == run
     with pytest.raises(UsageError, match="no account is named"):
         run_of("1", None)
+
+
+def test_a_folder_above_is_named_without_dots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's mounts are compared by their names."""
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    assert runs_root(Settings({"runs-dir": "../runs"})) == tmp_path.resolve() / "runs"

@@ -1,0 +1,83 @@
+"""Environment variables of a job: those that hpc-ddp sets, and those that are filled into texts.
+
+A text of the job (an argument, a value of ``env``, an image …) is literal. Only ``$NAME`` and
+``${NAME}`` of the names in `JobSpec.expand` stand for the values that these variables have in the
+job: docs/decisions/017-variables.md.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+
+# The variables by which torchrun makes a process a rank of a world, as a regular expression.
+OF_A_RANK = r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+# As `worker.as_task` sets them, also below torchrun.
+_OF_A_TASK = (
+    r"SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE"
+    r"|STEP_NUM_TASKS|STEP_TASKS_PER_NODE)"
+)
+# Their values differ between the nodes or the workers of a job.
+_OF_A_WORKER = re.compile(rf"{OF_A_RANK}|{_OF_A_TASK}|GROUP_WORLD_SIZE|HOSTNAME|SLURMD_NODENAME")
+# Users may set these; all others of hpc-ddp are its own.
+OF_USERS = (
+    *("HPC_DDP_RUNS", "HPC_DDP_SITE_FILE", "HPC_DDP_SAVE_EVERY", "HPC_DDP_HANG_AFTER"),
+    *("HPC_DDP_PROFILE", "HPC_DDP_BACKEND", "HPC_DDP_DRY_RUN_DEVICES"),
+)
+# In a worker each of these has hpc-ddp's value, or none, whatever the job's environment has.
+_OF_HPC_DDP = re.compile(
+    rf"{OF_A_RANK}|{_OF_A_TASK}|GROUP_WORLD_SIZE|HPC_DDP_\w+|PET_\w+"
+    r"|PMI2?_\w+|PMIX_(?!MCA_)\w+|SLURM_(PMI|MPI_)\w*|PALS_\w+|MPI_LOCAL\w+|MV2_COMM_WORLD_\w+"
+    r"|OMPI_(COMM_WORLD_\w+|UNIVERSE_SIZE|APP_\w+)"
+)
+
+
+def is_of_worker(name: str) -> bool:
+    """Return whether a variable's value is known in a worker only."""
+    return bool(_OF_A_WORKER.fullmatch(name))
+
+
+def is_of_hpc_ddp(name: str) -> bool:
+    """Return whether a worker has hpc-ddp's value of a variable, or none, and never the user's."""
+    return bool(_OF_HPC_DDP.fullmatch(name)) and name not in OF_USERS
+
+
+def _marks(names: Collection[str]) -> re.Pattern[str]:
+    """Return the pattern of ``$NAME`` and ``${NAME}`` for some names of variables; bash's names end
+    where theirs do."""
+    names_pattern = "|".join(map(re.escape, names)) or "(?!)"  # without a name nothing fits
+    return re.compile(rf"\$(?:({names_pattern})(?![A-Za-z0-9_])|\{{({names_pattern})\}})")
+
+
+def names_in(text: str, names: Collection[str]) -> list[str]:
+    """Return those of `names` that `text` stands for, in its order; one that is there twice comes
+    twice."""
+    return [match[1] or match[2] for match in _marks(names).finditer(text)]
+
+
+def fill(text: str, names: Collection[str], values: Mapping[str, str]) -> str:
+    """Return `text` with the variables of `names` filled in; the rest stays as it is, values too.
+    Raise KeyError for a variable without a value."""
+    return _marks(names).sub(lambda match: values[match[1] or match[2]], text)
+
+
+def shell_word(text: str, names: Collection[str] = ()) -> str:
+    """Return `text` as one word for bash, which fills in the variables of `names`; it fails with a
+    message for one that is not set."""
+    words, end = [], 0
+    for match in _marks(names).finditer(text):
+        words += [text[end : match.start()], match[1] or match[2]]
+        end = match.end()
+    if not words:
+        return shlex.quote(text)
+    literals = [shlex.quote(word) if word else "" for word in (*words[::2], text[end:])]
+    marks = [f'"${{{name}?is not set, and --expand names it}}"' for name in words[1::2]] + [""]
+    return "".join(part for pair in zip(literals, marks, strict=True) for part in pair)
+
+
+def literal_names(texts: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return what a shell would fill into some texts, and the job does not, as ``$NAME``: each
+    once, in their order."""
+    marks = (re.findall(r"\$\{?[A-Za-z_]\w*\}?|\$\(|`", _marks(names).sub("", t)) for t in texts)
+    return list(dict.fromkeys(mark for row in marks for mark in row))

@@ -1,0 +1,79 @@
+"""What a job script has: its variables, its programs, its set-up lines, its launchers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from harness import (
+    DIGITS,
+    DIGITS_ARGS,
+    SUBMITIT_LATER,
+    TWO_BY_ONE,
+    TWO_BY_TWO,
+    Hpc,
+    Job,
+    same_weights,
+    use,
+)
+
+from tests.skips import skip_or_fail
+
+
+@pytest.mark.parametrize("backend", SUBMITIT_LATER)
+def test_a_command_with_variables_and_set_up_lines(
+    hpc: Hpc, cluster: Cluster, backend: str
+) -> None:
+    """What `setup` sets without an export is known in arguments, and a node has its own name."""
+    use(cluster)
+    names = ("SLURM_JOB_ID", "DATA", "SLURMD_NODENAME")
+    words = [word for name in names for word in ("--expand", name)]
+    words += ["--env", "OUT=/x/$SLURM_JOB_ID", "--env", "AT=$SLURMD_NODENAME"]
+    words += ["--setup", "DATA='a  b'", "--node-setup", "export NODE=$SLURMD_NODENAME"]
+    words += ["--worker-setup", "export LEVEL=$((RANK + 5))", "--worker-setup", "false"]
+    program = ("--no-python", "bash", "-c", 'echo "$1|$2|$OUT|$AT|$NODE|$LEVEL"', "it")
+    job = hpc.submit(
+        "--backend", backend, *TWO_BY_ONE, *words, *program, "$DATA", "$SLURM_JOB_ID$X"
+    )
+    assert job.end() == "COMPLETED", job.output()
+    for rank, node in enumerate(job.run.attempts()[0].node_names):
+        text = job.run.attempt(0).node(node).rank_log(rank).read_text()
+        assert f"a  b|{job.id}$X|/x/{job.id}|{node}|{node}|{rank + 5}\n" in text
+        assert "this set-up command failed with code 1: false" in text
+
+
+@pytest.mark.more
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun (apt: openmpi-bin)")
+def test_a_task_of_mpirun_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
+    """Preempted once. Ranks are those of the MPI, whose variables the workers keep."""
+    use(cluster)
+    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    words = ("--launcher", "mpirun", "--mpirun=--mca btl self,tcp", *TWO_BY_TWO)
+    job = hpc.submit(*words, str(DIGITS), *DIGITS_ARGS, env={"HPC_DDP_SAVE_EVERY": "1", **env})
+    job.at_step(5)
+    job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert same_weights(job, undisturbed)
+    show = 'echo "$RANK $OMPI_COMM_WORLD_RANK $LOCAL_RANK $OMPI_COMM_WORLD_LOCAL_RANK $WORLD_SIZE"'
+    job = hpc.submit(*words, "--no-python", "bash", "-c", show, env=env)
+    assert job.end() == "COMPLETED", job.output()
+    logs = sorted(job.run.attempt(0).path.glob("*/rank-*.log"))
+    assert [log.read_text() for log in logs] == [f"{r} {r} {r % 2} {r % 2} 4\n" for r in range(4)]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_an_old_python_is_named_by_the_verdict(hpc: Hpc, cluster: Cluster, launcher: str) -> None:
+    """One that a set-up line brings, so that the submit does not know it."""
+    use(cluster)
+    old = sorted(Path.home().glob(".pyenv/versions/3.[789].*/bin/python"))
+    if not old:
+        skip_or_fail("there is no old Python")
+    words = ("--launcher", launcher, "--python", "python", "--setup", f"PATH={old[0].parent}:$PATH")
+    job = hpc.submit(*words, *TWO_BY_ONE, str(DIGITS))
+    assert job.end() == "FAILED", job.output()
+    assert job.verdicts() == [("failed", "give up")]
+    assert "too old; accepted for --python: 3.10 or later" in job.output()

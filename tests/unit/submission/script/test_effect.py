@@ -1,0 +1,169 @@
+"""What is accepted has an effect: each of our own directives and variables, and what `without`
+takes out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.attempt_env import AttemptEnv, variable
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.variables import OF_USERS
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node import child_process
+from hpc_ddp.node.workers import worker
+from hpc_ddp.submission.script.render import Rendering
+from hpc_ddp.submission.script.torchrun import TORCHRUN_OPTIONS
+from unit.node.fakes import place_of
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"continue_by": "resubmit"},
+    {"elastic": True, "nodes": 2},
+    {"launcher": "srun", "nodes": 2, "gpus_per_node": "a:4", "cpus_per_node": 8, "time": "60"},
+    {"gpu_request": "gres", "gpus_per_node": "4", "mem": "1G", "partition": "p", "array": "0-1"},
+    {"image": "a", "container_tool": "pyxis", "exclusive": True, "account": "a", "qos": "q"},
+    {"image": "a", "container_tool": "shifter", "nodelist": "n1", "constraint": "c"},
+]
+# They give way to the user's, and so the user's is in force.
+GIVE_WAY = ("comment", "propagate", "mpi", "requeue", "no-requeue")
+
+
+def _rendering(**values: Any) -> Rendering:
+    spec = JobSpec(script="/home/me/train.py", chdir="/home/me", **values)
+    return Rendering(spec, RunFolder(Path("/r")), Path("/c"), Path("/c/train.py"))
+
+
+def _in_force(pairs: list[tuple[str, str]], name: str) -> str:
+    return [value for option, value in pairs if option == name][-1]
+
+
+@pytest.mark.parametrize("values", SHAPES, ids=str)
+def test_no_directive_of_ours_overrides_the_users_without_a_word(values: dict[str, Any]) -> None:
+    for name, value in _rendering(**values).header:
+        raw = f"--{name}=other" if value else f"--{name}=x"
+        if name not in GIVE_WAY:
+            with pytest.raises(UsageError, match=f"--{name}") as raised:
+                _rendering(**{**values, "sbatch": (raw,)})
+            assert raised.value.hint
+            continue
+        header = _rendering(**{**values, "sbatch": (raw,)}).header
+        assert _in_force(header, name) == raw.partition("=")[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "option", "instead"),
+    [
+        ({}, "--signal=USR1@90", "--signal USR1@90"),
+        ({}, "--sig=USR1@90", "--signal USR1@90"),
+        ({}, "--output=%j.out", "--output out-%j.txt"),
+        ({}, "--open-mode=truncate", "appended"),
+        ({}, "--no-requeue", "--max-requeues 0"),
+        ({"continue_by": "resubmit"}, "--requeue", "--continue-by requeue"),
+        ({}, "--ntasks-per-node=4", "--nproc-per-node"),
+        ({}, "--ntasks=4", "--nproc-per-node"),
+        ({}, "--nodes=4", "--nodes 4"),
+        ({}, "--error=x", "--error"),
+        ({}, "--chdir=/x", "--chdir"),
+        ({"mem": "1G"}, "--mem-per-cpu=1G", "--mem-per-cpu=1G alone"),
+        ({"time": "60"}, "--time=30", "--time 30"),
+        ({}, "--network=", "without the equals sign"),
+    ],
+)
+def test_an_option_of_sbatch_without_effect_is_an_error(
+    values: dict[str, Any], option: str, instead: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        _rendering(**{**values, "sbatch": (option,)})
+    assert instead in str(raised.value.hint)
+
+
+def test_what_says_the_same_or_more_is_accepted() -> None:
+    _rendering(sbatch=("--open-mode=append", "--hint=a", "--hint=b", "--time-min=5"), time="60")
+    _rendering(sbatch=("--requeue=expedite", "--gpus=8"), gpus_per_node="4", nodes=2)
+    mounts = "--container-mounts=/a:/a"
+    values: dict[str, Any] = {"image": "a", "container_tool": "pyxis", "srun": (mounts,)}
+    _rendering(**values)
+    with pytest.raises(UsageError, match="--container-image=b has no effect"):
+        _rendering(**{**values, "srun": ("--container-image=b",)})
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_no_option_of_ours_for_srun_overrides_the_users(launcher: str) -> None:
+    block = _rendering(launcher=launcher).block("step")
+    options = re.findall(
+        r"--([a-z-]+)", block[block.index("srun_options=(") : block.index("\n)\n")]
+    )
+    assert {"nodes", "ntasks", "overlap"} <= {*options}
+    for name in options:
+        if name in GIVE_WAY:
+            text = _rendering(launcher=launcher, srun=(f"--{name}=x",)).block("step")
+            assert re.findall(rf"--{name}=(\w+)", text)[-1] == "x"
+            continue
+        for word in (f"--{name}=x", f"--{name[:-1]}=x"):
+            with pytest.raises(UsageError, match="is set by hpc-ddp"):
+                _rendering(launcher=launcher, srun=(word,))
+
+
+def test_no_option_of_ours_for_torchrun_overrides_the_users() -> None:
+    for option in TORCHRUN_OPTIONS:
+        with pytest.raises(UsageError, match="is set by hpc-ddp"):
+            _rendering(torchrun=(option.partition("=")[0] + "=x",))
+
+
+def test_no_variable_of_ours_overrides_the_users_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of supervisor, worker and torchrun, and of an MPI, which are removed."""
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    attempt = RunFolder(tmp_path).attempt(0)
+    names = {*worker.as_task(), *child_process._variables(place_of(attempt), 0, 6)}
+    names |= {variable(item.name) for item in fields(AttemptEnv)}
+    names |= {prefix + "RANK" * prefix.endswith("_") for prefix in worker.OF_AN_MPI_TASK}
+    text = _rendering(step_launcher="mpirun").block("settings")
+    names |= {*re.findall(r"export (HPC_DDP_\w+)=", text)}
+    # What torchrun's agent sets for a worker: torch.distributed.elastic.agent.server.
+    names |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"}
+    names |= {"TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+    for name in names - {"MPI_LOCAL"}:
+        for values in ({"env": {name: "1"}}, {"env_names": (name,)}):
+            with pytest.raises(UsageError, match=f"{name} of env has no effect"):
+                _rendering(**values)
+    _rendering(env={**dict.fromkeys(OF_USERS, "1"), "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO"})
+
+
+def test_a_project_takes_out_what_a_site_and_hpc_ddp_add() -> None:
+    lines = ("module load a", "module load b")
+    values: dict[str, Any] = {
+        "partition": "p",
+        "sbatch": ("--network=x", "--hint=nomultithread"),
+        "srun": ("--cpu-bind=none", "--gpu-bind=closest"),
+        "env": {"A": "1", "B": "2"},
+        "setup": lines,
+        "fabric": "infiniband",
+        "nodes": 2,
+    }
+    words = ["--requeue", "--partition", "--network=x", "--cpu-bind", "OMP_NUM_THREADS", "A"]
+    words += ["NCCL_NET", lines[0], "--comment"]
+    before, after = _rendering(**values), _rendering(**values, without=words)
+    assert after.left_out() == []
+    gone = set(before.whole().splitlines()) - set(after.whole().splitlines())
+    for text in ("--requeue", "--partition=p", "--network=x", "cpu-bind", "export OMP_NUM", "A=1"):
+        assert any(text in line for line in gone), text
+    script = after.whole()
+    for text in ("hint=nomultithread", "gpu-bind=closest", "export B=2", "\nmodule load b\n"):
+        assert text in script
+    assert "module load a" not in script
+    assert "NCCL_NET=" not in script
+    (warning,) = _rendering(without=("--qos",)).left_out()
+    assert "without has '--qos', and the job has no such thing" in warning
+    with pytest.raises(UsageError, match="--signal, which hpc-ddp needs"):
+        _rendering(without=("--signal",))
