@@ -39,6 +39,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.batch import attempt_env, next_port, note_end_time
 from hpc_ddp.node.child_process import expand
 from hpc_ddp.node.net.network import LOOPBACK, free_port
+from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import check_budget, judge
 from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver
@@ -120,6 +121,7 @@ class DryRun:
         facts, decided = judge(self.run, attempt, environ, job=None, goes_on=not self.notified)
         if decided.cause == Cause.FAILED and facts.failure and NO_GPU.search(facts.failure.error):
             say(CPU_ONLY)
+        notify_of_end(self.run, facts, decided, decided.exit_code)
         return decided
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:

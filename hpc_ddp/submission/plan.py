@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.core.console.notification import read_addresses
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import check_links, close_to_others, write_json, written_by_owner
 from hpc_ddp.core.file_owners import check_folder
@@ -203,12 +204,14 @@ def make_plan(
     Raises
     ------
     UsageError
-        a variable is not set here, the workers' Python is too old, container-options have
-        no image, the user's template is broken, the job exceeds the operators' limits, or there is
-        a snapshot to take, and the script is not in it
+        a variable is not set here, the workers' Python is too old, the file of `notify` is
+        refused, container-options have no image, the user's template is broken, the job exceeds
+        the operators' limits, or there is a snapshot to take, and the script is not in it
     """
     _check_environment(spec)
     _check_python(spec)
+    if spec.notify:
+        read_addresses(Path(spec.notify))
     layer = settings.layer("container-options")
     if layer and layer.kind in ("option", "project") and not spec.image:
         raise UsageError(

@@ -223,7 +223,15 @@ def test_the_options_are_these() -> None:
     options = {o for p in command("submit").params for o in p.opts if o.startswith("--")}
     assert options == {
         *("--account", "--array", "--backend", "--budget-gpu-hours", "--constraint", "--container"),
-        *("--continue-by", "--force", "--fresh", "--new-code", "--resume-args", "--resume-if"),
+        *(
+            "--continue-by",
+            "--notify",
+            "--force",
+            "--fresh",
+            "--new-code",
+            "--resume-args",
+            "--resume-if",
+        ),
         *(
             "--cpus-per-node",
             "--cpus-per-task",

@@ -339,3 +339,21 @@ def test_the_verdict_quotes_what_a_script_said(
     assert f"attempt 0: {said}" in dry_run.printed()
     assert "given up" in dry_run.printed()
     assert len(dry_run.events("started", None)) == 1
+
+
+def test_its_end_is_told_by_a_command_of_the_users(tmp_path: Path) -> None:
+    """The file with the addresses is no part of the run."""
+    script, addresses = tmp_path / "t.py", tmp_path / "notify"
+    script.write_text("raise SystemExit(3)")
+    addresses.write_text(f'command = (echo "$HPC_DDP_SUBJECT"; cat) > {tmp_path}/message')
+    refused = DryRun(tmp_path / "runs", "--notify", str(addresses), str(script))
+    assert refused.end() == 2
+    assert f"hint: chmod 600 {addresses}" in refused.printed()
+    addresses.chmod(0o600)
+    job = DryRun(tmp_path / "runs", "--notify", str(addresses), str(script))
+    assert job.end() == 3, job.printed()
+    subject, text, *_ = (tmp_path / "message").read_text().splitlines()
+    assert subject == "hpc-ddp: t: given up"
+    assert text.startswith("attempt 0 ended: rank 0 on local-0: exit code 3; it came before")
+    kept = [path for path in job.run.path.rglob("*") if path.is_file()]
+    assert not any(b"message" in path.read_bytes() for path in kept if path.suffix != ".py")

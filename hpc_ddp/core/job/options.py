@@ -139,6 +139,13 @@ class JobSpec(ResourceOptions):
     template: str | None = option(
         None, "A template that extends job.sbatch.j2.", group=ENVIRONMENT, metavar="FILE"
     )
+    notify: str | None = option(
+        None,
+        "A file (mode 0600) with mail, webhook or command, for messages of the run's end.",
+        group=CONTINUATION,
+        metavar="FILE",
+        is_local=True,
+    )
     python: str = option(
         "python3", "The Python that has torch.", group=COMMON, metavar="PATH", is_local=True
     )

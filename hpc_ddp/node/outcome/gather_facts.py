@@ -27,6 +27,7 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
+from hpc_ddp.node.outcome.end_message import GIVEN_UP, notify
 from hpc_ddp.node.outcome.verdict import (
     AttemptFacts,
     Verdict,
@@ -58,7 +59,7 @@ def check_budget(run: RunFolder, spec: JobSpec) -> None:
     over_text = over_budget(spec, _gpu_hours(run, spec))
     if over_text:
         hint = f"hpc-ddp submit --run {RunFolder(run.whole).quoted} --budget-gpu-hours HOURS"
-        _give_up(run, Cause.BUDGET, over_text, hint)
+        _give_up(run, spec, Cause.BUDGET, over_text, hint)
 
 
 def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
@@ -80,14 +81,15 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     why = too_many_silent(spec, run.most_requeues, since_submit(events), numbers)
     if why:
         hint = f"hpc-ddp submit --run {RunFolder(run.whole).quoted} goes on all the same"
-        _give_up(run, Cause.NODE_LOST, why, hint)
+        _give_up(run, spec, Cause.NODE_LOST, why, hint)
 
 
-def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
-    """Journal for the last attempt that none may follow; raise HpcDdpError, the refusal of the
-    next."""
+def _give_up(run: RunFolder, spec: JobSpec, cause: Cause, why: str, hint: str) -> NoReturn:
+    """Journal for the last attempt that none may follow, and send the message; raise HpcDdpError,
+    the refusal of the next."""
     journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
     journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
+    notify(run, spec, GIVEN_UP, why)
     raise HpcDdpError(why, hint=hint)
 
 

@@ -312,9 +312,9 @@ def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
 def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
     """Check a file's keys and values, or those of one of its tables (`layer`), and return it.
 
-    It is changed in place: the paths of `script` and `template`, which are meant from the file's
-    folder, begin with that folder, and variables and `gpus-per-node` become texts. `keys` are the
-    accepted ones; without `is_strict` another one is dropped with a warning.
+    It is changed in place: the paths of `script`, `template` and `notify`, which are meant from the
+    file's folder, begin with that folder, and variables and `gpus-per-node` become texts. `keys`
+    are the accepted ones; without `is_strict` another one is dropped with a warning.
 
     Raises
     ------
@@ -338,7 +338,8 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
         if isinstance(value, list) and not all(isinstance(line, str) for line in value):
             raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
     # A path in a file is meant from there.
-    for key in {"template", *(() if _names_no_file(layer) else ["script"])} & layer.keys():
+    paths = {"notify", "template", *(() if _names_no_file(layer) else ["script"])}
+    for key in paths & layer.keys():
         layer[key] = str(path.parent / os.path.expanduser(layer[key]))
     if "env" in layer:
         layer["env"] = {name: str(value) for name, value in layer["env"].items()}
@@ -372,6 +373,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     job |= {"script": str(script), "chdir": working_directory(cwd, settings.get("chdir", ""))}
     if "template" in job:
         job["template"] = str(cwd / job["template"])
+    if job.get("notify"):
+        job["notify"] = str(absolute(cwd / os.path.expanduser(job["notify"])))
     job["job_name"] = job.get("job_name") or name_for(script, bool(settings.get("module")))
     in_container = bool(job.get("container") or job.get("image"))
     job.setdefault("python", default_python(job.get("setup", ()), in_container))

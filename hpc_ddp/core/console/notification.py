@@ -1,0 +1,153 @@
+"""Messages to people who do not look: by mail, to a webhook, or by a command of theirs.
+
+Their addresses stay in a file of the user's, which is read when a message is sent: no script,
+journal or command line of a job has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hpc_ddp.core.errors import UsageError
+
+LIMIT_S = 5.0  # for all ways together
+_EXAMPLE = "mail = me@example.org"
+_FORMS = {"mail": r"[^\s,;:<>]+", "webhook": r"https?://\S+", "command": r".+"}
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The ways to reach the user: an address of mail, a URL that takes JSON with a ``text``, and a
+    line for ``sh``, which gets the text on its stdin and the subject as ``HPC_DDP_SUBJECT``."""
+
+    mail: str = ""
+    webhook: str = ""
+    command: str = ""
+
+
+def read_addresses(path: Path) -> Addresses:
+    """Return what a file of lines ``mail = …``, ``webhook = …``, ``command = …`` names; each may be
+    missing, but not all, and lines may be comments (``#``).
+
+    Raise UsageError for a file that others can read or write or own, or that says something else.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            status, lines = os.fstat(file.fileno()), file.read().splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(
+            f"notify: {path} can't be read: {reason}",
+            hint=f"echo '{_EXAMPLE}' > {path} && chmod 600 {path}",
+        ) from None
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise UsageError(
+            f"notify: {path} is not yours alone (mode {stat.S_IMODE(status.st_mode):04o});"
+            " accepted: a file of your own that others can't read",
+            hint=f"chmod 600 {path}",
+        )
+    values: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not (text := line.strip()) or text.startswith("#"):
+            continue
+        key, _, value = map(str.strip, text.partition("="))
+        if key not in _FORMS or not re.fullmatch(_FORMS[key], value):
+            raise UsageError(  # without the value: it may be a secret
+                f"notify: line {number} of {path} is not understood; accepted: mail = ADDRESS,"
+                " webhook = URL, command = LINE",
+                hint=f"as in: {_EXAMPLE}",
+            )
+        values[key] = value
+    if not values:
+        raise UsageError(f"notify: {path} names no way to reach you", hint=f"as in: {_EXAMPLE}")
+    return Addresses(**values)
+
+
+def send(addresses: Addresses, subject: str, text: str) -> list[str]:
+    """Send a message by all ways at the same time; return why which ones failed, as ``mail: no
+    sendmail here``. It takes `LIMIT_S` at most, and names no address."""
+    ways: dict[str, Callable[[], str]] = {
+        "mail": partial(_mail, addresses.mail, subject, text),
+        "webhook": partial(_post, addresses.webhook, f"{subject}\n{text}"),
+        "command": partial(_run, ["sh", "-c", addresses.command], text, subject),
+    }
+    failures = {name: "no answer in time" for name in ways if getattr(addresses, name)}
+
+    def act(name: str) -> None:
+        try:
+            failures[name] = ways[name]()
+        except Exception as error:  # nothing of it may end the process
+            failures[name] = getattr(error, "strerror", None) or type(error).__name__
+
+    threads = [threading.Thread(target=act, args=(name,), daemon=True) for name in failures]
+    deadline = time.monotonic() + LIMIT_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [f"{name}: {why}" for name, why in sorted(failures.items()) if why]
+
+
+def _mail(address: str, subject: str, text: str) -> str:
+    """Hand a mail to sendmail, which gets the address on its stdin; return why not, else ""."""
+    program = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
+    if program is None:
+        return "no sendmail on this node (Slurm sends mail itself: --sbatch=--mail-type=END)"
+    from email.message import (
+        EmailMessage,  # here, as urllib: each start of a job would pay for them
+    )
+
+    message = EmailMessage()
+    message["To"], message["Subject"] = address, subject
+    message.set_content(text)
+    return _run([program, "-i", "-t"], message.as_string(), subject)
+
+
+def _post(url: str, text: str) -> str:
+    """Post a text as JSON; return why the server refuses it, else "". Raise OSError without an
+    answer."""
+    import urllib.error
+    import urllib.request
+
+    body = json.dumps({"text": text}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}"
+    except urllib.error.URLError as error:
+        return str(getattr(error.reason, "strerror", None) or "no connection")
+
+
+def _run(argv: list[str], text: str, subject: str) -> str:
+    """Run a program with a text on its stdin; return why it failed, else "". It and its children
+    are killed after `LIMIT_S`."""
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HPC_DDP_SUBJECT": subject},
+        start_new_session=True,
+    ) as process:
+        try:
+            process.communicate(text.encode(), timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return "no answer in time"
+    return f"exit code {process.returncode}" if process.returncode else ""

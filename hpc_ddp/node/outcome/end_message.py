@@ -1,0 +1,58 @@
+"""The message that the user gets when a run ends, stands still, or waits for a person."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_ddp.core.console.notification import read_addresses, send
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import CAN_GO_ON, UsageError
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import Action, Cause
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
+
+GIVEN_UP = "given up"
+
+
+def notify_of_end(
+    run: RunFolder, facts: AttemptFacts, decided: Verdict, exit_code: int | None = None
+) -> None:
+    """Send the message of a verdict, which is journalled, if there is one to send: without an
+    `exit_code` before it is carried out, else behind that. It takes five seconds at most; a message
+    that can't be sent is printed."""
+    if event := _event_of(run, facts, decided, exit_code):
+        step = "" if facts.step is None else f", at step {facts.step}"
+        reason = f": {decided.why}" if decided.why else f": {decided.cause}"
+        notify(run, facts.spec, event, f"attempt {facts.attempt} ended{step}{reason}")
+
+
+def _event_of(
+    run: RunFolder, facts: AttemptFacts, decided: Verdict, exit_code: int | None
+) -> str | None:
+    """Return the event in words, None for one that is not worth a message."""
+    if exit_code is None:  # a requeue ends the batch shell, and with it this process
+        is_hang = facts.failure is not None and facts.failure.kind == "hang"
+        goes_on = decided.action == Action.REQUEUE
+        return "stood still, and starts again" if is_hang and goes_on else None
+    if decided.action == Action.GIVE_UP:
+        return GIVEN_UP
+    if decided.action == Action.REQUEUE and exit_code == CAN_GO_ON:
+        return "needs you: it could go on, and was not requeued"
+    # A sweep has a task for each trial: those that end well are many.
+    is_whole = run.path == run.whole
+    return "finished" if decided.cause == Cause.FINISHED and is_whole else None
+
+
+def notify(run: RunFolder, spec: JobSpec, event: str, text: str) -> None:
+    """Send a message about a run to the addresses of its job, if it has some."""
+    if spec.notify is None:
+        return
+    lines = [text, f"run: {run.path}", f"hpc-ddp explain {RunFolder(run.whole).quoted}"]
+    try:
+        addresses = read_addresses(Path(spec.notify))
+    except UsageError as error:
+        say(f"no message was sent: {error.message}")
+        return
+    for failure in send(addresses, f"hpc-ddp: {spec.job_name}: {event}", "\n".join(lines)):
+        say(f"no message was sent by {failure}")
