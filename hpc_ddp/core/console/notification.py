@@ -105,7 +105,7 @@ def _mail(address: str, subject: str, text: str) -> str:
     """Hand a mail to sendmail, which gets the address on its stdin; return why not, else ""."""
     program = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
     if program is None:
-        return "no sendmail on this node (Slurm sends mail itself: --sbatch=--mail-type=END)"
+        return "no sendmail on this node (Slurm sends mail itself: --mail-type END)"
     from email.message import (
         EmailMessage,  # here, as urllib: each start of a job would pay for them
     )

@@ -113,7 +113,7 @@ def test_what_fails_is_named_without_its_address(
     monkeypatch.setattr("shutil.which", lambda *words, **options: None)
     failures = send(Addresses("me@example.org", f"{url}/no", "exit 3"), "s", "t")
     assert failures[1:] == [
-        "mail: no sendmail on this node (Slurm sends mail itself: --sbatch=--mail-type=END)",
+        "mail: no sendmail on this node (Slurm sends mail itself: --mail-type END)",
         "webhook: HTTP 404",
     ]
     assert send(Addresses(webhook="http://127.0.0.1:1/secret"), "s", "t") == [
