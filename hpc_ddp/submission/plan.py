@@ -6,6 +6,7 @@ restart.py. `Plan.write` makes the folder and returns a `PreparedRun`, which a b
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -234,7 +235,8 @@ def make_plan(
         script = code / snapshot.newest(source, script, spec.module)[1]
     elif copies_code:
         code, script = snapshot.place(script, run)
-    exclude = tuple(settings.get("snapshot-exclude", ()))
+    secret = (glob.escape(spec.notify),) if spec.notify else ()
+    exclude = (*settings.get("snapshot-exclude", ()), *secret)
     source = source if has_code else None
     plan = Plan(spec, run, code, script, is_new, copies_code, exclude, limits, source)
     plan.rendering.whole()  # a broken template ends it before anything is written

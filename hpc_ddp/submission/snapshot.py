@@ -113,7 +113,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     run
         the folder of all runs, this one's among them, is left out
     exclude
-        patterns of names relative to the folder, as of `fnmatch`: files to leave out
+        patterns of names relative to the folder, or of absolute ones, as of `fnmatch`: files to
+        leave out
 
     Raises
     ------
@@ -260,7 +261,7 @@ def _select_within_limits(
     total = 0
     for name in names:
         path = root / name
-        if any(fnmatch(name, pattern) for pattern in exclude):
+        if any(fnmatch(name, pattern) or fnmatch(str(path), pattern) for pattern in exclude):
             continue
         if not path.is_symlink() and not path.is_file():  # deleted but tracked, a submodule, a pipe
             continue
