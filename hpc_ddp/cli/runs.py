@@ -16,7 +16,7 @@ import click
 
 from hpc_ddp.cli.common import folder_option, json_option, say
 from hpc_ddp.core import checkpoints
-from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.core.file_owners import is_executable
 from hpc_ddp.report import tables
@@ -31,10 +31,20 @@ from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 @click.option(
     "--all", "show_all", is_flag=True, help="All runs, not only those that are new or live."
 )
+@click.option("--watch", "watches", is_flag=True, help="A screen with keys: logs, cancel, explain.")
 @folder_option
 @json_option
-def status(runs: Sequence[str], show_all: bool, runs_dir: str | None, as_json: bool) -> None:
+def status(
+    runs: Sequence[str], show_all: bool, watches: bool, runs_dir: str | None, as_json: bool
+) -> None:
     """Show the state of runs, those under way first; of one array or sweep also its tasks."""
+    if watches and (runs or show_all or as_json):
+        raise UsageError("--watch shows all live and new runs", hint="hpc-ddp status --watch")
+    if watches:
+        from hpc_ddp.report.status.screen import watch  # a Python may lack curses
+
+        watch(runs_folder(runs_dir))
+        return
     if text := run_table.show(runs_folder(runs_dir), runs, show_all, as_json):
         click.echo(text)
 

@@ -136,19 +136,19 @@ def read_statuses(root: Path, runs: Sequence[RunFolder], queue: Queue) -> list[S
     """Return the status of each run, in their order; one that can't be read is `unreadable`.
 
     A bar on stderr shows the progress, and the cache in `root` is read and written. Raises as
-    `_read_status`.
+    `read_status`.
     """
     cache = StatusCache(root, queue)
     statuses = []
     with ProgressBar("reading journals", len(runs)) as progress:
         for run in runs:
-            statuses.append(_read_status(cache, run))
+            statuses.append(read_status(cache, run))
             progress.add(1)
     cache.save()
     return statuses
 
 
-def _read_status(cache: StatusCache, run: RunFolder) -> Status:
+def read_status(cache: StatusCache, run: RunFolder) -> Status:
     """Return a run's status; after any error that it is unreadable, since one run must not hide the
     others."""
     try:

@@ -1,0 +1,151 @@
+"""``hpc-ddp status --watch``: the table of runs as a screen with keys."""
+
+from __future__ import annotations
+
+import curses
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_ddp.core.console.units import duration
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.live_jobs import read_queue
+from hpc_ddp.report.status import run_table
+from hpc_ddp.report.status.cache import StatusCache
+from hpc_ddp.report.status.run_status import Status
+
+READ_S = 5.0  # from one look at the journals to the next
+ASK_S = 60.0  # from one question to Slurm to the next: it answers all users of the cluster
+KEYS = "up, down: select  e: explain  l: logs  a: attach  c: cancel  r: ask Slurm  q: quit"
+HEAD = 1  # lines above the rows
+
+
+def watch(root: Path) -> None:
+    """Show the runs in `root` until the user ends it. Raise UsageError where there is no terminal,
+    OSError if the folder can't be read."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(
+            "--watch needs a terminal", hint="in a script: hpc-ddp status --json, once a minute"
+        )
+    try:
+        with suppress(KeyboardInterrupt):
+            curses.wrapper(lambda window: Screen(window, root).run())
+    except curses.error as error:
+        raise UsageError(
+            f"this terminal can't show a screen: {error}",
+            hint="export TERM=xterm, or hpc-ddp status",
+        ) from None
+
+
+class Screen:
+    """The table, a selected row, and a line of keys or of a question at the bottom."""
+
+    def __init__(self, window: curses.window, root: Path) -> None:
+        self._window, self._root = window, root
+        self._rows: Sequence[Status] = ()
+        self._selected = 0
+        self._ask()
+        with suppress(curses.error):  # a terminal without a cursor to hide
+            curses.curs_set(0)
+
+    def run(self) -> None:
+        """Draw, and obey keys, until the user quits."""
+        while True:
+            self._read()
+            self._draw(KEYS)
+            self._window.timeout(int(1000 * READ_S))
+            key = self._window.getch()
+            if key == ord("q"):
+                return
+            self._obey(key)
+
+    def _ask(self) -> None:
+        """Ask Slurm for the user's jobs."""
+        self._queue, self._asked = read_queue(), time.monotonic()
+
+    def _read(self) -> None:
+        """Read the journals, and ask Slurm where that is due; the selection stays on its run."""
+        if time.monotonic() - self._asked > ASK_S:
+            self._ask()
+        run_id = self._rows[self._selected].id if self._rows else None
+        runs, _ = run_table.select(self._root, self._queue, show_all=False)
+        cache = StatusCache(self._root, self._queue)
+        rows = [run_table.read_status(cache, run) for run in runs]
+        cache.save()
+        self._rows = sorted(rows, key=lambda row: not row.state.is_live)
+        ids = [row.id for row in self._rows]
+        self._selected = ids.index(run_id) if run_id in ids else 0
+
+    def _draw(self, bottom: str) -> None:
+        """Draw all; the selected row stands out, and is always in sight."""
+        height, width = self._window.getmaxyx()
+        lines = run_table.table(self._rows, width).splitlines() if self._rows else ["no runs"]
+        room = max(height - HEAD - 1, 1)
+        first = max(0, self._selected - room + 1)
+        self._window.erase()
+        self._put(0, lines[0], curses.A_BOLD)
+        for place, line in enumerate(lines[HEAD:][first : first + room]):
+            is_selected = first + place == self._selected
+            self._put(HEAD + place, line, curses.A_REVERSE if is_selected else curses.A_NORMAL)
+        age = duration(time.monotonic() - self._asked)
+        self._put(height - 1, f"{bottom}  (Slurm: {age} ago)", curses.A_DIM)
+        self._window.refresh()
+
+    def _put(self, y: int, text: str, style: int) -> None:
+        """Draw a line, as much of it as fits."""
+        height, width = self._window.getmaxyx()
+        if 0 <= y < height:
+            with suppress(curses.error):  # the last cell of the screen can't be written
+                self._window.addnstr(y, 0, text.ljust(width), width, style)
+
+    def _obey(self, key: int) -> None:
+        """Do what a key stands for; others do nothing."""
+        last = len(self._rows) - 1
+        if key in (curses.KEY_UP, ord("k")):
+            self._selected = max(self._selected - 1, 0)
+        elif key in (curses.KEY_DOWN, ord("j")):
+            self._selected = min(self._selected + 1, max(last, 0))
+        elif key == ord("r"):
+            self._ask()
+        elif self._rows:
+            row = self._rows[self._selected]
+            if key in (ord("e"), ord("\n")):
+                self._call(["explain", row.id])
+            elif key == ord("l"):
+                self._call(["logs", "-f", row.id])
+            elif key == ord("a"):
+                self._call(["attach", row.id])
+            elif key == ord("c") and self._is_confirmed(f"cancel {row.name} ({row.id})?"):
+                self._call(["cancel", row.id])
+                self._ask()
+
+    def _is_confirmed(self, question: str) -> bool:
+        """Return whether the user answers with y."""
+        self._draw(f"{question} y: yes, any other key: no")
+        self._window.timeout(-1)
+        return self._window.getch() == ord("y")
+
+    def _call(self, words: Sequence[str]) -> None:
+        """Leave the screen for a command of hpc-ddp, which Ctrl-C ends, and come back once
+        the user has read what it printed."""
+        curses.endwin()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's
+        try:
+            print(f"$ hpc-ddp {' '.join(words)}", flush=True)
+            argv = [sys.executable, "-m", "hpc_ddp", *words, "--runs-dir", str(self._root)]
+            subprocess.run(argv, check=False, preexec_fn=_take_interrupts)
+            input("[Enter] ")
+        except EOFError:
+            pass
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self._window.clear()
+
+
+def _take_interrupts() -> None:
+    """Let Ctrl-C end this process again."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
