@@ -141,6 +141,7 @@ class Supervisor:
             **self.local_notice.env(),
             **self.fabric.choose(self.launch.reports_fabric),
             **self.place.interface_env(),
+            **self.place.store_env(),
             **tracker_lookup.begin(self.place, self.launch.rank, os.environ),
             **self.launch.env,
         }
