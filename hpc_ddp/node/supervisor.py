@@ -56,6 +56,7 @@ TEARDOWN_S = 4.0  # an aware worker is gone after 2; a process that still runs t
 PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun kills them
 STOOD_STILL_S = 10.0  # a loop that took so long was suspended, and Slurm has another end time
 CATCH_UP_S = 15.0  # until the batch side has asked for it, and this side has read it
+AFTERMATH_S = 60.0  # in which the end of a child is laid to the suspension before
 LEAD_S = 10.0  # what workers have after a notice, however late it is: KillWait is 30 s by default
 
 
@@ -75,7 +76,7 @@ class Supervisor:
     _noticed_at: float = 0.0
     _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
-    _time_is_known_at: float = 0.0
+    _woke_at: float = -math.inf  # after it had stood still
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
@@ -154,7 +155,7 @@ class Supervisor:
         now = time.monotonic()  # a clock that is set meanwhile makes no wait longer or shorter
         polled_at, self._polled_at = self._polled_at, now
         if now - polled_at > STOOD_STILL_S:
-            self._time_is_known_at = now + CATCH_UP_S
+            self._woke_at = now
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
@@ -207,7 +208,7 @@ class Supervisor:
         self.local_notice.write(beat=now)
         self.growth.note()
         self.fabric.compare()
-        is_asked = self.notice or self.torn_down or now < self._time_is_known_at
+        is_asked = self.notice or self.torn_down or now < self._woke_at + CATCH_UP_S
         if not is_asked and self._time_is_over(self.place.warn_s):
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
@@ -298,6 +299,7 @@ class Supervisor:
             "notice": self.notice,
             "torn_down": self.torn_down,
             "outlasted": self.outlasted,
+            "stood_still": time.monotonic() < self._woke_at + AFTERMATH_S,
             "left": has_left,
             "failures": failures,
         }

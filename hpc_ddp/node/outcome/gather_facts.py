@@ -140,7 +140,8 @@ def _note(
 ) -> None:
     """Write the verdict to the journal, and to stderr, the end of the job's output, for users; a
     journal that refuses it is tried for a minute, and then only reported."""
-    failure = facts.failure if decided.cause == Cause.FAILED else None
+    has_failed = decided.cause in (Cause.FAILED, Cause.STOOD_STILL)
+    failure = facts.failure if has_failed else None
     where: dict[str, Any] = {}
     if failure:
         where = {"rank": failure.rank, "node": failure.node, "error": failure.error}

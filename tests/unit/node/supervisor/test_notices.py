@@ -247,6 +247,22 @@ def test_a_suspended_job_has_another_end(
     assert sent == [(41, signal.SIGTERM)]
 
 
+@pytest.mark.parametrize(
+    ("pause_s", "then_s", "stood_still"),
+    [(24.0, 50.0, True), (24.0, 61.0, False), (9.0, 5.0, False)],
+)
+def test_an_end_right_after_a_suspension_says_so(
+    attempt: AttemptFolder, clock: Clock, pause_s: float, then_s: float, stood_still: bool
+) -> None:
+    watcher, agent = make_supervisor(attempt), make_agent()
+    watcher._poll(agent)
+    clock.now += pause_s
+    watcher._poll(agent)
+    clock.now += then_s
+    watcher._end(1)
+    assert read_json(watcher.folder.record)["stood_still"] is stood_still
+
+
 def test_a_teardown_is_not_killed_at_the_time_limit(attempt: AttemptFolder, clock: Clock) -> None:
     watcher, agent = make_supervisor(attempt, end_time=1010.0), make_agent()
     watcher.torn_down = "n2"
