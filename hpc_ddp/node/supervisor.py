@@ -38,6 +38,7 @@ from hpc_ddp.node.child_process import (
     Launch,
     expand,
     ignore_notices,
+    note_missing_variable,
     raise_file_limit,
     warn_of_wrapper,
 )
@@ -372,6 +373,8 @@ def main(argv: list[str]) -> int:
             place = Place.from_env(dict(os.environ))
             launch = LAUNCHES[kind](place, command)
         except (KeyError, ValueError) as error:  # variables, or a file of the attempt
+            if str(error.args[0]).startswith(("HPC_DDP_", "SLURM_")):
+                raise OSError(note_missing_variable(error.args[0])) from error
             raise OSError(f"its place in the job is unknown: {error!r}") from error
         if launch.peers:
             warn_of_wrapper(os.environ)
@@ -387,10 +390,10 @@ def submitit_main(kind: str, command: list[str]) -> None:
     supervisor's code (submitit's own is 0 whatever a function returned), or with 1 and a message
     where job.json can't be read or `expand` refuses."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
-    job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
     try:
+        job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
         args = json.loads(patiently(job_json.read_text)).get("args", [])
         command = expand(command, os.environ) if kind == "torchrun" else command
         sys.exit(main([kind, *command, *args]))
-    except (HpcDdpError, OSError, ValueError) as error:  # the last: a damaged job.json
+    except (HpcDdpError, OSError, KeyError, ValueError) as error:  # the last: a damaged job.json
         sys.exit(f"hpc-ddp: this node can't take part: {error}")
