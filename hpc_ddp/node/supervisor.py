@@ -339,8 +339,8 @@ class Supervisor:
         for failure in failures:
             failure |= first_failure.reason_of(failure, self.place.run, self.folder)
         if not failures:
-            error = noted.get("agent", "")
-            failures = [{"rank": None, "code": code, "time": time.time(), "error": error}]
+            reason = first_failure.reason_of_agent(code, noted.get("agent", ""), self.folder)
+            failures = [{"rank": None, "code": code, "time": time.time(), **reason}]
         oom.name_kills(failures, self._oom_kills)
         error, port = failures[0]["error"], launch.store_port
         if port and "EADDRINUSE" in error and str(port) in error:

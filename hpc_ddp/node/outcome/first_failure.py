@@ -114,8 +114,17 @@ def reason_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dic
     """Return the ``error`` of a worker, as `error_of` does, and without one its ``last_line``, by
     which it may have said why it ended; '' after a signal."""
     error = error_of(failed, run, folder)
-    is_silent = not error and failed["code"] > 0
-    lines = _end_of(folder.rank_log(failed["rank"])) if is_silent else []
+    return _with_last_line(failed["code"], error, folder.rank_log(failed["rank"]))
+
+
+def reason_of_agent(code: int, error: str, folder: NodeFolder) -> dict[str, str]:
+    """Return the ``error`` of torchrun itself, and without one the ``last_line`` of its log, as
+    `reason_of`: a library may have ended it, by a want of memory say."""
+    return _with_last_line(code, error, folder.agent_log)
+
+
+def _with_last_line(code: int, error: str, log: Path) -> dict[str, str]:
+    lines = [] if error or code < 0 else _end_of(log)
     return {"error": error, "last_line": next(reversed(lines), "")}
 
 

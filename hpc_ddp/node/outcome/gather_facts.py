@@ -156,8 +156,11 @@ def _note(
         **where,
     )
     run.journal("batch", attempt.number).write_surely(event)
-    if failure and failure.rank is not None:
-        say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
+    if failure:
+        node = attempt.node(failure.node)
+        log = node.agent_log if failure.rank is None else node.rank_log(failure.rank)
+        if failure.rank is not None or log.exists():  # none where a supervisor could not begin
+            say(f"its log: {log}")
     if decided.action == Action.NONE:
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")
