@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.cli import jobs
+from hpc_ddp.cli.main import main
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.submission import backends
@@ -51,6 +54,36 @@ def test_a_fresh_start_that_fails_gives_the_checkpoints_back(
     with pytest.raises(OSError, match="No space left"):
         jobs._begin(prepare_run(tmp_path), fresh=True)
     assert given_back == ["aside-0"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_submitted_job_is_no_failure_where_stdout_takes_nothing(
+    tmp_path: Path, as_json: bool
+) -> None:
+    """A script that repeats what has failed would submit it twice."""
+    code = (
+        "from types import SimpleNamespace as N; from hpc_ddp.cli import jobs;"
+        "jobs._begin = lambda *words: N(process=None, job=N(id='7'));"
+        "jobs._start(N(run=N(path='/r'), spec=N(backend='slurm')), "
+        f"{as_json})"
+    )
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert ('{"job_id": "7", "run": "/r"}' if as_json else "7") in ended.stderr.splitlines()
+    assert "stdout did not take this: No space left on device" in ended.stderr
+
+
+def test_a_closed_stream_is_none_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "set_threshold", lambda count: None)
+    monkeypatch.setattr(sys, "stderr", None)  # as Python has it below 2>&-
+    assert main.callback is not None
+    main.callback()
+    print("a warning", file=sys.stderr)
+    assert not sys.stderr.isatty()
+    sys.stderr.close()
 
 
 def test_signals_before_the_process_runs_are_passed_on_later(
