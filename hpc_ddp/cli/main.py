@@ -74,7 +74,13 @@ class Group(click.Group):
         except OSError as error:  # a folder that went away, a name that is too long
             if isinstance(error, BrokenPipeError):
                 raise  # click ends quietly
-            click.echo(f"error: {error}", err=True)
+            try:
+                os.getcwd()
+            except FileNotFoundError:
+                text = "the folder of this shell is gone\nhint: cd to one that exists"
+                click.echo(f"error: {text}", err=True)
+            else:
+                click.echo(f"error: {error}", err=True)
             ctx.exit(1)
 
 
