@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from hpc_ddp.cli import jobs
 from hpc_ddp.cli.main import main
@@ -74,6 +75,18 @@ def test_a_submitted_job_is_no_failure_where_stdout_takes_nothing(
     assert ended.returncode == 0, ended.stderr
     assert ('{"job_id": "7", "run": "/r"}' if as_json else "7") in ended.stderr.splitlines()
     assert "stdout did not take this: No space left on device" in ended.stderr
+
+
+def test_a_command_in_a_folder_that_is_gone_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    ended = CliRunner().invoke(main, ["render", "train.py"])
+    assert ended.exit_code == 1
+    assert ended.output.splitlines()[0] == "error: the folder of this shell is gone"
 
 
 def test_a_closed_stream_is_none_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
