@@ -237,10 +237,9 @@ class Supervisor:
 
     def _is_superseded(self) -> bool:
         """Return whether a later attempt has started; False while the disk is away."""
-        try:
+        with suppress(OSError):
             return not self.place.run.is_newest(self.place.attempt.number)
-        except OSError:
-            return False
+        return False
 
     def _failed_peer(self) -> str:
         """Return another supervisor's name in ``failed``; '' without one, and unreadable."""
@@ -262,6 +261,9 @@ class Supervisor:
         self.journal.write(NoticeGiven(source))
         if not self._signal_workers(self.place.notice_signal):
             child.kill()
+            if source == NoticeSource.TIME_LIMIT:  # by this node's clock; Slurm signals all nodes
+                self._write(partial(self.place.attempt.notice.write_text, source))
+                self.watch.links.wake()
 
     def _tear_down(self, peer: str) -> None:
         """Send SIGTERM, once, to the workers for a failed peer; let `_poll` kill them `TEARDOWN_S`
@@ -275,10 +277,9 @@ class Supervisor:
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started and still runs; return how many there were, 1 where
         the disk refuses: there may be some, which read the notice's file by themselves."""
-        try:
+        with suppress(OSError):
             return signal_recorded(self.folder.pids(), number)
-        except OSError:
-            return 1
+        return 1
 
     # --- the end ---------------------------------------------------------------------------
 

@@ -69,6 +69,21 @@ def test_a_notice_before_there_are_workers_ends_torchrun(
     watcher.signals.seen += [signal.SIGTERM]
     watcher._poll(agent)
     assert (sent, agent.killed) == ([], True)
+    assert attempt.notice.read_text() == ""  # Slurm signals all nodes
+
+
+def test_the_notice_of_a_clock_that_is_ahead_is_that_of_all_nodes(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their workers would wait for this one's, which do not start."""
+    woken: list[str] = []
+    monkeypatch.setattr(PeerLinks, "wake", lambda links: woken.append(attempt.notice.read_text()))
+    watcher, agent = make_supervisor(attempt, end_time=900.0, index=1), make_agent()
+    watcher._poll(agent)
+    assert (watcher.notice, agent.killed, woken) == ("time limit", True, ["time limit"])
+    other, agent = make_supervisor(attempt, end_time=9000.0), make_agent()
+    other._poll(agent)
+    assert (other.notice, agent.killed) == ("time limit", True)
 
 
 def test_workers_that_can_not_be_seen_are_given_their_time(
