@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import click
@@ -13,8 +14,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def say(text: str) -> None:
-    """Print a text and an end of line to stderr: stdout is data."""
-    click.echo(text, err=True)
+    """Print a text and an end of line to stderr: stdout is data. A stderr that takes nothing, as
+    with 2>&-, is no failure."""
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 def echo_surely(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hpc_ddp.cli import jobs
+from hpc_ddp.cli import common, jobs
 from hpc_ddp.cli.main import main
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
@@ -97,6 +97,12 @@ def test_a_closed_stream_is_none_that_fails(monkeypatch: pytest.MonkeyPatch) -> 
     print("a warning", file=sys.stderr)
     assert not sys.stderr.isatty()
     sys.stderr.close()
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", full)
+    common.say("a note")
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space"):
+        full.close()
 
 
 def test_signals_before_the_process_runs_are_passed_on_later(
