@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import click
@@ -11,8 +14,22 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def say(text: str) -> None:
-    """Print a text and an end of line to stderr: stdout is data."""
-    click.echo(text, err=True)
+    """Print a text and an end of line to stderr: stdout is data. A stderr that takes nothing, as
+    with 2>&-, is no failure."""
+    with suppress(OSError):
+        click.echo(text, err=True)
+
+
+def echo_surely(text: str) -> None:
+    """Print a text to stdout, or to stderr where that takes none, as on a full disk or a pipe that
+    nobody reads: what has been done is no failure, and a script must not repeat it."""
+    try:
+        click.echo(text)
+    except OSError as error:
+        say(f"{text}\nwarning: stdout did not take this: {error.strerror}")
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, sys.stdout.fileno())  # for what is left in Python's buffer
+        os.close(sink)
 
 
 def folder_option(command: Command) -> Command:

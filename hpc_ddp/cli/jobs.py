@@ -27,7 +27,7 @@ from hpc_ddp.cli.click_options import (
     node_options,
     settings_of,
 )
-from hpc_ddp.cli.common import say
+from hpc_ddp.cli.common import echo_surely, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
@@ -231,7 +231,7 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     say(f"run: {path}")
     if started.process is None:
         job_id = started.job.id if started.job else None
-        click.echo(json.dumps({"job_id": job_id, "run": path}) if as_json else job_id)
+        echo_surely(json.dumps({"job_id": job_id, "run": path}) if as_json else job_id or "")
         return
     code = forward.wait(started)
     if prepared.spec.sweep and prepared.spec.backend == "local":
@@ -239,7 +239,7 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     if code == CAN_GO_ON and prepared.spec.backend == "local":
         say(f"stopped; go on with: hpc-ddp dry-run --run {prepared.run.quoted}")
     if as_json:
-        click.echo(json.dumps({"exit_code": code, "run": path}))
+        echo_surely(json.dumps({"exit_code": code, "run": path}))
     sys.exit(code)
 
 

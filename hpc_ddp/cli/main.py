@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 from typing import Any
 
 import click
@@ -73,7 +74,13 @@ class Group(click.Group):
         except OSError as error:  # a folder that went away, a name that is too long
             if isinstance(error, BrokenPipeError):
                 raise  # click ends quietly
-            click.echo(f"error: {error}", err=True)
+            try:
+                os.getcwd()
+            except FileNotFoundError:
+                text = "the folder of this shell is gone\nhint: cd to one that exists"
+                click.echo(f"error: {text}", err=True)
+            else:
+                click.echo(f"error: {error}", err=True)
             ctx.exit(1)
 
 
@@ -81,4 +88,7 @@ class Group(click.Group):
 @click.version_option(__version__, prog_name="hpc-ddp")
 def main() -> None:
     """Take a PyTorch script to a Slurm cluster and keep it going there."""
+    for name in ("stdout", "stderr"):  # None where a shell has closed it: 2>&-
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as it runs
     gc.set_threshold(OBJECTS)

@@ -113,6 +113,10 @@ class AttemptEnv:
 
     @property
     def run_folder(self) -> RunFolder:
+        """The run's folder. Raises KeyError without one: its path would lead to the files of the
+        working directory."""
+        if not self.run:
+            raise KeyError(variable("run"))
         return RunFolder(Path(self.run))
 
     @property

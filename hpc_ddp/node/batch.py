@@ -127,12 +127,12 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         chain.queue_next_link(run, attempt, environ)
     end_time = _end_of(ask(job_id))
     end = math.inf if end_time is None else end_time
-    env = attempt_env(run, attempt, len(nodes), job_id, end if math.isfinite(end) else None, spec)
+    env = attempt_env(run, attempt, len(nodes), end if math.isfinite(end) else None, spec)
     values = replace(
         env,
         restarts=restarts,
         head=reach(nodes, 0, spec.host_suffix),
-        port=free_port(first_port(job_id)),
+        port=free_port(first_port(job_id, env.run)),
         cpus=_check_cpus(spec, environ),
     ).to_env()
     return values | tracker_env(run, environ, env.first_attempt)
@@ -163,15 +163,14 @@ def attempt_env(
     run: RunFolder,
     attempt: AttemptFolder,
     nnodes: int,
-    id: str,
     end_time: float | None,
     spec: JobSpec,
 ) -> AttemptEnv:
     """Return the values for the supervisors of any attempt; `nnodes` is the number of its nodes.
 
-    `id` is unique among the jobs and processes that run now; `end_time` is in unix seconds, None
-    without a limit. The nodes are warned ``warn_s`` seconds before it, or in the last tenth of a
-    shorter attempt. The caller adds host, port, restarts and CPUs.
+    `end_time` is in unix seconds, None without a limit. The nodes are warned ``warn_s`` seconds
+    before it, or in the last tenth of a shorter attempt. The caller adds host, port, restarts and
+    CPUs. The id of the rendezvous is the run's with the attempt: an allocation may have two runs.
     """
     warn_s = min(spec.warn_s, (end_time - time.time()) / 10) if end_time else spec.warn_s
     return AttemptEnv(
@@ -179,7 +178,7 @@ def attempt_env(
         attempt=attempt.number,
         nnodes=nnodes,
         min_nodes=min(spec.least_nodes, nnodes),
-        rdzv_id=f"{id}.{attempt.number}",
+        rdzv_id=f"{run.id.replace('/', '-')}.{attempt.number}",  # torchrun names a folder by it
         end_time=end_time,
         warn_s=warn_s,
         notice_signal=spec.notice_signal,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +20,10 @@ from string import Template
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS, handles
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.peer_links import Task
 from hpc_ddp.node.workers.worker import after_setup, started_by
@@ -54,6 +58,26 @@ def warn_of_wrapper(environ: Mapping[str, str]) -> None:
                 " the job with it, before it has saved; hint: end the wrapper (--python,"
                 ' --container) in: exec python "$@"'
             )
+
+
+def note_missing_variable(name: str) -> str:
+    """Return why a supervisor without a variable of the job can't work, and record it as a failure
+    of the newest attempt of its run, which would come again.
+
+    The run is that of this file, ``<run>/lib``: without variables it is not known otherwise. A
+    record that can't be written is left out.
+    """
+    text = (
+        f"this Python does not get the job's variables ({name} is missing): a wrapper or container"
+        " takes them away, as env -i and --cleanenv do"
+    )
+    run, node = RunFolder(Path(__file__).resolve().parents[3]), socket.gethostname()
+    failure = {"rank": None, "code": 2, "time": time.time(), "error": text}
+    with suppress(OSError, IndexError):  # in no run, or in an array's, whose task is not known
+        folder = run.attempts()[-1].node(node)
+        folder.path.mkdir(exist_ok=True)
+        write_json(folder.record, {"node": node, "code": 2, "failures": [failure]})
+    return text
 
 
 def raise_file_limit() -> None:

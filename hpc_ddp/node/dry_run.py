@@ -145,8 +145,7 @@ class DryRun:
         """Return this process's environment with the attempt's variables; raise OSError without a
         free port."""
         end = time.time() + self.spec.time_s if self.spec.time_s else None
-        id = self.run.id.replace("/", "-")  # torchrun names a folder by it
-        env = attempt_env(self.run, attempt, len(self.nodes), id, end, self.spec)
+        env = attempt_env(self.run, attempt, len(self.nodes), end, self.spec)
         return {
             **os.environ,
             **tracker_env(self.run, os.environ, env.first_attempt),

@@ -89,20 +89,35 @@ class EndingError(RuntimeError):
 def end_when_told(node: NodeFolder) -> None:
     """Patch torchrun: it starts no workers again once the supervisor has written the node's notice.
 
-    The restart then raises EndingError, which `main` records as the agent's error. The grace time
-    is over before new workers would be at work, and a peer's agent may be gone.
+    The grace time is over before new workers would be at work, and a peer's agent may be gone. Such
+    a restart, and one that finds the rendezvous closed, raises torchrun's ChildFailedError with the
+    workers that failed here; without any, EndingError or RendezvousClosedError.
     """
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-    restart = Agent._restart_workers
+    restart, monitor = Agent._restart_workers, LocalElasticAgent._monitor_workers
+
+    def monitor_and_keep(self: Any, group: Any) -> Any:
+        """Return torchrun's result on its workers; keep which of them have failed."""
+        result = monitor(self, group)
+        self.failures = result.failures
+        return result
 
     def unless_told(self: Any, group: Any) -> None:
-        """Start the workers again, or raise EndingError after a notice. One that can't be read
-        counts as none."""
-        if read_word(node.notice):
-            raise EndingError("the workers failed after a notice")
-        restart(self, group)
+        """Start the workers again, or raise; a notice that can't be read counts as none."""
+        try:
+            if read_word(node.notice):
+                raise EndingError("the workers failed after a notice")
+            restart(self, group)
+        except (EndingError, RendezvousClosedError) as error:
+            if self.failures:
+                raise ChildFailedError(group.spec.get_entrypoint_name(), self.failures) from error
+            raise
 
+    LocalElasticAgent._monitor_workers = monitor_and_keep  # type: ignore[method-assign]
     Agent._restart_workers = unless_told  # type: ignore[method-assign]
 
 
@@ -233,14 +248,24 @@ def sign_state(secret: bytes) -> None:
 
 def meet_by_index(index: int, hosts: Sequence[str], secret: bytes) -> None:
     """Patch torchrun: this node, number `index` of `hosts`, meets the others by `FixedRendezvous`,
-    whatever the backend that torchrun is asked for."""
+    whatever the backend that torchrun is asked for. Once its workers have ended well, no other node
+    starts its own again: they would wait for this one's."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
     from torch.distributed.elastic.rendezvous import registry
+
+    wait: Any = Agent._exit_barrier
+
+    def close_and_wait(self: Any) -> None:
+        """Close the rendezvous, then wait for the other agents."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+        wait(self)
 
     def create(parameters: Any) -> Any:
         """Return the rendezvous of this node; raise as `FixedRendezvous.create`."""
         return FixedRendezvous.create(parameters, index, hosts, secret)
 
     registry.get_rendezvous_handler = create  # type: ignore[assignment]
+    Agent._exit_barrier = close_and_wait  # type: ignore[method-assign]
 
 
 def read_options(options: list[str]) -> Any:

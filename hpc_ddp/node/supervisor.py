@@ -38,6 +38,7 @@ from hpc_ddp.node.child_process import (
     Launch,
     expand,
     ignore_notices,
+    note_missing_variable,
     raise_file_limit,
     warn_of_wrapper,
 )
@@ -56,6 +57,7 @@ TEARDOWN_S = 4.0  # an aware worker is gone after 2; a process that still runs t
 PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun kills them
 STOOD_STILL_S = 10.0  # a loop that took so long was suspended, and Slurm has another end time
 CATCH_UP_S = 15.0  # until the batch side has asked for it, and this side has read it
+AFTERMATH_S = 60.0  # in which the end of a child is laid to the suspension before
 LEAD_S = 10.0  # what workers have after a notice, however late it is: KillWait is 30 s by default
 
 
@@ -75,7 +77,7 @@ class Supervisor:
     _noticed_at: float = 0.0
     _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
-    _time_is_known_at: float = 0.0
+    _woke_at: float = -math.inf  # after it had stood still
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
@@ -141,6 +143,7 @@ class Supervisor:
             **self.local_notice.env(),
             **self.fabric.choose(self.launch.reports_fabric),
             **self.place.interface_env(),
+            **self.place.store_env(),
             **tracker_lookup.begin(self.place, self.launch.rank, os.environ),
             **self.launch.env,
         }
@@ -153,7 +156,7 @@ class Supervisor:
         now = time.monotonic()  # a clock that is set meanwhile makes no wait longer or shorter
         polled_at, self._polled_at = self._polled_at, now
         if now - polled_at > STOOD_STILL_S:
-            self._time_is_known_at = now + CATCH_UP_S
+            self._woke_at = now
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
@@ -206,7 +209,7 @@ class Supervisor:
         self.local_notice.write(beat=now)
         self.growth.note()
         self.fabric.compare()
-        is_asked = self.notice or self.torn_down or now < self._time_is_known_at
+        is_asked = self.notice or self.torn_down or now < self._woke_at + CATCH_UP_S
         if not is_asked and self._time_is_over(self.place.warn_s):
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
@@ -234,10 +237,9 @@ class Supervisor:
 
     def _is_superseded(self) -> bool:
         """Return whether a later attempt has started; False while the disk is away."""
-        try:
+        with suppress(OSError):
             return not self.place.run.is_newest(self.place.attempt.number)
-        except OSError:
-            return False
+        return False
 
     def _failed_peer(self) -> str:
         """Return another supervisor's name in ``failed``; '' without one, and unreadable."""
@@ -259,6 +261,9 @@ class Supervisor:
         self.journal.write(NoticeGiven(source))
         if not self._signal_workers(self.place.notice_signal):
             child.kill()
+            if source == NoticeSource.TIME_LIMIT:  # by this node's clock; Slurm signals all nodes
+                self._write(partial(self.place.attempt.notice.write_text, source))
+                self.watch.links.wake()
 
     def _tear_down(self, peer: str) -> None:
         """Send SIGTERM, once, to the workers for a failed peer; let `_poll` kill them `TEARDOWN_S`
@@ -272,10 +277,9 @@ class Supervisor:
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started and still runs; return how many there were, 1 where
         the disk refuses: there may be some, which read the notice's file by themselves."""
-        try:
+        with suppress(OSError):
             return signal_recorded(self.folder.pids(), number)
-        except OSError:
-            return 1
+        return 1
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -297,6 +301,7 @@ class Supervisor:
             "notice": self.notice,
             "torn_down": self.torn_down,
             "outlasted": self.outlasted,
+            "stood_still": time.monotonic() < self._woke_at + AFTERMATH_S,
             "left": has_left,
             "failures": failures,
         }
@@ -335,8 +340,8 @@ class Supervisor:
         for failure in failures:
             failure |= first_failure.reason_of(failure, self.place.run, self.folder)
         if not failures:
-            error = noted.get("agent", "")
-            failures = [{"rank": None, "code": code, "time": time.time(), "error": error}]
+            reason = first_failure.reason_of_agent(code, noted.get("agent", ""), self.folder)
+            failures = [{"rank": None, "code": code, "time": time.time(), **reason}]
         oom.name_kills(failures, self._oom_kills)
         error, port = failures[0]["error"], launch.store_port
         if port and "EADDRINUSE" in error and str(port) in error:
@@ -369,6 +374,8 @@ def main(argv: list[str]) -> int:
             place = Place.from_env(dict(os.environ))
             launch = LAUNCHES[kind](place, command)
         except (KeyError, ValueError) as error:  # variables, or a file of the attempt
+            if str(error.args[0]).startswith(("HPC_DDP_", "SLURM_")):
+                raise OSError(note_missing_variable(error.args[0])) from error
             raise OSError(f"its place in the job is unknown: {error!r}") from error
         if launch.peers:
             warn_of_wrapper(os.environ)
@@ -384,10 +391,10 @@ def submitit_main(kind: str, command: list[str]) -> None:
     supervisor's code (submitit's own is 0 whatever a function returned), or with 1 and a message
     where job.json can't be read or `expand` refuses."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
-    job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
     try:
+        job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
         args = json.loads(patiently(job_json.read_text)).get("args", [])
         command = expand(command, os.environ) if kind == "torchrun" else command
         sys.exit(main([kind, *command, *args]))
-    except (HpcDdpError, OSError, ValueError) as error:  # the last: a damaged job.json
+    except (HpcDdpError, OSError, KeyError, ValueError) as error:  # the last: a damaged job.json
         sys.exit(f"hpc-ddp: this node can't take part: {error}")

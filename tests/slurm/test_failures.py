@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,24 @@ def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: st
     assert job.verdicts() == [("failed", "requeue")] * 2 + [("failed", "give up")]
     assert "two attempts in a row have ended without a newer checkpoint" in job.output()
     assert ("SIGKILL" if trouble == "--die-at" else "ValueError: at ") in job.output()
+
+
+@pytest.mark.more
+@pytest.mark.row(
+    "suspended for longer than hang_after",
+    promise="goes on from the last checkpoint, and no failure is counted",
+)
+def test_a_long_suspension_is_no_failure(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
+    use(cluster)
+    words = ("--max-failures", "0", *ONE_BY_TWO, str(WALK), "--step-seconds", "0.2")
+    job = hpc.submit(*words, env={"HPC_DDP_HANG_AFTER": "10", "HPC_DDP_SAVE_EVERY": "1"})
+    job.at_step(20)
+    cluster.run("scontrol", "suspend", job.id)
+    time.sleep(20)
+    cluster.run("scontrol", "resume", job.id)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("stood still", "requeue"), ("finished", "none")]
+    assert same_weights(job, walked)
 
 
 @pytest.mark.more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ def check(spec: JobSpec) -> None:
         names the first bad value, what is accepted, and a hint
     """
     _check_texts(spec)
+    _check_python(spec.python)
     _check_nodes(spec.nodes)
     for item in fields(spec):
         content = getattr(spec, item.name)
@@ -317,10 +319,24 @@ def _check_texts(spec: JobSpec) -> None:
     texts = (spec.script, spec.chdir, *spec.args, *lines, *spec.env.values(), *swept)
     for text in texts:
         if "\0" in text or not _is_unicode(text):
+            is_read_wrong = _is_unicode(os.fsencode(text).decode(errors="surrogateescape"))
             raise UsageError(
                 f"{text!r} holds a NUL or bytes that are no UTF-8, which a script can't",
-                hint="rename it, or leave those characters out",
+                hint="export LC_ALL=C.UTF-8: this shell's locale knows ASCII alone"
+                if is_read_wrong and "\0" not in text
+                else "rename it, or leave those characters out",
             )
+
+
+def _check_python(python: str) -> None:
+    """Refuse an option, which would be srun's, and a command of several words, as far as it is no
+    path with blanks; raise UsageError."""
+    first, *words = python.split() or [""]
+    if not first or first.startswith("-") or (words and "/" not in first):
+        raise UsageError(
+            f"python {python!r} is no program; accepted: one name, or a path",
+            hint='for words around it a script: #!/bin/sh, then exec nice -n 5 python3 "$@"',
+        )
 
 
 def _is_unicode(text: str) -> bool:

@@ -27,6 +27,7 @@ class Cause(Word):
     BAD_NODE = "bad node"  # by the preflight
     NODE_LOST = "node lost"  # a node has left no record
     FAILED = "failed"
+    STOOD_STILL = "stood still"  # it failed right after that, as after a suspension
     UNFINISHED = "unfinished"  # the script ended without run.finish()
     BUDGET = "budget"
 

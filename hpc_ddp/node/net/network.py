@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
@@ -26,10 +27,10 @@ def reach(nodes: Sequence[str], index: int, suffix: str) -> str:
     return nodes[index] + suffix if len(nodes) > 1 else LOOPBACK
 
 
-def first_port(job_id: str) -> int:
-    """Return the port to try first: jobs are spread over the range, so that two on one node rarely
-    meet."""
-    return FIRST_PORT + int(job_id) * 7 % (LAST_PORT - FIRST_PORT)
+def first_port(job_id: str, run: str) -> int:
+    """Return the port to try first: the runs of all jobs are spread over the range, so that two on
+    one node, or in one allocation, rarely meet. `run` is the path of the run."""
+    return FIRST_PORT + zlib.crc32(f"{job_id} {run}".encode()) % (LAST_PORT - FIRST_PORT)
 
 
 def free_port(start: int) -> int:

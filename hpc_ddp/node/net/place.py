@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.fabric import Found, configured, settings
@@ -114,6 +116,16 @@ class Place:
             **os.environ,
         }
         return {key: value for key, value in variables.items() if key not in configured_env}
+
+    def store_env(self) -> dict[str, str]:
+        """Return the variable with the prefix of this attempt's keys in the store of its workers.
+
+        It is an HMAC of the attempt's secret: workers of another run that come to this store by its
+        port, as in a shared allocation, find no key of this one's. Raise OSError where the secret
+        can't be read.
+        """
+        secret = patiently(self.attempt.secret.read_bytes)
+        return {"HPC_DDP_STORE_PREFIX": hmac.new(secret, b"store", "sha256").hexdigest()}
 
     @property
     def seeks_fabric(self) -> bool:

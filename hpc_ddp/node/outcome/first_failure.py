@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR, ERROR_LINE, MISMATCH
 from hpc_ddp.core.file_io import read_tail
-from hpc_ddp.core.job.attempt_folder import NodeFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.journal.events import RankFailed, parse_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.workers.worker import AGAIN
@@ -114,8 +114,17 @@ def reason_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dic
     """Return the ``error`` of a worker, as `error_of` does, and without one its ``last_line``, by
     which it may have said why it ended; '' after a signal."""
     error = error_of(failed, run, folder)
-    is_silent = not error and failed["code"] > 0
-    lines = _end_of(folder.rank_log(failed["rank"])) if is_silent else []
+    return _with_last_line(failed["code"], error, folder.rank_log(failed["rank"]))
+
+
+def reason_of_agent(code: int, error: str, folder: NodeFolder) -> dict[str, str]:
+    """Return the ``error`` of torchrun itself, and without one the ``last_line`` of its log, as
+    `reason_of`: a library may have ended it, by a want of memory say."""
+    return _with_last_line(code, error, folder.agent_log)
+
+
+def _with_last_line(code: int, error: str, log: Path) -> dict[str, str]:
+    lines = [] if error or code < 0 else _end_of(log)
     return {"error": error, "last_line": next(reversed(lines), "")}
 
 
@@ -131,8 +140,8 @@ def error_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
     if code < 0:
         return abort_reason(log) if code == -signal.SIGABRT else ""
     since = failed["time"] - JOURNALED_S  # not that of a start before
-    journal = run.journal(f"rank-{rank}").path
-    return last_exception(log) or journaled_error(journal, since) or _error_line(log)
+    journal, attempt = run.journal(f"rank-{rank}").path, AttemptFolder(folder.path.parent).number
+    return last_exception(log) or journaled_error(journal, since, attempt) or _error_line(log)
 
 
 def last_exception(log: Path) -> str:
@@ -173,9 +182,9 @@ def abort_reason(log: Path) -> str:
     return str(lines[-1]).strip().removeprefix("what():").strip()[:500] if lines else ""
 
 
-def journaled_error(journal: Path, since: float) -> str:
-    """Return the error that a worker journaled last, '' when there is none since a time (unix
-    seconds).
+def journaled_error(journal: Path, since: float, attempt: int) -> str:
+    """Return the error that a worker journaled last in an attempt, '' when there is none since a
+    time (unix seconds).
 
     `hpc_ddp.training` explains an error of its own to people, without a traceback in the log; its
     text is returned without the type. At most 500 characters. A journal that can't be read counts
@@ -183,7 +192,7 @@ def journaled_error(journal: Path, since: float) -> str:
     """
     for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
         event = parse_event(line)
-        if isinstance(event, RankFailed) and event.time >= since:
+        if isinstance(event, RankFailed) and event.attempt == attempt and event.time >= since:
             kind, _, message = event.error.partition(": ")
             return (message if kind.startswith("hpc_ddp.") else event.error)[:500]
     return ""

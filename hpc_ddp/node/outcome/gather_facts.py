@@ -142,7 +142,8 @@ def _note(
 ) -> None:
     """Write the verdict to the journal, and to stderr, the end of the job's output, for users; a
     journal that refuses it is tried for a minute, and then only reported."""
-    failure = facts.failure if decided.cause == Cause.FAILED else None
+    has_failed = decided.cause in (Cause.FAILED, Cause.STOOD_STILL)
+    failure = facts.failure if has_failed else None
     where: dict[str, Any] = {}
     if failure:
         where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
@@ -157,8 +158,11 @@ def _note(
         **where,
     )
     run.journal("batch", attempt.number).write_surely(event)
-    if failure and failure.rank is not None:
-        say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
+    if failure:
+        node = attempt.node(failure.node)
+        log = node.agent_log if failure.rank is None else node.rank_log(failure.rank)
+        if failure.rank is not None or log.exists():  # none where a supervisor could not begin
+            say(f"its log: {log}")
     if decided.action == Action.NONE:
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")

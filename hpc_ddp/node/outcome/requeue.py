@@ -122,6 +122,7 @@ def _requeue(
     job_id = own_id(environ)
     give_up = _last_moment(attempt, environ)
     job = facts.job  # of a moment ago: where Slurm is slow, another answer may come too late
+    is_refused = False
     for _ in range(TRIES):
         job = job or ask(job_id, give_up=give_up)
         if job is None and time.monotonic() > give_up - PAUSE_S:
@@ -141,6 +142,8 @@ def _requeue(
             job = None
             time.sleep(PAUSE_S)
             continue
+        if is_refused:
+            return _resubmit(run, attempt, environ)
         try:
             slurm.requeue(job_id)
         except slurm.NoAnswerError as error:
@@ -149,7 +152,9 @@ def _requeue(
             time.sleep(PAUSE_S)
         except HpcDdpError as error:
             say(error.message)
-            return _resubmit(run, attempt, environ)
+            # It may also be that the job was requeued, or cancelled, a moment ago: a new one beside
+            # it would be a twin.
+            is_refused, job = True, None
         else:
             keep_off(run, job_id, give_up)
             return 0  # at once: Slurm would wait KillWait for a shell that lives on

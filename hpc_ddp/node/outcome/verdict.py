@@ -12,6 +12,7 @@ notice         the same (the job got a signal that asks it to stop, and can cont
 bad node       the same, at most ``max_failures`` times in a row (a preflight has failed)
 node lost      the same (a node ended without a word), while workers come to life and,
                where Slurm knows of no lost node, save something new
+stood still    the same (a failure right after all stood still, as in a suspension)
 unfinished     give up, as failed: the script left its loop and did not call run.finish()
 failed         requeue up to ``max_failures`` times where it may help, else give up
 =============  ==========================================================================
@@ -52,6 +53,7 @@ E = TypeVar("E", bound=JournalEvent)
 
 UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
 OUTLASTED = " (the script did not end by itself, and was killed)"
+AFTER_STILL = " (right after it stood still, as in a suspension: no failure is counted)"
 MAYBE_DONE = " (the script exited with 0 after the notice, so it may have finished)"
 NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
@@ -231,8 +233,9 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.NOTICE if is_asked else Cause.NODE_LOST
     if facts.unfit:
         return Cause.BAD_NODE
-    if facts.failure:
-        return Cause.FAILED
+    if facts.failure:  # the clocks of watchdogs, torch and servers go on in a suspension
+        after_it = any(record.get("stood_still") for record in facts.ends)
+        return Cause.STOOD_STILL if after_it else Cause.FAILED
     if not complete or any(codes):
         return Cause.NODE_LOST
     is_finished = finished or not facts.here(TrainingBegun)
@@ -314,8 +317,7 @@ def too_many_silent(
 def _never_began(verdict: VerdictGiven) -> bool:
     """Tell whether an attempt ended as `NODE_LOST` before its first step, and no node was blamed
     for it."""
-    blamed = verdict.bad_nodes or verdict.step is not None
-    return verdict.cause == Cause.NODE_LOST and not blamed
+    return verdict.cause == Cause.NODE_LOST and verdict.step is None and not verdict.bad_nodes
 
 
 def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
@@ -364,9 +366,8 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
     if failed >= facts.spec.max_failures:
         were = "retry was" if failed == 1 else "retries were"
         return f"{failed} {were} made already (--max-failures)"
-    if failure and failure.kind == "disk":  # it could not even be read where the run stood
-        return None
-    return _no_progress(facts) if facts.is_ours else None
+    is_read = not (failure and failure.kind == "disk")  # else it is not even known where it stood
+    return _no_progress(facts) if is_read and facts.is_ours else None
 
 
 def _no_progress(facts: AttemptFacts) -> str | None:
@@ -379,21 +380,20 @@ def _no_progress(facts: AttemptFacts) -> str | None:
         return None
     # Attempts since then that ended without a verdict, on a lost node say, may have come far.
     since = [event for event in facts.events if event.attempt > last.attempt]
-    if last_event(since, CheckpointSaved):
-        return None
-    return "two attempts in a row have ended without a newer checkpoint"
+    is_saved = last_event(since, CheckpointSaved)
+    return None if is_saved else "two attempts in a row have ended without a newer checkpoint"
 
 
 def _describe(facts: AttemptFacts, cause: Cause) -> str:
     """Return the end of an attempt for people, as the verdict's `why`."""
-    if cause == Cause.FAILED:
-        return str(facts.failure)
+    if cause in (Cause.FAILED, Cause.STOOD_STILL):
+        return f"{facts.failure}{AFTER_STILL * (cause == Cause.STOOD_STILL)}"
     if facts.unfit and cause == Cause.BAD_NODE:
         return f"preflight: {facts.unfit.why}"
     if cause == Cause.NODE_LOST:
-        silent = silent_nodes(facts.spec, facts.nodes, facts.records)
-        return f"no word from {', '.join(silent) or 'a node'}"
-    end = OUTLASTED if any(record.get("outlasted") for record in facts.ends) else ""
+        silent = ", ".join(silent_nodes(facts.spec, facts.nodes, facts.records))
+        return f"no word from {silent or 'a node'}"
+    end = OUTLASTED * any(record.get("outlasted") for record in facts.ends)
     is_plain = not (facts.is_ours or facts.here(WorkerStarted))
     if is_plain and facts.notices and facts.complete and not any(r["code"] for r in facts.ends):
         end = MAYBE_DONE

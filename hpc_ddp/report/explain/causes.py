@@ -31,6 +31,7 @@ _BY_CAUSE: dict[str, tuple[str, str]] = {
     Cause.PREEMPTED: ("preempted", "was preempted{at}: a job of higher priority took its nodes."),
     Cause.NOTICE: ("stopped", "was asked to stop{at}, and did."),
     Cause.CANCELLED: ("cancelled", "was cancelled{at}."),
+    Cause.STOOD_STILL: ("stopped", "failed{at}, right after it stood still, as in a suspension."),
 }
 # Failures that come again in the next attempt: without a step, their logs are searched for them.
 REPEATING_KINDS = (

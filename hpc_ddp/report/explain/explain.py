@@ -266,6 +266,7 @@ _ENDS = {
     Cause.TIME_LIMIT: "ran into its time limit",
     Cause.NOTICE: "was asked to stop",
     Cause.FAILED: "failed",
+    Cause.STOOD_STILL: "failed after a suspension",
     Cause.CANCELLED: "was cancelled",
     Cause.FINISHED: "finished",
     Cause.SUPERSEDED: "was requeued, by Slurm or with scontrol requeue,",

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
+from torch._C._distributed_c10d import HashStore, PrefixStore  # torch.distributed: untyped
+from torch.distributed.rendezvous import rendezvous
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
@@ -70,7 +71,9 @@ def join(
     if uses_agent_store:
         _met_at_agents.append(info)
     if info.launched:
-        dist.init_process_group(backend, timeout=timeout, **bind)
+        prefix = os.environ.get("HPC_DDP_STORE_PREFIX")  # of the supervisor
+        store = _store_of(prefix, timeout) if prefix and backend != "mpi" else {}
+        dist.init_process_group(backend, timeout=timeout, **store, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
     if dist.get_world_size() != info.world_size:  # MPI asks its own launcher
@@ -79,6 +82,18 @@ def join(
             hint="leave out the backend: torchrun's workers are none of MPI's",
         )
     return open_control(info, timeout)
+
+
+def _store_of(prefix: str, timeout: timedelta) -> dict[str, Any]:
+    """Return torch's store for ``env://``, with a prefix for all keys, and this process's rank and
+    world size in it, as arguments of ``init_process_group``. Raise torch's errors where the store
+    can't be reached or made.
+
+    Without the prefix, ranks of two runs that have come to one port would form a group.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
 def timeout_beyond(hang_after_s: float | None) -> timedelta:

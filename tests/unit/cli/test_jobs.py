@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from hpc_ddp.cli import jobs
+from hpc_ddp.cli import common, jobs
+from hpc_ddp.cli.main import main
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.submission import backends
@@ -51,6 +55,54 @@ def test_a_fresh_start_that_fails_gives_the_checkpoints_back(
     with pytest.raises(OSError, match="No space left"):
         jobs._begin(prepare_run(tmp_path), fresh=True)
     assert given_back == ["aside-0"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_submitted_job_is_no_failure_where_stdout_takes_nothing(
+    tmp_path: Path, as_json: bool
+) -> None:
+    """A script that repeats what has failed would submit it twice."""
+    code = (
+        "from types import SimpleNamespace as N; from hpc_ddp.cli import jobs;"
+        "jobs._begin = lambda *words: N(process=None, job=N(id='7'));"
+        "jobs._start(N(run=N(path='/r'), spec=N(backend='slurm')), "
+        f"{as_json})"
+    )
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert ('{"job_id": "7", "run": "/r"}' if as_json else "7") in ended.stderr.splitlines()
+    assert "stdout did not take this: No space left on device" in ended.stderr
+
+
+def test_a_command_in_a_folder_that_is_gone_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    ended = CliRunner().invoke(main, ["render", "train.py"])
+    assert ended.exit_code == 1
+    assert ended.output.splitlines()[0] == "error: the folder of this shell is gone"
+
+
+def test_a_closed_stream_is_none_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "set_threshold", lambda count: None)
+    monkeypatch.setattr(sys, "stderr", None)  # as Python has it below 2>&-
+    assert main.callback is not None
+    main.callback()
+    print("a warning", file=sys.stderr)
+    assert not sys.stderr.isatty()
+    sys.stderr.close()
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", full)
+    common.say("a note")
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space"):
+        full.close()
 
 
 def test_signals_before_the_process_runs_are_passed_on_later(

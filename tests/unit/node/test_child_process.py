@@ -143,7 +143,7 @@ def test_a_port_that_was_taken_is_marked(
     assert attempt.port_taken.exists() is is_taken
     watcher.folder.failures.write_text('{"agent": "no python"}')
     assert watcher._failures(127) == [
-        {"rank": None, "code": 127, "time": 1000.0, "error": "no python"}
+        {"rank": None, "code": 127, "time": 1000.0, "error": "no python", "last_line": ""}
     ]
 
 

@@ -187,7 +187,7 @@ def test_late_supervisors_are_ended(
     local_run.command = ["python", "t.py"]
     for name, value in values.items():
         setattr(local_run, name, value)
-    local_run._supervise({"HPC_DDP_END_TIME": "5"})
+    local_run._supervise({"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_END_TIME": "5"})
     children: Any = local_run.supervisors
     assert children[0].calls == [call]
     begin = 5.0 if call == "kill" else 0.0
@@ -322,7 +322,7 @@ def test_supervisors_continue_while_the_parent_lives(
     monkeypatch.setattr(dry_run, "time", Clock())
     monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Child(3))
     local_run = DryRun(_run(tmp_path, launcher="srun"), ["python", "t.py"])
-    local_run._supervise({"HPC_DDP_END_TIME": ""})
+    local_run._supervise({"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_END_TIME": ""})
     children: Any = local_run.supervisors
     assert [child.calls for child in children] == [[]]
 

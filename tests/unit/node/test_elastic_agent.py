@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousParameters,
     RendezvousStateError,
     dynamic_rendezvous,
@@ -69,7 +71,8 @@ def test_workers_are_not_started_again_after_a_notice(
     monkeypatch.setattr(
         SimpleElasticAgent, "_restart_workers", lambda handler, group: calls.append(group)
     )
-    node, handler = NodeFolder(tmp_path), Any
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", None)
+    node, handler = NodeFolder(tmp_path), SimpleNamespace(failures={})
     agent.end_when_told(node)
     restart: Any = SimpleElasticAgent._restart_workers
     restart(handler, "group")
@@ -77,6 +80,50 @@ def test_workers_are_not_started_again_after_a_notice(
     with pytest.raises(agent.EndingError, match="the workers failed after a notice"):
         restart(handler, "again")
     assert calls == ["group"]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_workers_that_can_not_be_started_again_keep_their_codes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_told: bool
+) -> None:
+    failures = {1: ProcessFailure(0, 1, 3, "none")}
+
+    def close(handler: Any, group: Any) -> None:
+        raise RendezvousClosedError("another node has ended for good")
+
+    monkeypatch.setattr(SimpleElasticAgent, "_restart_workers", close)
+    result = SimpleNamespace(failures=failures)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda handler, group: result)
+    node = NodeFolder(tmp_path)
+    agent.end_when_told(node)
+    if is_told:
+        node.notice.write_text("SIGTERM")
+    handler: Any = SimpleNamespace()
+    group = SimpleNamespace(spec=SimpleNamespace(get_entrypoint_name=lambda: "script"))
+    monitor: Any = LocalElasticAgent._monitor_workers
+    restart: Any = SimpleElasticAgent._restart_workers
+    assert monitor(handler, group) is result
+    with pytest.raises(ChildFailedError) as ended:
+        restart(handler, group)
+    assert ended.value.failures == failures
+    result.failures = {}  # another node's have failed
+    monitor(handler, group)
+    with pytest.raises((agent.EndingError, RendezvousClosedError)):
+        restart(handler, group)
+
+
+def test_a_node_that_is_done_closes_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(SimpleElasticAgent, "_exit_barrier", lambda handler: calls.append("wait"))
+    monkeypatch.setattr(
+        "torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", None
+    )
+    agent.meet_by_index(0, ["n1", "n2"], b"")
+    rendezvous = SimpleNamespace(shutdown=lambda: calls.append("close"))
+    group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=rendezvous))
+    wait: Any = SimpleElasticAgent._exit_barrier
+    wait(SimpleNamespace(_worker_group=group))
+    assert calls == ["close", "wait"]
 
 
 def test_a_node_that_is_lost_counts_as_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,9 @@ def test_nodes_and_restarts_follow_the_settings(
         ({"array": "0-99999,5"}, "more than 100,000 tasks"),
         ({"array": "0-"}, "no list of indexes"),
         ({"setup": ("\udcff",)}, "no UTF-8"),
+        ({"python": "-x"}, "'-x' is no program"),
+        ({"python": ""}, "'' is no program"),
+        ({"python": "nice -n 5 /a/python"}, "'nice -n 5 /a/python' is no program"),
         ({"teardown": ("\0",)}, "NUL"),
         ({"chdir": "\0"}, "NUL"),
         ({"env": {"A": "\0"}}, "NUL"),
@@ -238,3 +241,16 @@ def test_a_sweep_has_a_task_for_each_combination() -> None:
 def test_impossible_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         JobSpec("train.py", **values)
+
+
+def test_a_path_of_python_may_have_blanks() -> None:
+    assert JobSpec("train.py", python="/my disk/env -a/bin/python").python
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("tr\udcc3\udca4n.py", "LC_ALL=C.UTF-8"), ("tr\udce4n.py", "rename it")]
+)
+def test_a_name_that_the_locale_can_not_read_is_no_wrong_name(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="no UTF-8") as caught:
+        JobSpec(name)
+    assert hint in str(caught.value.hint)

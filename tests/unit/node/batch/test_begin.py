@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
     exports = begin(job_environ(run, SLURM_RESTART_COUNT="3", SLURM_CLUSTER_NAME="c"))
     assert exports is not None
     port = int(exports.pop("HPC_DDP_PORT"))
-    assert 10049 <= port < 32768
+    assert 10000 <= port < 32768
     assert exports == {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": "3",
@@ -40,7 +41,7 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
         "HPC_DDP_ATTEMPT": "0",
         "HPC_DDP_NNODES": "2",
         "HPC_DDP_LEAST_NODES": "2",
-        "HPC_DDP_RDZV_ID": "7.0",
+        "HPC_DDP_RDZV_ID": "run.0",
         "HPC_DDP_END_TIME": f"{END:.0f}",
         "HPC_DDP_FABRIC": "efa",
         "HPC_DDP_SIGNAL": "USR1",
@@ -62,6 +63,24 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
     assert not (run.attempt(0).path / "next.json").exists()
 
 
+def test_two_runs_of_one_allocation_do_not_meet(
+    controller: Slurm, run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "free_port", lambda start: start)  # they start at the same moment
+    other = RunFolder(tmp_path / "other")
+    answer_scontrol(controller, show_job())
+    environments = []
+    for folder in (run, other):
+        folder.path.mkdir(exist_ok=True)
+        write_spec(folder, nodes=2)
+        environments.append(begin(job_environ(folder)))
+    first, second = environments
+    assert first is not None
+    assert second is not None
+    for name in ("HPC_DDP_PORT", "HPC_DDP_RDZV_ID"):
+        assert first[name] != second[name]
+
+
 @pytest.mark.parametrize(
     ("ends_in", "warn_s", "end"), [(300.0, "30", True), (6000.0, "60", True), (None, "60", False)]
 )
@@ -70,10 +89,10 @@ def test_a_short_attempt_is_warned_in_its_last_tenth(
 ) -> None:
     spec = JobSpec("train.py", nodes="2-4", elastic=True)
     when = None if ends_in is None else clock.now + ends_in
-    env = attempt_env(run, run.attempt(2), 1, "id", when, spec)
+    env = attempt_env(run, run.attempt(2), 1, when, spec)
     exports = env.to_env()
     assert (exports["HPC_DDP_WARN_S"], bool(exports["HPC_DDP_END_TIME"])) == (warn_s, end)
-    assert (exports["HPC_DDP_LEAST_NODES"], exports["HPC_DDP_RDZV_ID"]) == ("1", "id.2")
+    assert (exports["HPC_DDP_LEAST_NODES"], exports["HPC_DDP_RDZV_ID"]) == ("1", "run.2")
     assert replace(AttemptEnv.from_env(exports), end_time=when, warn_s=env.warn_s) == env
 
 

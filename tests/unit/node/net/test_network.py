@@ -78,7 +78,6 @@ def test_loopback_leads_to_itself() -> None:
 
 
 def test_ports_are_spread_over_the_range() -> None:
-    ports = [network.first_port(str(number)) for number in range(20_000)]
-    assert (min(ports), ports[1] - ports[0]) == (10000, 7)
-    assert max(ports) < 32768
-    assert len(set(ports)) > 15_000
+    ports = [network.first_port(str(number), "/r") for number in range(20_000)]
+    assert (min(ports) < 10010, max(ports) > 32757, max(ports) < 32768) == (True, True, True)
+    assert len(set(ports)) > 11_000

@@ -172,14 +172,15 @@ def test_the_last_exception_of_a_log_is_read(tmp_path: Path) -> None:
 
 def test_an_explained_error_is_in_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "rank-0")
-    assert journaled_error(journal.path, 0.0) == ""
+    assert journaled_error(journal.path, 0.0, 0) == ""
     journal.write(raw("failed", error="hpc_ddp.core.errors.HpcDdpError: 3 saves failed: why"))
-    assert journaled_error(journal.path, 0.0) == "3 saves failed: why"
-    assert journaled_error(journal.path, time.time() + 60) == ""  # of an earlier start
+    assert journaled_error(journal.path, 0.0, 0) == "3 saves failed: why"
+    assert journaled_error(journal.path, time.time() + 60, 0) == ""  # of an earlier start
+    assert journaled_error(journal.path, 0.0, 1) == ""  # of an earlier attempt
     journal.write(raw("failed", error="ValueError: boom"))
     with open(journal.path, "a") as file:
         file.write('{"event": "failed", "tim')
-    assert journaled_error(journal.path, 0.0) == "ValueError: boom"
+    assert journaled_error(journal.path, 0.0, 0) == "ValueError: boom"
 
 
 def test_a_worker_that_nccl_aborts_is_not_the_cause(tmp_path: Path) -> None:

@@ -518,3 +518,23 @@ def test_an_elastic_job_still_fails() -> None:
     )
     verdict = decide_elastic(record_of("n2", rank=None, error="no store") | {"left": True})
     assert (verdict.cause, verdict.why) == ("node lost", "no word from n1, n2")
+
+
+@pytest.mark.parametrize("error", ["HangError: no step for 15 s", "ValueError: a server is gone"])
+def test_a_failure_right_after_a_suspension_is_not_counted(error: str) -> None:
+    records = [{**record, "stood_still": True} for record in failed_records(error=error)]
+    event = event_of("verdict", cause="stood still", action="requeue", progress=True, step=5)
+    before = tuple(changed(event, attempt=number) for number in range(20))
+    events = (*before, event_of("first_step", 20, step=1), event_of("checkpoint", 20, step=9))
+    verdict = decide_by(records=records, attempt=20, events=events)
+    assert (verdict.cause, verdict.action) == (Cause.STOOD_STILL, Action.REQUEUE)
+    assert verdict.why.startswith(f"rank 0 on n1: {error} (right after it stood still")
+    # Nor are those before it, where a failure follows.
+    later = decide_by(records=failed_records(), attempt=20, events=events)
+    assert (later.cause, later.action) == (Cause.FAILED, Action.REQUEUE)
+    # Without a newer checkpoint it ends all the same.
+    unsaved = [changed(event, attempt=number, progress=False) for number in range(20)]
+    events = (*unsaved, event_of("first_step", 20, step=1))
+    verdict = decide_by(records=records, attempt=20, events=events)
+    assert verdict.action == Action.GIVE_UP
+    assert "21 attempts in a row have ended without a newer checkpoint" in verdict.why

@@ -133,5 +133,16 @@ def test_causes_of_the_workers_deaths_are_read(
     ]
     watcher.folder.failures.write_text("{}")
     assert watcher._failures(-9) == [
-        {"rank": None, "code": -9, "time": 1000.0, "error": oom_module.KILLED}
+        {"rank": None, "code": -9, "time": 1000.0, "error": oom_module.KILLED, "last_line": ""}
     ]
+    # A library has ended torchrun.
+    watcher.folder.agent_log.write_text("W: x\nOpenBLAS error: Memory allocation failed\n\n")
+    watcher._oom_kills = oom_module.kills()
+    (failure,) = watcher._failures(1)
+    assert (failure["error"], failure["last_line"]) == (
+        "",
+        "OpenBLAS error: Memory allocation failed",
+    )
+    watcher.folder.failures.write_text('{"agent": "RendezvousError: late"}')
+    (failure,) = watcher._failures(1)
+    assert (failure["error"], failure["last_line"]) == ("RendezvousError: late", "")

@@ -69,6 +69,21 @@ def test_a_notice_before_there_are_workers_ends_torchrun(
     watcher.signals.seen += [signal.SIGTERM]
     watcher._poll(agent)
     assert (sent, agent.killed) == ([], True)
+    assert attempt.notice.read_text() == ""  # Slurm signals all nodes
+
+
+def test_the_notice_of_a_clock_that_is_ahead_is_that_of_all_nodes(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their workers would wait for this one's, which do not start."""
+    woken: list[str] = []
+    monkeypatch.setattr(PeerLinks, "wake", lambda links: woken.append(attempt.notice.read_text()))
+    watcher, agent = make_supervisor(attempt, end_time=900.0, index=1), make_agent()
+    watcher._poll(agent)
+    assert (watcher.notice, agent.killed, woken) == ("time limit", True, ["time limit"])
+    other, agent = make_supervisor(attempt, end_time=9000.0), make_agent()
+    other._poll(agent)
+    assert (other.notice, agent.killed) == ("time limit", True)
 
 
 def test_workers_that_can_not_be_seen_are_given_their_time(
@@ -245,6 +260,22 @@ def test_a_suspended_job_has_another_end(
     watcher._next_poll = 0.0
     watcher._poll(agent)
     assert sent == [(41, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "then_s", "stood_still"),
+    [(24.0, 50.0, True), (24.0, 61.0, False), (9.0, 5.0, False)],
+)
+def test_an_end_right_after_a_suspension_says_so(
+    attempt: AttemptFolder, clock: Clock, pause_s: float, then_s: float, stood_still: bool
+) -> None:
+    watcher, agent = make_supervisor(attempt), make_agent()
+    watcher._poll(agent)
+    clock.now += pause_s
+    watcher._poll(agent)
+    clock.now += then_s
+    watcher._end(1)
+    assert read_json(watcher.folder.record)["stood_still"] is stood_still
 
 
 def test_a_teardown_is_not_killed_at_the_time_limit(attempt: AttemptFolder, clock: Clock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import threading
 from functools import partial
@@ -13,16 +14,19 @@ import pytest
 
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
-from hpc_ddp.node import supervisor
+from hpc_ddp.core.journal.enums import Action, Cause
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node import child_process, supervisor
 from hpc_ddp.node.net import network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.supervisor import Supervisor
 from unit.fakes import Clock
+from unit.node.outcome.fakes import decide_by, event_of
 from unit.node.supervisor.fakes import COMMAND, Agent, make_supervisor
 
 
-@pytest.mark.parametrize("error", [KeyError("SLURM_NODEID"), ValueError("attempt.json")])
+@pytest.mark.parametrize("error", [KeyError("nodes"), ValueError("attempt.json")])
 def test_a_supervisor_without_a_place_reports_it(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -32,6 +36,29 @@ def test_a_supervisor_without_a_place_reports_it(
     monkeypatch.setattr(Place, "from_env", refuse)
     assert supervisor.main(["torchrun", "true"]) == 1
     assert f"can't take part: its place in the job is unknown: {error!r}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["HPC_DDP_RUN", "SLURM_NODEID"])
+def test_a_python_without_the_jobs_variables_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    missing: str,
+) -> None:
+    run = RunFolder(tmp_path / "run").make()
+    run.claim_attempt({"nodes": [socket.gethostname()]}, lambda identity: False)
+    library = str(run.lib / "hpc_ddp" / "node" / "child_process.py")
+    monkeypatch.setattr(child_process, "__file__", library)
+    for name in ("SLURM_NODEID", "HPC_DDP_NODE_INDEX", "HPC_DDP_STEP_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HPC_DDP_RUN", "" if missing == "HPC_DDP_RUN" else str(run.path))
+    assert supervisor.main(["torchrun", "true"]) == 1
+    words = f"this Python does not get the job's variables ({missing} is missing)"
+    assert f"can't take part: {words}" in capfd.readouterr().err
+    events = (event_of("started", job_id="7", restarts=0, host="n", nodes=["n"]),)
+    verdict = decide_by(records=run.attempt(0).records(), events=events)
+    assert (verdict.cause, verdict.action) == (Cause.FAILED, Action.GIVE_UP)
+    assert words in verdict.why
 
 
 @pytest.mark.parametrize(("index", "is_host"), [(0, "1"), (1, "0")])
@@ -54,6 +81,10 @@ def test_workers_get_their_variables(
     assert (env["HPC_DDP_NODE"], env["A"]) == ("n2", "1")
     assert env["HPC_DDP_NODE_FOLDER"] == str(attempt.path / "n2")
     assert env["HPC_DDP_NOTICE"] == str(watcher.folder.notice)
+    prefix = env["HPC_DDP_STORE_PREFIX"]
+    assert prefix == make_supervisor(attempt, index=2)._env()["HPC_DDP_STORE_PREFIX"]
+    attempt.secret.write_bytes(b"another attempt's")
+    assert prefix != watcher._env()["HPC_DDP_STORE_PREFIX"]
 
 
 def _run(watcher: Supervisor, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -146,7 +177,7 @@ def test_a_good_start_is_recorded(
     assert capfdbinary.readouterr().out == b"hello\xff\n"
     assert read_json(watcher.folder.record) == {
         **{"node": "n1", "code": 0, "notice": None, "torn_down": None},
-        **{"outlasted": False, "left": False, "failures": []},
+        **{"outlasted": False, "stood_still": False, "left": False, "failures": []},
     }
     assert watcher.folder.printed.read_text().endswith(" 0 7\n")
     assert not attempt.failed.read_text()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
@@ -58,6 +59,26 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
         process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
+
+
+def test_workers_of_two_attempts_at_one_store_form_no_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores: list[Any] = []
+    at_one_port = HashStore()
+    monkeypatch.setattr(
+        process_group, "rendezvous", lambda url, timeout: iter([(at_one_port, 1, 2)])
+    )
+    monkeypatch.setattr(dist, "init_process_group", lambda b, **values: stores.append(values))
+    monkeypatch.setattr(dist, "new_group", lambda **values: values)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for prefix in ("one", "two", "one"):
+        monkeypatch.setenv("HPC_DDP_STORE_PREFIX", prefix)
+        process_group.join(DistEnv(1, 1, 2, 2, launched=True), [torch.device("cpu")], None)
+        assert (stores[-1]["rank"], stores[-1]["world_size"]) == (1, 2)
+    one, two, again = (values["store"] for values in stores)
+    one.set("address", "of a rank")
+    assert (again.check(["address"]), two.check(["address"])) == (True, False)
 
 
 @pytest.mark.parametrize("count", [1, 2])

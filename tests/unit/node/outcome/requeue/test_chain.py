@@ -86,6 +86,7 @@ def test_a_job_in_place_of_a_requeue_does_not_wait_as_the_first_one(
     run.script.write_text(f"#!/bin/bash\n#SBATCH {options}\n")
     slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("sbatch", "8\n")
     slurm_commands.answer("scontrol")
     assert end() == 0

@@ -204,6 +204,7 @@ def test_a_refused_requeue_submits_a_new_job(
 ) -> None:
     slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("sbatch", "8\n", code=code)
     assert end() == ended
     assert printed[0] == "scontrol refused: Requested operation is disabled"
@@ -212,6 +213,32 @@ def test_a_refused_requeue_submits_a_new_job(
     else:
         assert printed[1:] == ["it goes on as job 8"]
         assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "words"),
+    [
+        ("COMPLETING", 3, "attempt 0 is no longer the job's current one: left alone"),
+        ("PENDING", 2, "the job is PENDING by now: not requeued"),
+        ("COMPLETING", 2, "the job is COMPLETING by now: not requeued"),
+    ],
+)
+def test_a_job_that_was_requeued_meanwhile_gets_no_twin(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    printed: list[str],
+    state: str,
+    restarts: int,
+    words: str,
+) -> None:
+    """By an operator, while this requeue was on its way; or it was cancelled then."""
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", err="Job is pending execution", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format(state, restarts))
+    slurm_commands.answer("sbatch", "8\n")
+    end()
+    assert printed == ["scontrol refused: Job is pending execution", words]
+    assert slurm_commands.calls("sbatch") == []
 
 
 REFUSED = "not kept off n2, n3: sbatch refused: too few nodes"
