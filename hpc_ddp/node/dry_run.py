@@ -121,7 +121,8 @@ class DryRun:
         facts, decided = judge(self.run, attempt, environ, job=None, goes_on=not self.notified)
         if decided.cause == Cause.FAILED and facts.failure and NO_GPU.search(facts.failure.error):
             say(CPU_ONLY)
-        notify_of_end(self.run, facts, decided, decided.exit_code)
+        if self.spec.notify:
+            notify_of_end(self.run, facts, decided, decided.exit_code)
         return decided
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.option_declaration import key_of
-from hpc_ddp.core.job.slurm_values import MOST_TASKS, array_indexes, parse_signal, parse_time
+from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
+from hpc_ddp.core.job.sweep import check_sweep
 
 if TYPE_CHECKING:
     from hpc_ddp.core.job.options import JobSpec
@@ -79,7 +79,6 @@ SECRET_NAME = (
 URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@host
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def check(spec: JobSpec) -> None:
@@ -142,7 +141,7 @@ def check(spec: JobSpec) -> None:
             raise UsageError(
                 "a chain of jobs can't be an array, nor a sweep", hint="--continue-by requeue"
             )
-    _check_sweep(spec)
+    check_sweep(spec)
     _check_budget(spec)
 
 
@@ -161,32 +160,6 @@ def _check_sbatch(spec: JobSpec) -> None:
                 " first; accepted: jobs that continue by a requeue",
                 hint="scontrol hold JOB, once the first one is submitted",
             )
-
-
-def _check_sweep(spec: JobSpec) -> None:
-    """Check the parameters of a sweep, the array over them, and that its back-end can start arrays;
-    raise UsageError. A job that is no sweep passes."""
-    for name, values in spec.sweep.items():
-        good = all(value and value.isprintable() for value in values)
-        if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
-            raise UsageError(
-                f"{name}={','.join(values)!r} is no parameter with values that differ and are not"
-                " empty",
-                hint="hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py",
-            )
-    count = math.prod(map(len, spec.sweep.values())) if spec.sweep else None
-    if count and count > MOST_TASKS:
-        raise UsageError(f"the sweep has {count:,} trials; accepted: up to {MOST_TASKS:,}")
-    if count and spec.array and max(array_indexes(spec.array)) >= count:
-        raise UsageError(
-            f"array {spec.array} goes beyond the sweep; accepted: indexes from 0 to {count - 1}",
-            hint="hpc-ddp status SWEEP lists them",
-        )
-    if spec.sweep and spec.backend == "salloc":
-        raise UsageError(
-            "a sweep is an array of jobs, and the salloc back-end runs inside one job",
-            hint="--backend slurm, or local to play it here",
-        )
 
 
 def _check_budget(spec: JobSpec) -> None:

@@ -6,10 +6,15 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.slurm_values import MOST_TASKS
+from hpc_ddp.core.job.slurm_values import MOST_TASKS, array_indexes
+
+if TYPE_CHECKING:
+    from hpc_ddp.core.job.options import JobSpec
+
+_PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
@@ -83,3 +88,29 @@ def trial_args(trial: Mapping[str, str]) -> list[str]:
 
 
 _HINT = "hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py"
+
+
+def check_sweep(spec: JobSpec) -> None:
+    """Check the parameters of a sweep, the array over them, and that its back-end can start arrays;
+    raise UsageError. A job that is no sweep passes."""
+    for name, values in spec.sweep.items():
+        good = all(value and value.isprintable() for value in values)
+        if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
+            raise UsageError(
+                f"{name}={','.join(values)!r} is no parameter with values that differ and are not"
+                " empty",
+                hint="hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py",
+            )
+    count = math.prod(map(len, spec.sweep.values())) if spec.sweep else None
+    if count and count > MOST_TASKS:
+        raise UsageError(f"the sweep has {count:,} trials; accepted: up to {MOST_TASKS:,}")
+    if count and spec.array and max(array_indexes(spec.array)) >= count:
+        raise UsageError(
+            f"array {spec.array} goes beyond the sweep; accepted: indexes from 0 to {count - 1}",
+            hint="hpc-ddp status SWEEP lists them",
+        )
+    if spec.sweep and spec.backend == "salloc":
+        raise UsageError(
+            "a sweep is an array of jobs, and the salloc back-end runs inside one job",
+            hint="--backend slurm, or local to play it here",
+        )

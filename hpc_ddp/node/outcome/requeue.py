@@ -27,6 +27,7 @@ from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
 
 PAUSE_S = 5.0
+SECOND_ANSWER_S = 5.0  # for which a second answer of Slurm is waited for
 TRIES = 120  # of a requeue, each with an answer of Slurm
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
@@ -121,7 +122,10 @@ def _requeue(
     """
     job_id = own_id(environ)
     give_up = _last_moment(attempt, environ)
-    job = facts.job  # of a moment ago: where Slurm is slow, another answer may come too late
+    # Again: the disk may have taken its time with the verdict, and a `scancel` since then would be
+    # undone. Where Slurm is slow, the answer of before has to do.
+    soon = min(give_up, time.monotonic() + SECOND_ANSWER_S)
+    job = ask(job_id, is_quiet=True, give_up=soon) or facts.job
     is_refused = False
     for _ in range(TRIES):
         job = job or ask(job_id, give_up=give_up)

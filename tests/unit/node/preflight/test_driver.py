@@ -274,7 +274,8 @@ def _examine(
         patch.setattr(driver, "converse", lambda dialogue, *more: act(dialogue))
         patch.setattr(Dialogue, "close", end)
         patch.setattr(driver.time, "monotonic", clock.monotonic)  # type: ignore[attr-defined]
-        command = Command(["true"], {**os.environ, "HPC_DDP_ATTEMPT": "0"})
+        place = {"HPC_DDP_RUN": str(run.path), "HPC_DDP_ATTEMPT": "0"}
+        command = Command(["true"], {**os.environ, **place})
         event = examine(run, ["n1"], [command], lambda: "")
     assert not list(run.path.glob(".preflight-*"))
     return event, patience

@@ -109,7 +109,8 @@ def test_a_job_that_slurm_is_ending_is_requeued(
 def test_a_controller_that_refuses_to_tell_is_asked_again(
     slurm_commands: Slurm, end: Callable[..., int], clock: Clock
 ) -> None:
-    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    for _ in range(2):  # the second answer, which need not come, and the first
+        slurm_commands.answer("scontrol", err="Access denied", code=1)
     slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     assert end() == 0
     assert clock.slept == [requeue.PAUSE_S]
