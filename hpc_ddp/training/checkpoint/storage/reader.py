@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -33,8 +33,6 @@ from hpc_ddp.training.models.dtensor import copies_of, from_local, is_sharded, l
 MOST_FILES = 256  # open at a time; processes may have 1,024
 CHUNK = 1 << 27  # bytes that the ranks send each other at a time
 
-Fill = Callable[[torch.Tensor, int, StoredShard, Shape], None]
-
 
 class UnreadableError(DiskError):
     """A data file can't be read; its content may be good."""
@@ -54,8 +52,9 @@ class Sharing:
     """Sends what one rank has read to the others that have the same, by the training's process
     groups, through the memory of their devices.
 
-    The rank that reads a part for all is the one that has verified it, most likely: the memory of
-    its node has it still. So each byte is read from the disk once, and not by each node.
+    The rank that reads a tensor for all is, most likely, the one that has verified the part where
+    it begins: the memory of its node has that still. So each byte is read from the disk once, and
+    not by each node.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -64,7 +63,8 @@ class Sharing:
     def send(self, numbers: torch.Tensor, root: int, group: Any = None) -> None:
         """Overwrite a contiguous tensor on the CPU with that of the rank `root`; a collective of a
         process group, the default one if it is None."""
-        for chunk in torch.split(numbers.view(-1).view(torch.uint8), CHUNK):
+        content = numbers.view(-1).view(torch.uint8)
+        for chunk in torch.split(content, CHUNK) if len(content) else ():
             on_device = chunk.to(self._device) if self.rank == root else self._like(chunk)
             dist.broadcast(on_device, root, group)
             if on_device is not chunk and self.rank != root:
@@ -160,8 +160,17 @@ class Reader:
         """
         if template is not None and is_sharded(template):
             return from_local(self._read_shard(name, template), template)
-        shape = tuple(self.describe(name).shape)
-        return self.read_box(name, ((0,) * len(shape), shape), self._fill_together)
+        stored = self.describe(name)
+        shape = tuple(stored.shape)
+        box = (0,) * len(shape), shape
+        if self.sharing is None or name in self._of_ranks:
+            return self.read_box(name, box)
+        writer, _ = next(self._pieces(name, box), (0, None))
+        root = writer % self.sharing.world_size
+        is_root = self.sharing.rank == root
+        numbers = self.read_box(name, box) if is_root else _blank(shape, stored.dtype)
+        self.sharing.send(numbers, root)
+        return numbers
 
     def _read_shard(self, name: str, template: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor that this rank has of the DTensor `template`. The first
@@ -173,24 +182,21 @@ class Reader:
         if all(is_first for _, _, is_first in copies):
             numbers = self.read_box(name, box)
         else:
-            numbers = torch.empty(box[1], dtype=self.describe(name).dtype, device="cpu")
+            numbers = _blank(box[1], self.describe(name).dtype)
         for group, root, _ in copies:
             self.sharing.send(numbers, root, group)
         return numbers
 
-    def read_box(self, name: str, box: Box, fill: Fill | None = None) -> torch.Tensor:
-        """Return a box of a tensor, from all parts that have some of it; raises as `read`.
-
-        `fill` fills a part of the box; by default from this process's own reads.
-        """
+    def read_box(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor, from all parts that have some of it; raises as `read`."""
         start, size = box
-        numbers = torch.empty(size, dtype=self.describe(name).dtype, device="cpu")
+        numbers = _blank(size, self.describe(name).dtype)
         count = 0
         for writer, piece in self._pieces(name, box):
             low, extent = overlap((piece.start, piece.size), box)
             if all(n > 0 for n in extent):
                 part = numbers[_slices(low, extent, start)]
-                (fill or self._fill)(part, writer, piece, low)
+                self._fill(part, writer, piece, low)
                 count += part.numel()
         if count != numbers.numel():
             raise HpcDdpError(f"{name}: only {count} of {numbers.numel()} numbers are stored")
@@ -227,21 +233,6 @@ class Reader:
             self._offsets[index] = offsets_of(self._layouts[part.layout], part.coordinates)
         return self._offsets[index]
 
-    def _fill_together(
-        self, part: torch.Tensor, writer: int, piece: StoredShard, low: Shape
-    ) -> None:
-        """Fill a part of a tensor that all ranks read as a whole; raises as `_fill`."""
-        if self.sharing is None or piece.name in self._of_ranks:
-            self._fill(part, writer, piece, low)
-            return
-        root = writer % self.sharing.world_size
-        numbers = part.contiguous()
-        if self.sharing.rank == root:
-            self._fill(numbers, writer, piece, low)
-        self.sharing.send(numbers, root)
-        if numbers is not part:
-            part.copy_(numbers)
-
     def _fill(self, part: torch.Tensor, writer: int, piece: StoredShard, low: Shape) -> None:
         """Read the part of a tensor that begins at `low` from a piece, whole rows at a time.
 
@@ -250,7 +241,7 @@ class Reader:
         path = self._parts[writer].path
         shape = (*part.shape[:1], *piece.size[1:])
         is_direct = part.is_contiguous() and part.shape == shape
-        rows = part if is_direct else torch.empty(shape, dtype=part.dtype, device="cpu")
+        rows = part if is_direct else _blank(shape, part.dtype)
         row_size = math.prod(piece.size[1:]) * part.dtype.itemsize
         first = low[0] - piece.start[0] if low else 0
         try:
@@ -281,6 +272,11 @@ class Reader:
         if len(self._files) >= MOST_FILES:
             _close(self._files)
         self._files[path] = file
+
+
+def _blank(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for a tensor on the CPU, whatever torch's default device is."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _close(files: dict[Path, FileIO]) -> None:
