@@ -35,7 +35,11 @@ class Terminal:
 
     def until(self, text: str) -> None:
         """Wait until the command has printed `text` since the last key."""
-        wait_until(lambda: text in self._read(), repr(text), lambda: self.text)
+
+        def has_ended() -> bool:
+            return self.process.poll() is not None
+
+        wait_until(lambda: text in self._read(), repr(text), lambda: self.text, ended=has_ended)
 
     def _read(self) -> str:
         while select.select([self._master], [], [], 0)[0]:

@@ -93,6 +93,7 @@ class Screen:
             self._put(HEAD + place, line, curses.A_REVERSE if is_selected else curses.A_NORMAL)
         age = duration(time.monotonic() - self._asked)
         self._put(height - 1, f"{bottom}  (Slurm: {age} ago)", curses.A_DIM)
+        self._window.redrawwin()  # all of it: another program may have written on the terminal
         self._window.refresh()
 
     def _put(self, y: int, text: str, style: int) -> None:
