@@ -108,13 +108,13 @@ def _id(job: str | JobRef) -> str:
 def _patiently(argv: Sequence[str], give_up: float | None = None) -> str:
     """Run a command that may be run twice, and repeat it while the controller does not answer.
 
-    `give_up` is the end of that by ``time.monotonic()``; None: PATIENCE_S from now. Each repetition
-    is reported on stderr. Raise NoAnswerError after that, and HpcDdpError for any other failure.
+    `give_up` ends that by ``time.monotonic()``, also a command; None: PATIENCE_S from now. Each
+    repetition is reported on stderr. Raise NoAnswerError then, HpcDdpError for another failure.
     """
     give_up, pause_s = _patience(give_up), 1.0
     while True:
         try:
-            return _run(argv)
+            return _run(argv, timeout_s=min(TIMEOUT_S, max(1.0, give_up - time.monotonic())))
         except NoAnswerError as error:
             if time.monotonic() + pause_s > give_up:
                 raise

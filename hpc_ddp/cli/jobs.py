@@ -121,7 +121,7 @@ def _prepare(
     if new_code and options["run_text"] is None:
         raise UsageError("--new-code needs --run RUN: a new run copies the code in any case")
     plan, _ = _plan(options, new_code, **forced)
-    return replace(plan, is_forced=force).write()
+    return replace(plan, is_forced=force, is_fresh=fresh).write()
 
 
 def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:

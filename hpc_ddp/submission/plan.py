@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.notification import read_addresses
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import check_links, close_to_others, write_json, written_by_owner
@@ -59,6 +60,8 @@ class Plan:
         for a rerun: the run that it repeats
     is_forced
         the user's word that a job of the run is over which Slurm can't be asked for
+    is_fresh
+        it begins at step 0, whatever checkpoints there are
     """
 
     spec: JobSpec
@@ -72,6 +75,7 @@ class Plan:
     source: RunFolder | None = None
     rerun_of: RunFolder | None = None
     is_forced: bool = False
+    is_fresh: bool = False
 
     @cached_property
     def rendering(self) -> Rendering:
@@ -95,6 +99,8 @@ class Plan:
             if not self.is_new:
                 claim_start(self.run)  # `backends.start` releases it
                 check_idle(self.run, self.is_forced)
+                if not self.is_fresh:
+                    _check_formats(self.run)
                 run = self.run
                 marks = [part.cancelled for part in (run, *run.tasks())]
                 for path in (run.job_json, run.limits_json, run.script, *marks):
@@ -235,7 +241,7 @@ def make_plan(
         script = code / snapshot.newest(source, script, spec.module)[1]
     elif copies_code:
         code, script = snapshot.place(script, run)
-    secret = (glob.escape(spec.notify),) if spec.notify else ()
+    secret = (glob.escape(os.path.realpath(spec.notify)),) if spec.notify else ()
     exclude = (*settings.get("snapshot-exclude", ()), *secret)
     source = source if has_code else None
     plan = Plan(spec, run, code, script, is_new, copies_code, exclude, limits, source)
@@ -287,6 +293,22 @@ def _check_python(spec: JobSpec) -> None:
             f"python {path} is Python 3.{version[1]}; accepted: 3.{OLDEST} or later",
             hint="--python PATH, of an environment with a newer one and torch",
         )
+
+
+def _check_formats(run: RunFolder) -> None:
+    """Raise UsageError where the newest checkpoint of a run, or of a task of it, is of another
+    version of hpc-ddp: this one's would end before its first step. One that can't be read passes.
+    """
+    for folder in (run, *run.tasks()):
+        for path in checkpoints.published(folder.checkpoints)[:1]:
+            with suppress(OSError, ValueError):
+                version = checkpoints.read_manifest(path).get("format")
+                if isinstance(version, int) and version != checkpoints.FORMAT:
+                    raise UsageError(
+                        f"{path} has format {version}; this hpc-ddp reads {checkpoints.FORMAT}",
+                        hint="submit it with the hpc-ddp that wrote it, or begin at step 0 and keep"
+                        f" what there is: {checkpoints.fresh_command(folder)}",
+                    )
 
 
 def _check_environment(spec: JobSpec) -> None:

@@ -113,8 +113,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     run
         the folder of all runs, this one's among them, is left out
     exclude
-        patterns of names relative to the folder, or of absolute ones, as of `fnmatch`: files to
-        leave out
+        patterns of names relative to the folder, or of absolute ones without links, as of
+        `fnmatch`: files to leave out
 
     Raises
     ------
@@ -256,12 +256,14 @@ def _select_within_limits(
     OSError
         a file can't be looked at, or is deleted just then
     """
+    real_root = root.resolve()
     sizes: dict[str, int] = {}
     weights: dict[str, int] = {}
     total = 0
     for name in names:
         path = root / name
-        if any(fnmatch(name, pattern) or fnmatch(str(path), pattern) for pattern in exclude):
+        names_of_it = name, str(real_root / name)
+        if any(fnmatch(text, pattern) for text in names_of_it for pattern in exclude):
             continue
         if not path.is_symlink() and not path.is_file():  # deleted but tracked, a submodule, a pipe
             continue

@@ -25,7 +25,7 @@ class Terminal:
     def __init__(self, root: Path, *words: str) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        env = {**os.environ, "TERM": "xterm", "HPC_DDP_RUNS": str(root)}
+        env = {**os.environ, "TERM": "xterm", "HPC_DDP_RUNS": str(root), "COLUMNS": "80"}
         argv = [sys.executable, "-m", "hpc_ddp", *words]
         self.process = subprocess.Popen(
             argv, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import open_data
 
 LIMIT_S = 5.0  # for all ways together
 _EXAMPLE = "mail = me@example.org"
@@ -45,8 +46,8 @@ def read_addresses(path: Path) -> Addresses:
     Raise UsageError for a file that others can read or write or own, or that says something else.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            status, lines = os.fstat(file.fileno()), file.read().splitlines()
+        with open_data(path) as file:
+            status, lines = os.fstat(file.fileno()), file.read().decode().splitlines()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise UsageError(

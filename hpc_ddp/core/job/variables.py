@@ -28,9 +28,11 @@ OF_USERS = (
 # In a worker each of these has hpc-ddp's value, or none, whatever the job's environment has.
 _OF_HPC_DDP = re.compile(
     rf"{OF_A_RANK}|{_OF_A_TASK}|GROUP_WORLD_SIZE|HPC_DDP_\w+|PET_\w+"
-    r"|PMI2?_\w+|PMIX_(?!MCA_)\w+|SLURM_(PMI|MPI_)\w*|PALS_\w+|MPI_LOCAL\w+|MV2_COMM_WORLD_\w+"
-    r"|OMPI_(COMM_WORLD_\w+|UNIVERSE_SIZE|APP_\w+)"
+    r"|PALS_\w+|MPI_LOCAL\w+|MV2_COMM_WORLD_\w+|OMPI_(COMM_WORLD_\w+|UNIVERSE_SIZE|APP_\w+)"
 )
+# torchrun's workers have none of these. Other launchers' are tasks of an MPI, which has settings.
+_OF_PMI = re.compile(r"PMI2?_\w+|PMIX_(?!MCA_)\w+|SLURM_(PMI|MPI_)\w*")
+_OF_A_PMI_TASK = re.compile(r"PMI2?_(RANK|SIZE|ID|FD|PORT|JOBID)|PMIX_(RANK|NAMESPACE)")
 
 
 def is_of_worker(name: str) -> bool:
@@ -38,9 +40,12 @@ def is_of_worker(name: str) -> bool:
     return bool(_OF_A_WORKER.fullmatch(name))
 
 
-def is_of_hpc_ddp(name: str) -> bool:
-    """Return whether a worker has hpc-ddp's value of a variable, or none, and never the user's."""
-    return bool(_OF_HPC_DDP.fullmatch(name)) and name not in OF_USERS
+def is_of_hpc_ddp(name: str, launcher: str) -> bool:
+    """Return whether a worker of a launcher has hpc-ddp's value of a variable, or none, and never
+    the user's."""
+    of_pmi = _OF_PMI if launcher == "torchrun" else _OF_A_PMI_TASK
+    is_ours = _OF_HPC_DDP.fullmatch(name) or of_pmi.fullmatch(name)
+    return bool(is_ours) and name not in OF_USERS
 
 
 def _marks(names: Collection[str]) -> re.Pattern[str]:

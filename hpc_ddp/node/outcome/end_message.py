@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
-from hpc_ddp.core.console.notification import read_addresses, send
+from hpc_ddp.core.console.notification import LIMIT_S, read_addresses, send
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, UsageError
 from hpc_ddp.core.job.options import JobSpec
@@ -49,10 +50,18 @@ def notify(run: RunFolder, spec: JobSpec, event: str, text: str) -> None:
     if spec.notify is None:
         return
     lines = [text, f"run: {run.path}", f"hpc-ddp explain {RunFolder(run.whole).quoted}"]
-    try:
-        addresses = read_addresses(Path(spec.notify))
-    except UsageError as error:
-        say(f"no message was sent: {error.message}")
-        return
-    for failure in send(addresses, f"hpc-ddp: {spec.job_name}: {event}", "\n".join(lines)):
-        say(f"no message was sent by {failure}")
+    path, subject = Path(spec.notify), f"hpc-ddp: {spec.job_name}: {event}"
+    failures = [f"{path} can't be read: no answer in time"]
+
+    def act() -> None:
+        try:
+            failures[:] = send(read_addresses(path), subject, "\n".join(lines))
+        except UsageError as error:
+            failures[:] = [error.message]
+
+    # In a thread: the disk with the file may be away, and reading it then has no end.
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S + 1)
+    for failure in failures:
+        say(f"no message was sent: {failure}")

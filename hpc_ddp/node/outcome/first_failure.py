@@ -63,6 +63,13 @@ class Failure:
         return "exception" if self.error else "exit"
 
     @property
+    def is_of_clock(self) -> bool:
+        """Whether a clock that goes on in a suspension may be to blame, as a watchdog's or torch's:
+        these end a worker by an exit or SIGABRT, and connections break."""
+        is_aborted = self.code == -signal.SIGABRT
+        return is_aborted or self.kind in ("hang", "communication", "disk", "exit", "torn down")
+
+    @property
     def exit_code(self) -> int:
         """The code for the whole job, as a shell would give it (128 + signal); never 0."""
         return 128 - self.code if self.code < 0 else self.code or 1

@@ -233,9 +233,9 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.NOTICE if is_asked else Cause.NODE_LOST
     if facts.unfit:
         return Cause.BAD_NODE
-    if facts.failure:  # the clocks of watchdogs, torch and servers go on in a suspension
-        after_it = any(record.get("stood_still") for record in facts.ends)
-        return Cause.STOOD_STILL if after_it else Cause.FAILED
+    if facts.failure:
+        stalled = facts.spec.max_failures and any(r.get("stood_still") for r in facts.ends)
+        return Cause.STOOD_STILL if stalled and facts.failure.is_of_clock else Cause.FAILED
     if not complete or any(codes):
         return Cause.NODE_LOST
     is_finished = finished or not facts.here(TrainingBegun)

@@ -20,7 +20,7 @@ from hpc_ddp.report.status.run_status import Status
 
 READ_S = 5.0  # from one look at the journals to the next
 ASK_S = 60.0  # from one question to Slurm to the next: it answers all users of the cluster
-KEYS = "up, down: select  e: explain  l: logs  a: attach  c: cancel  r: ask Slurm  q: quit"
+KEYS = "e: explain  l: logs  a: attach  c: cancel  r: refresh  q: quit"
 HEAD = 1  # lines above the rows
 
 

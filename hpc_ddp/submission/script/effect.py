@@ -18,7 +18,7 @@ Pair = tuple[str, str]  # an option of sbatch or srun without dashes, and its va
 
 # Options that exclude each other: the last one of a family counts.
 _FAMILIES = ({"requeue", "no-requeue"}, {"mem", "mem-per-cpu", "mem-per-gpu"})
-_WHOLE = ("mem", "gpus", "time")  # names that are also beginnings of others
+_WHOLE = ("mem", "gpus", "gres", "ntasks", "time")  # names that are also beginnings of others
 _ADDED = ("container-mounts", "container-env")  # pyxis takes all values
 _INSTEAD = {
     "output": "--output out-%j.txt, a link to it",
@@ -48,7 +48,7 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
     _check_pairs("sbatch", [*declared, *raw], header, raw)
     _check_pairs("srun", as_pairs(spec.srun), srun, as_pairs(spec.srun))
     for name in (*spec.env, *spec.env_names):
-        if is_of_hpc_ddp(name):
+        if is_of_hpc_ddp(name, spec.launcher):
             raise UsageError(
                 f"variable {name} of env has no effect: a worker has hpc-ddp's value, or none",
                 hint="leave it out: the job finds its nodes and a free port itself; under another"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.resources import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings.config import Layer, Settings
+from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
 
 
@@ -136,3 +138,23 @@ def test_an_old_python_is_refused_where_its_name_is_known(tmp_path: Path) -> Non
     unknown: list[dict[str, Any]] = [{"image": "a.sif"}, {"python": "gone"}, {"python": "/gone"}]
     for more in unknown:
         plan.plan_new(Settings({**values, **more}), tmp_path, tmp_path / "runs")
+
+
+def test_a_run_of_another_version_is_refused_before_its_library_is_replaced(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    settings = Settings({"script": "train.py"})
+    prepared = plan.plan_new(settings, tmp_path, tmp_path / "runs").write()
+    run = prepared.run
+    folder = run.checkpoints / "step-7"
+    folder.mkdir()
+    disk.write_manifest(folder, {"step": 7, "format": 3}, {})
+    (run.lib / "of-then").touch()
+    continued = plan_continuation(run, {}, Settings({}), tmp_path)
+    with pytest.raises(UsageError, match=r"step-7 has format 3; this hpc-ddp reads 4") as caught:
+        continued.write()
+    assert "--fresh" in (caught.value.hint or "")
+    assert (run.lib / "of-then").exists()
+    replace(continued, is_fresh=True).write()
+    assert not (run.lib / "of-then").exists()

@@ -222,7 +222,7 @@ def read_index(folder: Path) -> Index:
     if (version := manifest.get("format")) != checkpoints.FORMAT:
         raise HpcDdpError(
             f"{folder} has format {version}; this hpc-ddp reads format {checkpoints.FORMAT}",
-            hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
+            hint="go on with the hpc-ddp that wrote it",
         )
     shared = _load(patiently((folder / STATE).read_bytes))
     index = shared.pop(INDEX)
@@ -265,7 +265,7 @@ def reader_of(folder: Path, index: Index, rank: int | None) -> Reader:
         for place, layout, coordinates in zip(places, part.layouts, part.coordinates, strict=False):
             if number == rank:
                 parts_of_rank.add(len(parts))
-            parts.append(Part(*place, layout, coordinates))
+            parts.append(Part(*place, layout, coordinates, number))
     return Reader(index.layouts, parts, parts_of_rank)
 
 

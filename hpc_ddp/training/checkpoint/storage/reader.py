@@ -40,12 +40,13 @@ class UnreadableError(DiskError):
 
 class Part(NamedTuple):
     """The tensors that one rank has written into a file, from byte `offset` on: those of the layout
-    with the number `layout`, cut for the rank with these `coordinates`."""
+    with the number `layout`, cut for the rank with these `coordinates`. `rank` is the writer."""
 
     path: Path
     offset: int
     layout: int
     coordinates: Shape = ()
+    rank: int = 0
 
 
 class Sharing:
@@ -166,7 +167,7 @@ class Reader:
         if self.sharing is None or name in self._of_ranks:
             return self.read_box(name, box)
         writer, _ = next(self._pieces(name, box), (0, None))
-        root = writer % self.sharing.world_size
+        root = self._parts[writer].rank % self.sharing.world_size if self._parts else 0
         is_root = self.sharing.rank == root
         numbers = self.read_box(name, box) if is_root else _blank(shape, stored.dtype)
         self.sharing.send(numbers, root)

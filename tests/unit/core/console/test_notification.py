@@ -131,3 +131,9 @@ def test_a_way_that_does_not_answer_is_given_up(
     failures = send(Addresses(webhook=f"{url}/slow", command=command), "s", "t")
     assert failures == ["command: no answer in time", "webhook: no answer in time"]
     assert time.monotonic() - began < notification.LIMIT_S + 60  # and not 600
+
+
+def test_a_pipe_in_the_files_place_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "n", 0o600)
+    with pytest.raises(UsageError, match="can't be read: no regular file"):
+        read_addresses(tmp_path / "n")

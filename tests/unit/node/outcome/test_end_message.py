@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_ddp.core.console.notification import Addresses
 from hpc_ddp.core.errors import CAN_GO_ON
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
@@ -69,7 +71,7 @@ def test_an_end_is_told_once(
     if event:
         assert f"attempt 0 ended: {verdict.why or verdict.cause}" in messages[0][1]
         assert "hpc-ddp explain " in messages[0][1]
-        assert "no message was sent by mail: no sendmail here" in capsys.readouterr().err
+        assert "no message was sent: mail: no sendmail here" in capsys.readouterr().err
 
 
 def test_a_file_that_has_been_opened_to_others_sends_nothing(
@@ -82,3 +84,19 @@ def test_a_file_that_has_been_opened_to_others_sends_nothing(
     notify_of_end(run, facts_of(run, notify=str(tmp_path / "notify")), FINISHED, 0)
     assert not messages
     assert "no message was sent: notify: " in capsys.readouterr().err
+
+
+def test_a_disk_that_is_away_does_not_hold_up_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_back = threading.Event()
+    monkeypatch.setattr(end_message, "LIMIT_S", -0.99)
+
+    def read(path: Path) -> Addresses:
+        is_back.wait()
+        return Addresses()
+
+    monkeypatch.setattr(end_message, "read_addresses", read)
+    play(tmp_path, FINISHED, 0)
+    is_back.set()
+    assert "no message was sent: " in capsys.readouterr().err

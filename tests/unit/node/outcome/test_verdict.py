@@ -520,7 +520,7 @@ def test_an_elastic_job_still_fails() -> None:
     assert (verdict.cause, verdict.why) == ("node lost", "no word from n1, n2")
 
 
-@pytest.mark.parametrize("error", ["HangError: no step for 15 s", "ValueError: a server is gone"])
+@pytest.mark.parametrize("error", ["HangError: no step for 15 s", "Connection closed by peer [n2]"])
 def test_a_failure_right_after_a_suspension_is_not_counted(error: str) -> None:
     records = [{**record, "stood_still": True} for record in failed_records(error=error)]
     event = event_of("verdict", cause="stood still", action="requeue", progress=True, step=5)
@@ -538,3 +538,19 @@ def test_a_failure_right_after_a_suspension_is_not_counted(error: str) -> None:
     verdict = decide_by(records=records, attempt=20, events=events)
     assert verdict.action == Action.GIVE_UP
     assert "21 attempts in a row have ended without a newer checkpoint" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("failure", "spec"),
+    [
+        ({"error": "ModuleNotFoundError: No module named 'x'"}, {}),
+        ({"error": "", "code": -9}, {}),  # for want of memory, say, which had stopped the node
+        ({"error": "HangError: no step for 15 s"}, {"max_failures": 0}),
+    ],
+)
+def test_an_error_of_the_scripts_after_a_stall_is_counted(
+    failure: dict[str, Any], spec: dict[str, Any]
+) -> None:
+    records = [{**record, "stood_still": True} for record in failed_records(**failure)]
+    verdict = decide_by(spec=JobSpec("t.py", nodes=2, **spec), records=records)
+    assert verdict.cause == Cause.FAILED

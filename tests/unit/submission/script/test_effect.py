@@ -137,6 +137,8 @@ def test_no_variable_of_ours_overrides_the_users_without_a_word(
         for values in ({"env": {name: "1"}}, {"env_names": (name,)}):
             with pytest.raises(UsageError, match=f"{name} of env has no effect"):
                 _rendering(**values)
+    setting = {"PMI_MMAP_SYNC_WAIT_TIME": "600", "SLURM_MPI_TYPE": "pmix"}
+    _rendering(env=setting, launcher="srun", nproc_per_node=2)  # of an MPI, whose task a worker is
     _rendering(env={**dict.fromkeys(OF_USERS, "1"), "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO"})
 
 
@@ -167,3 +169,11 @@ def test_a_project_takes_out_what_a_site_and_hpc_ddp_add() -> None:
     assert "without has '--qos', and the job has no such thing" in warning
     with pytest.raises(UsageError, match="--signal, which hpc-ddp needs"):
         _rendering(without=("--signal",))
+
+
+def test_an_option_whose_name_begins_like_ours_takes_nothing_away() -> None:
+    """Sites that ask for GPUs by ``--gres`` have its flags, too."""
+    rendering = _rendering(
+        gpus_per_node="4", gpu_request="gres", sbatch=("--gres-flags=enforce-binding",)
+    )
+    assert _in_force(rendering.header, "gres") == "gpu:4"
