@@ -11,6 +11,7 @@ import ctypes
 import os
 import struct
 import sys
+import weakref
 from pathlib import Path
 
 MODIFY, MOVED_TO, CREATE, OVERFLOW = 0x2, 0x80, 0x100, 0x4000  # linux/inotify.h
@@ -35,6 +36,7 @@ class FolderWatch:
             os.close(fd)
             return
         self._fd = fd
+        self._finalize = weakref.finalize(self, os.close, fd)  # a user may have 128, as a rule
 
     @property
     def works(self) -> bool:
@@ -56,7 +58,7 @@ class FolderWatch:
     def close(self) -> None:
         """End the watch."""
         if self.works:
-            os.close(self._fd)
+            self._finalize()
             self._fd = -1
 
     def _add_names(self, events: bytes, names: set[str]) -> bool:

@@ -67,3 +67,12 @@ def test_a_folder_that_is_missing_and_another_system_give_no_answers(
     assert not FolderWatch(tmp_path / "none").works
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not FolderWatch(tmp_path).works
+
+
+def test_a_watch_that_nobody_has_any_more_is_closed(tmp_path: Path) -> None:
+    """A user may have 128, and the tests of a supervisor alone make more."""
+    watch = FolderWatch(tmp_path)
+    path = f"/proc/self/fd/{watch._fd}"
+    assert "inotify" in os.readlink(path)
+    del watch
+    assert not os.path.lexists(path) or "inotify" not in os.readlink(path)
