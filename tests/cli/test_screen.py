@@ -15,8 +15,12 @@ from pathlib import Path
 
 import pytest
 
+import hpc_ddp
 from hpc_ddp.core.run_folder import RunFolder
 from tests.waiting import wait_until
+
+# As the command that pip installs, which has no working directory in its path.
+ENTRY = "import sys; sys.path.pop(0); from hpc_ddp.cli.main import main; main()"
 
 
 class Terminal:
@@ -26,9 +30,10 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         env = {**os.environ, "TERM": "xterm", "HPC_DDP_RUNS": str(root), "COLUMNS": "80"}
-        argv = [sys.executable, "-m", "hpc_ddp", *words]
+        argv = [sys.executable, "-c", ENTRY, *words]
+        env["PYTHONPATH"] = str(Path(hpc_ddp.__file__).parents[1])
         self.process = subprocess.Popen(
-            argv, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
+            argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=root, start_new_session=True
         )
         os.close(slave)
         self.text = ""
@@ -61,6 +66,7 @@ class Terminal:
 
 @pytest.fixture
 def screen(tmp_path: Path) -> Iterator[Terminal]:
+    (tmp_path / "hpc_ddp.py").write_text("raise SystemExit('a stranger')")
     for name in ("first", "second"):
         run = RunFolder(tmp_path / name / f"20260101-000000-{name}").make()
         run.job_json.write_text("{}")
@@ -74,6 +80,7 @@ def test_keys_start_commands_for_the_selected_run(screen: Terminal) -> None:
     assert "first" in screen.text
     screen.press("e")
     screen.until("[Enter]")
+    assert "never submitted" in screen.text  # not what lies in the working directory
     first = "first" if "explain 20260101-000000-first" in screen.text else "second"
     screen.press("\n")
     screen.until("q: quit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import curses
+import math
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ READ_S = 5.0  # from one look at the journals to the next
 ASK_S = 60.0  # from one question to Slurm to the next: it answers all users of the cluster
 KEYS = "e: explain  l: logs  a: attach  c: cancel  r: refresh  q: quit"
 HEAD = 1  # lines above the rows
+# This package, and not one that lies in the working directory, as with -m.
+_ROOT = str(Path(__file__).resolve().parents[3])
+_MAIN = f"import sys; sys.path[0] = {_ROOT!r}; from hpc_ddp.cli.main import main; main()"
 
 
 def watch(root: Path) -> None:
@@ -48,6 +52,7 @@ class Screen:
         self._window, self._root = window, root
         self._rows: Sequence[Status] = ()
         self._selected = 0
+        self._read_at = -math.inf
         self._ask()
         with suppress(curses.error):  # a terminal without a cursor to hide
             curses.curs_set(0)
@@ -55,7 +60,8 @@ class Screen:
     def run(self) -> None:
         """Draw, and obey keys, until the user quits."""
         while True:
-            self._read()
+            if time.monotonic() > self._read_at + READ_S:
+                self._read()
             self._draw(KEYS)
             self._window.timeout(int(1000 * READ_S))
             key = self._window.getch()
@@ -64,8 +70,9 @@ class Screen:
             self._obey(key)
 
     def _ask(self) -> None:
-        """Ask Slurm for the user's jobs."""
+        """Ask Slurm for the user's jobs; the journals are read next."""
         self._queue, self._asked = read_queue(), time.monotonic()
+        self._read_at = -math.inf
 
     def _read(self) -> None:
         """Read the journals, and ask Slurm where that is due; the selection stays on its run."""
@@ -79,6 +86,7 @@ class Screen:
         self._rows = sorted(rows, key=lambda row: not row.state.is_live)
         ids = [row.id for row in self._rows]
         self._selected = ids.index(run_id) if run_id in ids else 0
+        self._read_at = time.monotonic()
 
     def _draw(self, bottom: str) -> None:
         """Draw all; the selected row stands out, and is always in sight."""
@@ -137,7 +145,7 @@ class Screen:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's
         try:
             print(f"$ hpc-ddp {' '.join(words)}", flush=True)
-            argv = [sys.executable, "-m", "hpc_ddp", *words, "--runs-dir", str(self._root)]
+            argv = [sys.executable, "-c", _MAIN, *words, "--runs-dir", str(self._root)]
             subprocess.run(argv, check=False, preexec_fn=_take_interrupts)
             input("[Enter] ")
         except EOFError:

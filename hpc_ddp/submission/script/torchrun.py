@@ -15,7 +15,10 @@ TORCHRUN_OPTIONS = (
     "--max-restarts={restarts}",
 )
 # A first node that imports torch from a cold disk is waited for as long as any other one.
-RENDEZVOUS = "join_timeout=600,read_timeout=600"
+RENDEZVOUS = "join_timeout={wait_s},read_timeout={wait_s}"
+WAIT_S = 600
+# Lines of a node's own may copy data to it. One where they fail ends the others by itself.
+WAIT_FOR_SETUP_S = 3600
 # How long an elastic start waits for late nodes, in s; after a loss it is `agent.LAST_CALL_S`.
 LATE_S = 120
 
@@ -32,7 +35,7 @@ def torchrun_options(spec: JobSpec) -> list[str]:
     values = {
         "nnodes": f"{least}$HPC_DDP_NNODES",
         "workers": spec.workers_per_node,
-        "conf": RENDEZVOUS + late,
+        "conf": RENDEZVOUS.format(wait_s=WAIT_FOR_SETUP_S if spec.node_setup else WAIT_S) + late,
         "restarts": spec.restarts,
     }
     return [*(word.format(**values) for word in TORCHRUN_OPTIONS), *spec.torchrun]

@@ -358,3 +358,10 @@ def test_a_missing_preloaded_library_is_no_failure(
 def test_a_job_of_one_node_needs_no_fabric() -> None:
     assert job_env(JobSpec("x.py", fabric="slingshot", env={"A": "1"})) == {"A": "1"}
     assert job_env(JobSpec("x.py", fabric="slingshot", nodes="1-2"))["NCCL_NET"]
+
+
+def test_nodes_wait_longer_for_one_with_lines_of_its_own() -> None:
+    """They may copy data to it."""
+    for lines, seconds in (((), 600), (("cp -r /data /tmp",), 3600)):
+        script = _render(node_setup=lines).whole()
+        assert f"join_timeout={seconds},read_timeout={seconds}" in script
