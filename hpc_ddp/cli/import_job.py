@@ -15,7 +15,8 @@ import click
 
 from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.submission.job_script.convert import Conversion, convert
+from hpc_ddp.submission.job_script.conversion import Conversion
+from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.project_file import subtract_site, table, to_toml
 from hpc_ddp.submission.plan import find_mistakes, plan_new
 from hpc_ddp.submission.settings import config
@@ -36,7 +37,7 @@ from hpc_ddp.submission.user import home_folder
 def import_(job_script: Path, output: Path | None, site: str | None) -> None:
     """Write hpc-ddp.toml for JOB_SCRIPT, a script for sbatch; the script is not run.
 
-    Each value has the line that it comes from beside it. What becomes of each line is printed:
+    Beside each value is the line that it comes from. It prints what becomes of each line:
     taken over, set by hpc-ddp itself, or not taken over, with what to do. A file that is there is
     left as it is, and the difference is shown. Call it where you call sbatch.
     """
@@ -67,7 +68,7 @@ def _read(path: Path) -> str:
         ) from None
     if not text.startswith("#!") and "#SBATCH" not in text:
         raise UsageError(
-            f"{path} is no job script: it has neither #! nor #SBATCH; accepted: a script for sbatch",
+            f"{path} is no job script: neither #! nor #SBATCH in it; accepted: one for sbatch",
             hint="hpc-ddp import job.sbatch",
         )
     return text

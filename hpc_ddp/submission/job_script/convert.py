@@ -1,76 +1,18 @@
-"""From the statements and directives of a job script to settings, and what became of each line."""
+"""From the text of a job script to settings."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from hpc_ddp.core.job.checks import SECRET_NAME, URL_WITH_PASSWORD
-from hpc_ddp.core.job.variables import OF_A_RANK, is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import direct, read_directives, sizes
 from hpc_ddp.submission.job_script.launch import Launch
-from hpc_ddp.submission.job_script.shell import Scope, Word, names_in
-from hpc_ddp.submission.job_script.statements import Reader, Statement
-
-TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
-# A job has these whatever its script does.
-_OF_A_JOB = re.compile(
-    rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|PWD|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
-)
-_OF_RENDEZVOUS = re.compile(r"(RDZV|RDVZ)_?\w*|MASTER\w*|(?i:head_node\w*|nodes?_?(list|array|rank)?)")
-_DANGEROUS = re.compile(r"\brm\s+-\w*[rf]|\b(pkill|killall|scancel|ssh|pdsh|clush)\s|^kill\s")
-_SELF_REQUEUE = re.compile(r"scontrol\s+requeue|sbatch\s.*(\$0|BASH_SOURCE)|\bsbatch\b.*--dependency")
-_PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
-_BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
-_OF_PATHS = re.compile(r"(\w*PATH|\w*_(HOME|ROOT|DIR|PREFIX|LIB)|LD_\w+)")
-_SECRET_TEXT = re.compile(
-    rf"(hf_|ghp_|sk-)\w{{16,}}|AKIA\w{{16}}|wandb\s+login\s+\w{{8,}}|{URL_WITH_PASSWORD}"
-    rf"|\w*({SECRET_NAME})\w*[= ]+[\"']?(?![$\"'<-])\w[^\s\"']{{3,}}",
-    re.I,
-)
-
-
-@dataclass
-class Conversion:
-    """The settings of a job script: by key (value, line), for a list (value, line) of each entry.
-
-    `marks` are group and text by line; `notes` sentences for the user with their lines.
-    """
-
-    values: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    lists: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
-    env: dict[str, tuple[str, int]] = field(default_factory=dict)
-    marks: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    notes: list[tuple[int, str]] = field(default_factory=list)
-
-    def mark(self, first: int, last: int, group: str, text: str) -> None:
-        for line in range(first, last + 1):
-            self.marks.setdefault(line, []).append((group, text))
-
-    def group(self, line: int) -> tuple[str, str]:
-        """Return the one group of a line, and why: what is not taken over comes before all else."""
-        marks = self.marks.get(line, [(LOST, "not understood")])
-        for group in (LOST, TAKEN, OURS):
-            texts = [text for each, text in marks if each == group]
-            if texts:
-                return group, "; ".join(dict.fromkeys(filter(None, texts)))
-        return LOST, "not understood"
-
-    def append(self, key: str, value: str, line: int) -> None:
-        entries = self.lists.setdefault(key, [])
-        if key in ("args", "container-options") or value not in [entry for entry, _ in entries]:
-            entries.append((value, line))
-
-    def settings(self) -> dict[str, Any]:
-        """Return all as the keys of a file."""
-        lists = {key: [value for value, _ in entries] for key, entries in self.lists.items()}
-        env = {"env": {name: value for name, (value, _) in self.env.items()}} if self.env else {}
-        return {**{key: value for key, (value, _) in self.values.items()}, **lists, **env}
+from hpc_ddp.submission.job_script.shell import Scope, literal
+from hpc_ddp.submission.job_script.sorting import Sorter
+from hpc_ddp.submission.job_script.statements import Reader
 
 
 def convert(text: str, cwd: Path, folder: Path, environ: Mapping[str, str]) -> Conversion:
@@ -81,17 +23,17 @@ def convert(text: str, cwd: Path, folder: Path, environ: Mapping[str, str]) -> C
     """
     directives = read_directives(text)
     numbers = sizes(directives)
-    reader = Reader(Scope(numbers=numbers))
+    reader = Reader(Scope({"PWD": literal(str(cwd))}, numbers))
     reader.read(text)
-    converter = _Converter(reader, Conversion(), numbers, cwd, environ)
+    converter = Sorter(reader, Conversion(), numbers, cwd, environ)
     result = converter.result
-    for name, (value, line) in directives.options.items():
-        result.mark(line, line, TAKEN, f"--{name}={value}" if value else f"--{name}")
-    for group, key, value, line, reason in direct(directives):
+    for name, (assigned, line) in directives.options.items():
+        result.mark(line, line, TAKEN, f"--{name}={assigned}" if assigned else f"--{name}")
+    for group, key, setting, line, reason in direct(directives):
         if group == "taken" and key == "sbatch":
-            result.append(key, str(value), line)
+            result.append(key, str(setting), line)
         elif group == "taken":
-            result.values[key] = value, line
+            result.values[key] = setting, line
         else:
             result.marks[line] = [(OURS if group == "ours" else LOST, reason)]
     for line, reason in {**directives.replaced, **directives.strange}.items():
@@ -103,8 +45,7 @@ def convert(text: str, cwd: Path, folder: Path, environ: Mapping[str, str]) -> C
         result.notes.append((1, "a login shell (-l): if the job needs its profile, setup ="
                              ' ["source ~/.bash_profile"]'))  # fmt: skip
     converter.take_statements()
-    if converter.launch:
-        program.take(converter.launch, result, directives, numbers, cwd, folder)
+    program.take(converter.launch or Launch(0), result, directives, numbers, cwd, folder)
     for line, reason in reader.skipped.items():
         result.marks[line] = [(OURS, reason)]
     for line, reason in reader.resolved.items():
@@ -112,264 +53,3 @@ def convert(text: str, cwd: Path, folder: Path, environ: Mapping[str, str]) -> C
             result.mark(line, line, TAKEN, reason)
     converter.take_secrets_out()
     return result
-
-
-class _Converter:
-    """Sorts statements into set-up lines, variables, and the rest."""
-
-    def __init__(
-        self, reader: Reader, result: Conversion, numbers: Mapping[str, int], cwd: Path,
-        environ: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        self.result = result
-        self._statements = reader.statements
-        self._numbers, self._cwd, self._environ = numbers, cwd, environ
-        self._assigned = {s.name for s in self._statements if s.name}
-        self._static = {s.name for s in self._statements if _is_static(s.value)}
-        self._brought = False  # after a line that brings variables of its own
-        self.launch: Launch | None = None
-        self._at = len(self._statements)
-        self._needed: set[str] = set()
-
-    def take_statements(self) -> None:
-        """Take all statements: the launch, what it needs, what comes before and after it."""
-        self._choose()
-        brings = [i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text)]
-        kept: list[tuple[Statement, str, str]] = []
-        for index in range(len(self._statements) - 1, -1, -1):
-            statement = self._statements[index]
-            self._brought = any(i < index for i in brings)
-            if statement.launch is not None and statement.launch is self.launch:
-                self._mark(statement, TAKEN, "the launch")
-                continue
-            key, line = self._sort(statement, index)
-            if key:
-                kept.append((statement, key, line))
-        for statement, key, line in reversed(kept):
-            self.result.append(key, line, statement.lines[0])
-        self.result.env = dict(reversed(self.result.env.items()))
-
-    def _choose(self) -> None:
-        """Choose the launch that is the training; others are lost, but for the same on other
-        nodes and plain Python before it."""
-        launches = [(i, s) for i, s in enumerate(self._statements) if s.launch and not s.lost]
-        if not launches:
-            self.result.notes.append((0, "no launch of a training was found: name the script with"
-                                      " script = …"))  # fmt: skip
-            return
-        best = max(s.launch.weight for _, s in launches if s.launch)
-        same = [(i, s) for i, s in launches if s.launch and s.launch.weight == best]
-        self._at, chosen = same[0]
-        self.launch = chosen.launch
-        assert self.launch is not None
-        for index, statement in launches:
-            if statement is chosen or statement.launch is None:
-                continue
-            if index < self._at and statement.launch.weight < best:
-                statement.launch = None  # a preparation
-            elif statement.launch.identity == self.launch.identity:
-                self.launch.node_words = True
-                self._mark(statement, OURS, "the same launch on other nodes")
-            else:
-                statement.lost = "a second launch: a job has one; submit this one as a job of its own"
-        nodes = self._numbers.get("SLURM_NNODES", 1)
-        only = self.launch.nodes or (0 if self.launch.step else 1)
-        twin = any(s.launch and s is not chosen and not s.lost for _, s in launches)
-        if 0 < only < nodes and not twin and chosen.launch and not _in_loop(self.launch):
-            chosen.lost = (f"a launch on {only} of {nodes} nodes: hpc-ddp starts the program on all"
-                           " of them")  # fmt: skip
-            if self.launch.step:
-                self._mark(chosen, LOST, chosen.lost)
-                self.launch = None
-                return
-            self.result.notes.append((chosen.lines[0], chosen.lost))
-            chosen.lost = ""
-        words = [*self.launch.args, *self.launch.env.values()]
-        words += [word for entries in self.launch.settings.values() for word in entries]
-        words += [self.launch.program] if self.launch.program else []
-        self._needed = {name for word in words for name in word.names if name in self._assigned}
-        if chosen.output:
-            self.result.notes.append((chosen.lines[0], f"its output is in the run's log, not in"
-                                      f" {chosen.output}: hpc-ddp logs"))  # fmt: skip
-
-    def _mark(self, statement: Statement, group: str, text: str) -> None:
-        self.result.mark(*statement.lines, group, text)
-
-    def _sort(self, statement: Statement, index: int) -> tuple[str, str]:
-        """Note what becomes of a statement, and return the key and line of a set-up line; '' for
-        another."""
-        is_after = index > self._at
-        if statement.launch is not None and not statement.lost:
-            return "", ""  # noted by `_choose`
-        if statement.lost:
-            self._mark(statement, LOST, statement.lost)
-        elif statement.name:
-            return self._assignment(statement, is_after)
-        elif statement.defines:
-            if statement.defines in self._needed:
-                return self._keep(statement, is_after)
-            self._mark(statement, OURS, "a function that nothing calls")
-        elif _SELF_REQUEUE.search(statement.text):
-            self._mark(statement, OURS, "the job is requeued until it has finished")
-        elif statement.first == "trap":
-            self._mark(statement, LOST, "a trap: notices reach the workers; clean-up: teardown = […]")
-        elif _DANGEROUS.search(statement.text):
-            self._mark(statement, LOST, "it deletes, ends or reaches elsewhere: add it to setup or"
-                       " teardown yourself, if it is still needed")  # fmt: skip
-        elif statement.first in ("wait", "exit") or (is_after and statement.first == "sleep"):
-            self._mark(statement, OURS, "hpc-ddp waits for the workers, and ends the job")
-        elif statement.first == "cd" and (folder := self._folder(statement, index)):
-            self.result.values["chdir"] = folder, statement.lines[0]
-            self._mark(statement, TAKEN, "chdir")
-        elif statement.first == "cd" and "chdir" in self.result.values and not is_after:
-            self._mark(statement, OURS, "a later cd counts")
-        elif _PRINTS.match(statement.text) and self._dropped(statement.names):
-            self._mark(statement, OURS, "it prints what hpc-ddp decides")
-        else:
-            return self._keep(statement, is_after)
-        return "", ""
-
-    def _keep(self, statement: Statement, is_after: bool, text: str = "") -> tuple[str, str]:
-        """Return the key and the text of a set-up or clean-up line, and note what it needs."""
-        text = text or statement.text
-        if _SECRET_TEXT.search(text):
-            self._mark(statement, LOST, "it has what looks like a secret: pass it on with --env NAME")
-            return "", ""
-        key = "teardown" if is_after else "setup"
-        if statement.inside:
-            key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
-            if is_after:
-                self._mark(statement, LOST, "after the program, in each task: there is no such key")
-                return "", ""
-        self._needed |= {*statement.names}
-        self._mark(statement, TAKEN, key)
-        return key, text
-
-    def _dropped(self, names: Iterable[str]) -> bool:
-        """Return whether one of some variables is one that hpc-ddp decides, and nothing else
-        needs."""
-        return any(
-            name in self._assigned and name not in self._static and name not in self._needed
-            for name in names
-        ) or any(is_of_hpc_ddp(name) and not name.startswith("SLURM") for name in names)
-
-    def _folder(self, statement: Statement, index: int) -> str:
-        """Return the folder of a ``cd``, where it is known and no set-up line before it has a
-        relative path; '' for another one."""
-        if len(statement.words) != 2 or index > self._at or "chdir" in self.result.values:
-            return ""
-        word = statement.words[1]
-        text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
-        before = [w.text for s in self._statements[:index] if s.words and not _PRINTS.match(s.text)
-                  for w in s.words if s.first in ("source", ".", "bash", "mkdir", "cp", "python")]  # fmt: skip
-        relative = any(re.match(r"[\w.-]+(/|$)", w) and w not in ("source", ".", "bash", "mkdir",
-                       "cp", "python", "-p") and not w.startswith("activate") for w in before)  # fmt: skip
-        is_known = word.is_static and "=" not in text or text.startswith("~")
-        return "" if relative or not is_known or "$" in text else text
-
-    def _assignment(self, statement: Statement, is_after: bool) -> tuple[str, str]:
-        """Take an assignment: a variable of the job, a set-up line, or what others have used."""
-        name, value, line = statement.name, statement.value, statement.lines[0]
-        text = f"export {statement.text}" if statement.exported else statement.text
-        text = text.replace("export export", "export")
-        if re.search(SECRET_NAME, name, re.I) and not (isinstance(value, Word) and value.names):
-            if statement.exported or name in self._needed:
-                self.result.append("env-names", name, line)
-            self._mark(statement, LOST, f"a secret's value is not written: export {name} in your shell;"
-                       f" env-names passes it on, as --env {name}")  # fmt: skip
-            return "", ""
-        is_ours = is_of_hpc_ddp(name) or bool(_OF_RENDEZVOUS.fullmatch(name))
-        if is_ours and (name not in self._needed or is_of_hpc_ddp(name)) or is_after and is_ours:
-            if name not in self._needed or statement.inside or self._only_in_launch(name):
-                self._mark(statement, OURS, f"workers have hpc-ddp's {name}, if any")
-                return "", ""
-            return self._keep(statement, is_after, text)
-        if statement.exported or statement.inside:
-            if isinstance(value, Word) and not statement.inside and self._is_for_env(name, value):
-                if _SECRET_TEXT.search(value.text):
-                    self._mark(statement, LOST, f"it looks like a secret: --env {name}")
-                    return "", ""
-                self.result.env.setdefault(name, (value.text, line))
-                for variable in value.names:
-                    self.result.append("expand", variable, line)
-                self._mark(statement, TAKEN, "env")
-                return "", ""
-            if statement.inside and name in self._needed and not text.startswith("export"):
-                text = f"export {text}"
-            return self._keep(statement, is_after, text)
-        if name in self._needed and not self._only_inlined(statement):
-            return self._keep(statement, is_after, text)
-        if _is_static(value) or isinstance(value, list):
-            self._mark(statement, TAKEN, "its value, where it is used")
-        else:
-            reason = "what only the start of the workers needed"
-            self._mark(statement, OURS, reason)
-        return "", ""
-
-    def _only_in_launch(self, name: str) -> bool:
-        """Return whether nothing but the launch needs a variable of hpc-ddp's own."""
-        return is_of_hpc_ddp(name) and not any(
-            name in s.names for s in self._statements
-            if s.launch is None and not s.name and not _PRINTS.match(s.text) and not s.lost
-        )  # fmt: skip
-
-    def _only_inlined(self, statement: Statement) -> bool:
-        """Return whether the launch has the value of an assignment in it, and nothing else needs
-        its variable."""
-        return False
-
-    def _is_for_env(self, name: str, value: Word) -> bool:
-        """Return whether an exported value can stand in ``[env]``, which comes before the set-up
-        lines."""
-        if value.has_code or (self._brought and _OF_PATHS.fullmatch(name)):
-            return False
-        outer = [n for n in value.names if not _OF_A_JOB.fullmatch(n) or n in self._assigned or n == name]
-        return not outer
-
-    def take_secrets_out(self) -> None:
-        """Take secrets out of arguments and variables; the name of each becomes one that is passed
-        on from the shell."""
-        result, before = self.result, ""
-        for position, (text, line) in enumerate(result.lists.get("args", [])):
-            option, _, inline = text.partition("=")
-            name, value = (option, inline) if inline else (before, text)
-            variable = re.sub(r"\W", "_", name.lstrip("-")).upper()
-            is_secret = re.search(SECRET_NAME, name.lstrip("-"), re.I) and name.startswith("-")
-            if value and not value.startswith(("$", "-")) and (is_secret or _SECRET_TEXT.match(value)):
-                variable = variable if is_secret else "SECRET"
-                result.lists["args"][position] = (
-                    f"{option}=${variable}" if inline else f"${variable}", line)  # fmt: skip
-                result.append("env-names", variable, line)
-                result.append("expand", variable, line)
-                result.mark(line, line, LOST, f"a secret's value is not written: export {variable} in"
-                            f" your shell; env-names passes it on, as --env {variable}")  # fmt: skip
-            before = text
-        for name, (text, line) in [*result.env.items()]:
-            if re.search(SECRET_NAME, name, re.I) or re.search(URL_WITH_PASSWORD, text):
-                del result.env[name]
-                result.append("env-names", name, line)
-                result.mark(line, line, LOST, f"a secret's value is not written: --env {name}")
-        for name in {n for text, _ in result.lists.get("args", []) for n in names_in(text)}:
-            is_known = _OF_A_JOB.fullmatch(name) or name in self._assigned or self._brings_any()
-            if not is_known and name in [value for value, _ in result.lists.get("expand", [])]:
-                result.append("env-names", name, 0)
-                result.notes.append((0, f"${name} is not set in the script: export it before you submit"))
-
-    def _brings_any(self) -> bool:
-        return any(s.words and _BRINGS.match(s.text) for s in self._statements)
-
-
-def _is_static(value: Word | list[Word] | None) -> bool:
-    if isinstance(value, list):
-        return all(word.is_static for word in value)
-    return value is not None and value.is_static
-
-
-def _in_loop(launch: Launch) -> bool:
-    return launch.node_words and launch.nodes is None
-
-
-def home_of(text: str, environ: Mapping[str, str]) -> str:
-    """Return a path with the home folder for ``~`` and ``$HOME``."""
-    text = re.sub(r"^\$\{?HOME\}?(?=/|$)", environ.get("HOME", "~"), text)
-    return os.path.expanduser(text)

@@ -12,11 +12,11 @@ from hpc_ddp.core.job.slurm_values import parse_signal
 from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS
 from hpc_ddp.submission.settings.config import OPTIONS
 
-_LONG = [*LETTERS.values(), *FLAGS, *(key for key, declared in OPTIONS.items() if declared.is_sbatch),
-         *("ntasks-per-node", "gpus-per-node", "gpus-per-task", "gres", "mem-per-cpu", "mem-per-gpu",
-           "cpus-per-gpu", "signal", "open-mode", "export", "hint", "network", "chdir", "comment",
-           "mail-user", "mail-type", "reservation", "no-requeue", "output", "error", "wait-all-nodes",
-           "threads-per-core", "gpu-bind", "licenses", "tmp", "exclude", "test-only")]  # fmt: skip
+_LONG = [*LETTERS.values(), *FLAGS, *(key for key, o in OPTIONS.items() if o.is_sbatch),
+         *("ntasks-per-node", "gpus-per-node", "gpus-per-task", "gres", "mem-per-cpu",
+           "mem-per-gpu", "cpus-per-gpu", "signal", "open-mode", "export", "hint", "network",
+           "chdir", "comment", "mail-user", "mail-type", "reservation", "no-requeue", "output", "error",
+           "wait-all-nodes", "threads-per-core", "gpu-bind", "licenses", "tmp", "test-only")]  # fmt: skip
 _PLACEHOLDER = re.compile(r"<.*>|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
                           r"|\[[a-z_ ]+\]|\{\{.*\}\}|todo|changeme|.*\bxxx\b.*", re.I)  # fmt: skip
 
@@ -70,32 +70,32 @@ def read_directives(text: str) -> Directives:
         pairs = list(_pairs(words))
         if not pairs:
             result.strange[number] = "no option of sbatch"
-        for name, value in pairs:
+        for name, operand in pairs:
             if name in result.options:
                 result.replaced[result.options[name][1]] = f"line {number} replaces --{name}"
-            result.options[name] = value, number
-            if _PLACEHOLDER.fullmatch(value):
-                result.placeholders[number] = f"--{name}={value} is a placeholder"
+            result.options[name] = operand, number
+            if _PLACEHOLDER.fullmatch(operand):
+                result.placeholders[number] = f"--{name}={operand} is a placeholder"
     return result
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         if re.match(r"--\w", word):
-            head, equals, value = word[2:].partition("=")
+            head, equals, operand = word[2:].partition("=")
             name = head.replace("_", "-")
             fitting = {long for long in _LONG if long.startswith(name)}
             name = name if name in fitting or len(fitting) != 1 else fitting.pop()
         elif re.match(r"-\w", word):
-            name, value = LETTERS.get(word[1], word[1]), word[2:].removeprefix("=")
-            equals = value
+            name, operand = LETTERS.get(word[1], word[1]), word[2:].removeprefix("=")
+            equals = operand
         else:
             return
-        if not equals and name not in FLAGS and rest and not rest[0].startswith("-"):
-            value = rest.pop(0)
-        yield name, value
+        if not equals and name not in FLAGS and remaining and not remaining[0].startswith("-"):
+            operand = remaining.pop(0)
+        yield name, operand
 
 
 _DECIDED = {
@@ -116,36 +116,42 @@ _NEEDED = ("nodes", "gpus", "gpus-per-node", "gpus-per-task", "gres", "cpus-per-
 def direct(directives: Directives) -> Iterator[tuple[str, str, object, int, str]]:
     """Yield (group, key, value, line, text) for each directive that stands for itself: group
     ``taken``, ``ours`` or ``lost``."""
-    for name, (value, line) in directives.options.items():
+    for name, (operand, line) in directives.options.items():
         if line in directives.placeholders:
-            yield "lost", name, value, line, f"{directives.placeholders[line]}: --{name} with yours"
+            yield (
+                "lost",
+                name,
+                operand,
+                line,
+                f"{directives.placeholders[line]}: --{name} with yours",
+            )
         elif name == "array":
-            if value.endswith("%1"):
-                yield "ours", name, value, line, "a chain: one run goes on until it has finished"
+            if operand.endswith("%1"):
+                yield "ours", name, operand, line, "a chain: one run goes on until it has finished"
             else:
-                yield "taken", name, value, line, ""
+                yield "taken", name, operand, line, ""
         elif name == "signal":
             try:
-                parse_signal(value)
-                yield "taken", name, value.partition(":")[2] or value, line, ""
+                parse_signal(operand)
+                yield "taken", name, operand.partition(":")[2] or operand, line, ""
             except UsageError:
-                yield "ours", name, value, line, "a notice comes by SIGTERM, 60 s before the end"
+                yield "ours", name, operand, line, "a notice comes by SIGTERM, 60 s before the end"
         elif name == "no-requeue":
             yield "taken", "max-requeues", 0, line, ""
-        elif name == "exclusive" and not value:
+        elif name == "exclusive" and not operand:
             yield "taken", name, True, line, ""
         elif name in _DECIDED:
-            yield "ours", name, value, line, _DECIDED[name]
-        elif name == "dependency" and "singleton" in value:
-            yield "ours", name, value, line, "a chain: one run goes on until it has finished"
-        elif name in ("output", "error"):
-            yield "taken", name, value, line, ""
-        elif name == "chdir" or (name in OPTIONS and OPTIONS[name].is_sbatch and name != "nodes"):
-            yield "taken", name, value, line, ""
+            yield "ours", name, operand, line, _DECIDED[name]
+        elif name == "dependency" and "singleton" in operand:
+            yield "ours", name, operand, line, "a chain: one run goes on until it has finished"
+        elif name in ("output", "error", "job-name", "chdir") or (
+            name in OPTIONS and OPTIONS[name].is_sbatch and name != "nodes"
+        ):
+            yield "taken", name, operand, line, ""
         elif name in ("test-only", "wrap", "no-kill"):
-            yield "lost", name, value, line, f"--{name}: --elastic, or hpc-ddp render"
+            yield "lost", name, operand, line, f"--{name}: --elastic, or hpc-ddp render"
         elif name not in _NEEDED:
-            yield "taken", "sbatch", f"--{name}={value}" if value else f"--{name}", line, ""
+            yield "taken", "sbatch", f"--{name}={operand}" if operand else f"--{name}", line, ""
 
 
 def sizes(directives: Directives) -> dict[str, int]:
@@ -155,7 +161,7 @@ def sizes(directives: Directives) -> dict[str, int]:
     tasks, per_node = directives.number("ntasks"), directives.number("ntasks-per-node")
     nodes = int(nodes_text[-1]) if nodes_text[-1].isdecimal() and len({*nodes_text}) == 1 else None
     gpus = directives.number("gpus") or _gpu_number(directives.get("gpus"))
-    gpus_here = _gpu_number(_gres(directives.get("gres")) or directives.get("gpus-per-node"))
+    gpus_here = _gpu_number(directives.get("gpus-per-node") or _gres(directives.get("gres")))
     if nodes is None and tasks and per_node:
         nodes = -(-tasks // per_node)
     if nodes is None and gpus and gpus_here:
@@ -164,21 +170,21 @@ def sizes(directives: Directives) -> dict[str, int]:
         per_node = -(-tasks // nodes)
     per_node = per_node or 1
     of_task = _gpu_number(directives.get("gpus-per-task"))
-    gpus_here = gpus_here or (gpus // nodes if gpus and nodes else None) or (of_task or 0) * per_node
-    found = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_GPUS_ON_NODE": gpus_here,
+    gpus_here = (
+        gpus_here or (gpus // nodes if gpus and nodes else None) or (of_task or 0) * per_node
+    )
+    numbers = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_GPUS_ON_NODE": gpus_here,
              "SLURM_GPUS_PER_NODE": gpus_here, "SLURM_NTASKS_PER_NODE": per_node,
              "SLURM_NTASKS": tasks or (nodes or 1) * per_node, "SLURM_GPUS": gpus,
              "SLURM_NPROCS": tasks or (nodes or 1) * per_node,
              "SLURM_CPUS_PER_TASK": directives.number("cpus-per-task")}  # fmt: skip
-    return {name: number for name, number in found.items() if number}
+    return {name: number for name, number in numbers.items() if number}
 
 
 def gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | None:
     """Return ``gpus-per-node`` and ``gpu-request`` for the options of a request, `count` in all of
     a node; None without one."""
-    kind = None
     for name in ("gpus-per-node", "gres", "gpus-per-task", "gpus"):
-        text = _gres(options[name]) if name == "gres" else options.get(name) if name in options else None
         text = _gres(options.get("gres")) if name == "gres" else options.get(name)
         if text:
             kind = re.fullmatch(r"(?:([A-Za-z][\w.-]*):)?\d+", text)

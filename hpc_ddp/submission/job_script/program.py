@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.directives import Directives, gpu_request
-from hpc_ddp.submission.job_script.launch import Launch, accelerate_variable, read_gpus
+from hpc_ddp.submission.job_script.launch import Launch, read_gpus
 from hpc_ddp.submission.job_script.shell import Word
+from hpc_ddp.submission.job_script.training_launchers import accelerate_variable
 
 if TYPE_CHECKING:
-    from hpc_ddp.submission.job_script.convert import Conversion
+    from hpc_ddp.submission.job_script.conversion import Conversion
 
 # Settings of a launch that are one word.
 _SINGLE = ("image", "container-tool", "container", "python", "nodes")
-_NOT_OF_ALL = r"num_processes|num_machines|machine_rank|main_process_\w+|rdzv_backend|same_network|" \
-    r"compute_environment|main_training_function|debug|tpu_\w+|gpu_ids|use_cpu|downcast_bf16|" \
-    r"enable_cpu_affinity|distributed_type|dynamo_\w+|deepspeed_multinode_launcher|\w*_hostfile"  # fmt: skip
+_NOT_OF_ALL = r"num_processes|num_machines|machine_rank|main_process_\w+|rdzv_backend|" \
+    r"same_network|compute_environment|main_training_function|debug|tpu_\w+|gpu_ids|use_cpu|" \
+    r"downcast_bf16|enable_cpu_affinity|distributed_type|dynamo_\w+|" \
+    r"deepspeed_multinode_\w+|\w*hostfile"  # fmt: skip
 
 
 def take(
@@ -33,6 +35,8 @@ def take(
     _take_program(launch, result, cwd, folder)
     for key, words in launch.settings.items():
         for word in words:
+            if launch.kind and word.text.startswith("--mpi") and key == "srun":
+                continue  # the workers are torchrun's
             if key in _SINGLE:
                 result.values[key] = _text(word, result), word.line
             elif key == "max-restarts":
@@ -66,16 +70,14 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     name = _text(word, result) if launch.settings.keys() & {"module", "no-python"} else word.text
     if not launch.settings.keys() & {"module", "no-python"}:
         name = re.sub(r"^\$\{?HOME\}?(?=/)", "~", name)
-        if "$" in name:
-            result.notes.append((line, f"not taken over: script {name} is a path that only the job"
-                                 " knows: script = …"))  # fmt: skip
         chdir = os.path.expanduser(str(result.values.get("chdir", ("",))[0]))
         path = Path(os.path.expanduser(name))
         is_in_image = launch.settings.keys() & {"image", "container"}
-        if is_in_image and not (cwd / chdir / path).is_file():
+        is_away = path.is_absolute() and not path.is_file()
+        if "$" in name or (is_in_image and is_away):
             python = launch.settings.pop("python", [])
             result.values["no-python"] = True, line
-            result.append("args", name, word.line or line)
+            result.append("args", _text(word, result), word.line or line)
             name = python[0].text if python else "python3"
         elif not path.is_absolute():
             place = cwd / chdir / path
@@ -83,9 +85,10 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     result.values["script"] = name, word.line or line
     for argument in launch.args:
         text = argument.text
-        if re.fullmatch(r'"?\$\{?[@*]\}?"?|\$\{?\d\}?', text):
+        is_own = re.search(r"\$\{?[@*\d]\}?|\[[@*]\]", text) and argument.has_code
+        if is_own or {*argument.names} & result.unknown:
             result.mark(argument.line, argument.line, "not taken over",
-                        f"{text}: arguments of the job script; hpc-ddp submit SCRIPT ARGS, or args")  # fmt: skip
+                        f"{text}: the script's own arguments; write them into args")  # fmt: skip
             continue
         result.append("args", _text(argument, result), argument.line or line)
 
@@ -94,7 +97,7 @@ def _text(word: Word, result: Conversion) -> str:
     """Return a word with its variables noted in ``expand``; code becomes a variable that a set-up
     line sets."""
     if word.has_code:
-        index = sum(value.startswith("ARGUMENT_") for value, _ in result.lists.get("setup", []))
+        index = sum(operand.startswith("ARGUMENT_") for operand, _ in result.lists.get("setup", []))
         name = f"ARGUMENT_{index + 1}"
         result.append("setup", f"{name}={word.source}", word.line)
         result.append("expand", name, word.line)
@@ -118,21 +121,24 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
         ) from None
     except (OSError, ValueError) as error:
         result.notes.append((line, f"not taken over: {word.text} can't be read"
-                             f" ({type(error).__name__}): put it beside the script and import again;"
+                             f" ({type(error).__name__}): put it there and import again;"
                              " its FSDP or DeepSpeed settings would be missing"))  # fmt: skip
         return
     kind = str(read.get("distributed_type", "")).upper()
-    flat = {**{k: v for k, v in read.items() if not isinstance(v, dict)},
-            **{k: v for part in read.values() if isinstance(part, dict) for k, v in part.items()}}  # fmt: skip
+    flat = {key: entry for key, entry in read.items() if not isinstance(entry, dict)}
+    for part in read.values():
+        flat |= part if isinstance(part, dict) else {}
     for use in ("FSDP", "DEEPSPEED"):
         if kind == use:
             result.env[f"ACCELERATE_USE_{use}"] = "true", line
-    for key, value in flat.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
+    for key, operand in flat.items():
+        text = str(operand).lower() if isinstance(operand, bool) else str(operand)
         if variable := accelerate_variable(key, text):
             result.env.setdefault(variable[0], (variable[1], line))
-        elif not re.fullmatch(_NOT_OF_ALL, key) and value not in (None, {}, [], "no"):
-            result.notes.append((line, f"not taken over: {key} of {word.text}: set it in Accelerator(…)"))
+        elif not re.fullmatch(_NOT_OF_ALL, key) and operand not in (None, {}, [], "no"):
+            result.notes.append(
+                (line, f"not taken over: {key} of {word.text}: set it in Accelerator(…)")
+            )
     launch.tasks = launch.tasks or flat.get("num_processes")
 
 
@@ -148,20 +154,25 @@ def _take_sizes(
         if is_range:
             result.values["nodes"] = text, directives.line("nodes")
         elif nodes:
-            result.values["nodes"] = nodes, directives.line("nodes") or directives.line("ntasks") or line
+            result.values["nodes"] = (
+                nodes,
+                directives.line("nodes") or directives.line("ntasks") or line,
+            )
         else:
-            result.notes.append((0, "the number of nodes is not in the script: 1 is taken; --nodes N"))
+            result.notes.append(
+                (0, "the number of nodes is not in the script: 1 is taken; --nodes N")
+            )
     tasks = launch.tasks_per_node or (launch.tasks // (nodes or 1) if launch.tasks else None)
     per_node = tasks or numbers.get("SLURM_NTASKS_PER_NODE", 1)
     count = numbers.get("SLURM_GPUS_ON_NODE") or read_gpus(launch.gpus, per_node)
-    options = {name: value for name, (value, _) in directives.options.items()}
+    options = {name: operand for name, (operand, _) in directives.options.items()}
     request = gpu_request(options if numbers.get("SLURM_GPUS_ON_NODE") else launch.gpus, count)
     if count and request:
-        asked = next((directives.line(n) for n in ("gpus-per-node", "gres", "gpus-per-task", "gpus")
+        request_line = next((directives.line(n) for n in ("gpus-per-node", "gres", "gpus-per-task", "gpus")
                       if directives.line(n)), line)  # fmt: skip
-        result.values["gpus-per-node"] = request[0], asked
+        result.values["gpus-per-node"] = request[0], request_line
         if request[1] != "gpus-per-node":
-            result.values["gpu-request"] = request[1], asked
+            result.values["gpu-request"] = request[1], request_line
     if launch.kind:
         workers = launch.workers or (tasks if launch.kind == "accelerate" else None) or count or 1
     else:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpc_ddp.submission.job_script.convert import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.script.effect import as_pairs
 
 _ORDER = ("script", "module", "no-python", "args", "job-name", "nodes", "gpus-per-node")
@@ -20,8 +20,8 @@ def to_toml(conversion: Conversion, name: str) -> str:
     keys = [*conversion.values, *conversion.lists]
     for key in sorted(keys, key=lambda key: (*_ORDER, key).index(key)):
         if key in conversion.values:
-            value, line = conversion.values[key]
-            lines.append(f"{key} = {_value(value)}{_comment(line)}")
+            setting, line = conversion.values[key]
+            lines.append(f"{key} = {_value(setting)}{_comment(line)}")
         else:
             lines += _list(key, conversion.lists[key])
     if conversion.env:
@@ -33,20 +33,20 @@ def to_toml(conversion: Conversion, name: str) -> str:
 def _list(key: str, entries: Sequence[tuple[str, int]]) -> list[str]:
     """Return the lines of a list: of arguments those of one line together, else one each."""
     rows: list[tuple[list[str], int]] = []
-    for value, line in entries:
+    for setting, line in entries:
         if rows and rows[-1][1] == line and key in ("args", "expand", "container-options"):
-            rows[-1][0].append(_value(value))
+            rows[-1][0].append(_value(setting))
         else:
-            rows.append(([_value(value)], line))
+            rows.append(([_value(setting)], line))
     if len(rows) == 1 and "\n" not in rows[0][0][0]:
         return [f"{key} = [{', '.join(rows[0][0])}]{_comment(rows[0][1])}"]
     return [f"{key} = [", *(f"  {', '.join(row)},{_comment(line)}" for row, line in rows), "]"]
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, str) and "\n" in value and "'''" not in value:
-        return f"'''\n{value}'''"
-    return json.dumps(value, ensure_ascii=False)
+def _value(setting: Any) -> str:
+    if isinstance(setting, str) and "\n" in setting and "'''" not in setting:
+        return f"'''\n{setting}'''"
+    return json.dumps(setting, ensure_ascii=False)
 
 
 def _comment(line: int) -> str:
@@ -56,22 +56,22 @@ def _comment(line: int) -> str:
 def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
     """Take out of a conversion what the `site`'s settings have as well, and put into ``without``
     the options of sbatch and srun that they add."""
-    for key, value in site.items():
-        if key in conversion.values and str(conversion.values[key][0]) == str(value):
+    for key, setting in site.items():
+        if key in conversion.values and str(conversion.values[key][0]) == str(setting):
             line = conversion.values.pop(key)[1]
             conversion.mark(line, line, TAKEN, f"{key}: the site file has the same")
         elif key in ("sbatch", "srun", "setup"):
             entries = conversion.lists.get(key, [])
-            kept = [(entry, line) for entry, line in entries if entry not in value]
+            remaining = [(entry, line) for entry, line in entries if entry not in setting]
             for entry, line in entries:
-                if entry in value:
+                if entry in setting:
                     conversion.mark(line, line, TAKEN, f"{entry}: the site file has the same")
-            if key in conversion.lists and kept:
-                conversion.lists[key] = kept
+            if key in conversion.lists and remaining:
+                conversion.lists[key] = remaining
             elif key in conversion.lists:
                 del conversion.lists[key]
             names = {name for name, _ in as_pairs([entry for entry, _ in entries])}
-            for entry in value if key != "setup" else ():
+            for entry in setting if key != "setup" else ():
                 if as_pairs([entry])[0][0] not in names:
                     conversion.append("without", entry, 0)
     for name, text in site.get("env", {}).items():

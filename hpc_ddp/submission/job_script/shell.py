@@ -1,6 +1,6 @@
 """Bash, as far as a job script can be understood without running it: words and variables.
 
-A word is a sequence of parts: text that is known, names of variables that only the job knows, and
+A word is a sequence of parts: text that is literal, names of variables that only the job knows, and
 code (``$(…)``, arithmetic, ``${NAME%x}``) that only a shell can run. tree-sitter parses; decision
 018 has the reasons.
 """
@@ -19,7 +19,7 @@ Node = Any  # a tree_sitter.Node: the package is optional
 _NAME = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 _DEFAULT = re.compile(r"\$\{(\w+)(:?[-=])(.*)\}", re.S)
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_POSITIONAL = re.compile(r"\$(?:[0-9@*#]|\{[0-9@*#][^}]*\})")
+_POSITIONAL = re.compile(r"\$(?:[1-9@*#]|\{(?:[1-9@*][^}]*|#)\})")
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,16 @@ class Word:
     def text(self) -> str:
         """The word with ``$NAME`` for variables, and code as it is."""
         texts = []
-        for part, after in zip(self.parts, [*self.parts[1:], Part("text", "")], strict=True):
+        for part, after in zip(self.parts, [*self.parts[1:], Part("text", "")], strict=False):
             is_joined = after.kind == "text" and re.match(r"\w|\[", after.text)
             name = f"${{{part.text}}}" if is_joined else f"${part.text}"
             texts.append(name if part.kind == "name" else part.text)
-        return "".join(texts)
+        return "".join(texts).replace("\\\n", "")
+
+    @property
+    def script(self) -> str:
+        """The word as a script of its own: its lines are those of the word."""
+        return "".join(f"${{{p.text}}}" if p.kind == "name" else p.text for p in self.parts)
 
     @property
     def is_static(self) -> bool:
@@ -59,8 +64,8 @@ class Word:
     @property
     def names(self) -> list[str]:
         """The variables that it stands for; of code those that it mentions."""
-        found = [[p.text] if p.kind == "name" else names_in(p.text) for p in self.parts]
-        return [name for part, names in zip(self.parts, found, strict=True) for name in names
+        mentions = [[p.text] if p.kind == "name" else names_in(p.text) for p in self.parts]
+        return [name for part, names in zip(self.parts, mentions, strict=True) for name in names
                 if part.kind != "text"]  # fmt: skip
 
     @property
@@ -79,7 +84,7 @@ class Word:
         return replace(self, parts=tuple(part for part in parts if part.text))
 
 
-def known(text: str, line: int = 0) -> Word:
+def literal(text: str, line: int = 0) -> Word:
     """Return a word of known text."""
     return Word((Part("text", text),), line)
 
@@ -101,6 +106,7 @@ def parse(text: str) -> Node:
             hint="pip install tree-sitter tree-sitter-bash pyyaml",
         ) from None
     language = tree_sitter.Language(tree_sitter_bash.language())
+    text = re.sub(r"(\\\n|[ \t])*$", "", text)  # a line that goes on, and does not
     return tree_sitter.Parser(language).parse(text.encode()).root_node
 
 
@@ -126,6 +132,7 @@ class Scope:
     values: dict[str, Word | list[Word]] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
     positional: Sequence[Word] | None = None  # of a function that is looked into
+    spliced: set[str] = field(default_factory=set)  # variables whose values stand in words
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
         """Return the words that some nodes of a command become, split as by the shell."""
@@ -141,34 +148,34 @@ class Scope:
             else:
                 words = _split(Word(tuple(self._parts(node, False)), at))
                 is_empty = not words and node.type in ("string", "raw_string")
-                result += [known("", at)] if is_empty else words
+                result += [literal("", at)] if is_empty else words
         return result
 
     def word(self, node: Node | None) -> Word:
         """Return the value of an assignment, which is not split."""
         if node is None:
-            return known("")
+            return literal("")
         parts = (replace(part, splits=False) for part in self._parts(node, False))
         return Word(tuple(parts), node.start_point[0] + 1)
 
     def assign(self, node: Node) -> tuple[str, Word | list[Word]]:
         """Note a ``variable_assignment`` and return its name and value."""
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
-        name, value = source(target), self._content(content)
+        name, assigned = source(target), self._content(content)
         old = self.values.get(name)
         if source(node)[len(name) :].startswith("+="):
-            if isinstance(old, list) and isinstance(value, list):
-                value = [*old, *value]
-            elif isinstance(old, Word) and isinstance(value, Word):
-                value = Word((*old.parts, *value.parts), value.line)
+            if isinstance(old, list) and isinstance(assigned, list):
+                assigned = [*old, *assigned]
+            elif isinstance(old, Word) and isinstance(assigned, Word):
+                assigned = Word((*old.parts, *assigned.parts), assigned.line)
         if target.type == "variable_name":  # an element of an array is code
-            self.values[name] = value
-        return name, value
+            self.values[name] = assigned
+        return name, assigned
 
     def _content(self, node: Node | None) -> Word | list[Word]:
         if node is not None and node.type == "array":
-            words = self.words(node.named_children)
-            if all(not word.has_code for word in words):
+            words = self.words([n for n in node.named_children if n.type != "comment"])
+            if not any(word.parts[0].kind == "code" for word in words if word.parts):
                 return words
             return Word((Part("code", source(node)),), node.start_point[0] + 1)
         return self.word(node)
@@ -182,6 +189,8 @@ class Scope:
             yield Part("text", text[1:-1])
         elif kind == "ansi_c_string":
             yield Part("text", re.sub(r"\\n", "\n", text[2:-1]))
+        elif text in ("$(pwd)", "`pwd`") and isinstance(folder := self.values.get("PWD"), Word):
+            yield from folder.parts
         elif kind in ("simple_expansion", "expansion"):
             yield from self._expanded(node, text, is_quoted)
         elif kind in ("string", "concatenation", "command_name", "word"):
@@ -199,6 +208,9 @@ class Scope:
 
     def _expanded(self, node: Node, text: str, is_quoted: bool) -> Iterator[Part]:
         """Yield the parts of ``$NAME``, ``${NAME}``, ``${NAME:-x}``; of others the code."""
+        if blank := text[: -len(text.lstrip())]:  # tree-sitter has it in the node
+            yield Part("text", blank, not is_quoted)
+            text = text.lstrip()
         default, plain = _DEFAULT.fullmatch(text), _NAME.fullmatch(text)
         array = _ARRAY.fullmatch(text)
         name = next((match[1] or (match[2] if match is plain else None)
@@ -208,21 +220,26 @@ class Scope:
             words = self.positional[index : index + 1] if index >= 0 else ()
             yield from (part for word in words for part in word.parts)
             return
-        if not name or name.isdigit():
+        assigned = self.values.get(name or "")
+        if (
+            not name
+            or name.isdigit()
+            or (array and isinstance(assigned, Word) and assigned.has_code)
+        ):
             yield Part("code", text, not is_quoted)
             return
-        value = self.values.get(name)
-        if isinstance(value, list):
-            joined = [p for word in value for p in (*word.parts, Part("text", " "))][:-1]
-            value = Word(tuple(joined))
-        if value is not None and not _is_opaque(value):
-            yield from (replace(part, splits=not is_quoted) for part in value.parts)
-        elif default and value is None and not name.startswith("SLURM_"):
-            rest = [child for child in node.named_children[1:]]
-            for child in rest:
+        if isinstance(assigned, list):
+            joined = [p for word in assigned for p in (*word.parts, Part("text", " "))][:-1]
+            assigned = Word(tuple(joined))
+        if assigned is not None and not _is_opaque(assigned):
+            self.spliced.add(name)
+            yield from (replace(part, splits=not is_quoted) for part in assigned.parts)
+        elif default and assigned is None and not name.startswith("SLURM_"):
+            remaining = [child for child in node.named_children[1:]]
+            for child in remaining:
                 yield from (replace(p, splits=not is_quoted) for p in self._parts(child, is_quoted))
-            if default[2].endswith("=") and rest:
-                self.values[name] = Word(tuple(p for c in rest for p in self._parts(c, True)))
+            if default[2].endswith("=") and remaining:
+                self.values[name] = Word(tuple(p for c in remaining for p in self._parts(c, True)))
         else:
             yield Part("name", name, not is_quoted)
 
@@ -243,23 +260,25 @@ class Scope:
         """Return a word's text with those variables filled in that the script has set."""
         texts = []
         for part in word.parts:
-            value = self.values.get(part.text) if part.kind == "name" else None
-            is_word = isinstance(value, Word) and depth < 9
-            texts.append(self.as_code(value, depth + 1) if is_word else Word((part,)).text)  # type: ignore[arg-type]
+            assigned = self.values.get(part.text) if part.kind == "name" else None
+            if isinstance(assigned, Word) and depth < 9:
+                texts.append(self.as_code(assigned, depth + 1))
+            else:
+                texts.append(Word((part,)).text)
         return "".join(texts)
 
     def _number_of(self, name: str) -> int | str:
-        value = self.values.get(name)
-        if isinstance(value, Word) and name not in value.names:
-            number = self.number(value)
+        assigned = self.values.get(name)
+        if isinstance(assigned, Word) and name not in assigned.names:
+            number = self.number(assigned)
             return name if number is None else number
         return self.numbers.get(name, "?")
 
 
-def _is_opaque(value: Word) -> bool:
+def _is_opaque(assigned: Word) -> bool:
     """Return whether a value is one word with code in it: it stays a variable."""
-    return value.has_code and not any(
-        part.kind == "text" and re.search(r"\s", part.text.strip()) for part in value.parts
+    return assigned.has_code and not any(
+        part.kind == "text" and re.search(r"\s", part.text.strip()) for part in assigned.parts
     )
 
 
@@ -267,7 +286,7 @@ def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part
     """Yield the text of a word between two of its nodes, without the quotes and escapes."""
     text = node.text[start - node.start_byte : end - node.start_byte].decode()
     if is_quoted:
-        text = re.sub(r'\\([$`"\\\n])', lambda m: m[1].strip("\n"), text)
+        text = re.sub(r'\\([$`"\\\n])', lambda m: m[0] if m[1] == "\n" else m[1], text)
         if text == '"':
             return
     if text:
@@ -281,8 +300,8 @@ def _split(word: Word) -> list[Word]:
         if part.kind != "text" or not part.splits:
             groups[-1].append(part)
             continue
-        for piece in re.split(r"(\s+)", part.text):
-            if piece.isspace():
+        for piece in re.split(r"((?:\s|\\\n)+)", part.text):
+            if re.match(r"\s|\\\n", piece):
                 groups.append([])
             elif piece:
                 groups[-1].append(Part("text", piece))

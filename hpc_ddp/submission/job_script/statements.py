@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-import textwrap
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_ddp.submission.job_script.launch import Launch, read_launch
+from hpc_ddp.submission.job_script.conditions import assigned_in, code_of, commands_of, truth_of
+from hpc_ddp.submission.job_script.launch import Launch
+from hpc_ddp.submission.job_script.launchers import read_launch
 from hpc_ddp.submission.job_script.shell import (
     Node,
     Scope,
     Word,
     is_positional,
-    known,
+    literal,
     names_in,
     parse,
     source,
@@ -23,7 +24,7 @@ from hpc_ddp.submission.job_script.shell import (
 
 @dataclass
 class Statement:
-    """One statement: an assignment (`name` and `value`), a launch, or another command or block.
+    """One statement: an assignment (`name` and `assigned`), a launch, or another command or block.
 
     `lines` are the first and last one in the script; `inside` says that it runs in each task, in
     ``bash -c``; `output` is the file that it writes to; `lost` why it can't be taken over.
@@ -33,13 +34,14 @@ class Statement:
     lines: tuple[int, int]
     words: list[Word] = field(default_factory=list)
     name: str = ""
-    value: Word | list[Word] | None = None
+    assigned: Word | list[Word] | None = None
     exported: bool = False
     launch: Launch | None = None
     inside: bool = False
     output: str = ""
     lost: str = ""
     defines: str = ""  # a function
+    assigns: list[str] = field(default_factory=list)  # by a block that does nothing else
 
     @property
     def first(self) -> str:
@@ -50,16 +52,19 @@ class Statement:
         """The variables, and the functions, that it needs."""
         quoted = re.sub(r"(?<!\\)'[^']*'", "", self.text)
         assigned = [self.name] if self.name else []
-        mentioned = [*names_in(quoted), *re.findall(r"[A-Za-z_]\w*", quoted if self.words else "")[:1]]
-        own = [name for name in mentioned if name not in assigned]
-        return own + [name for name in assigned if re.search(rf"\$\{{?{name}\b", quoted)]
+        mentioned = [
+            *names_in(quoted),
+            *re.findall(r"[A-Za-z_]\w*", quoted if self.words else "")[:1],
+        ]
+        names = [name for name in mentioned if name not in assigned]
+        return names + [name for name in assigned if re.search(rf"\$\{{?{name}\b", quoted)]
 
 
 class Reader:
-    """Reads a script, and notes what each of its lines is.
+    """Reads a script, and notes its statements.
 
-    `resolved` are lines that only choose among others (``if``, ``fi``) with what was chosen; `skipped`
-    are those that do not run.
+    `resolved` are lines that only choose among others (``if``, ``fi``), with what was chosen;
+    `skipped` are those that do not run.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -69,7 +74,9 @@ class Reader:
         self.skipped: dict[int, str] = {}
         self._functions: dict[str, tuple[Node, Statement]] = {}
         self._lines: tuple[int, int] | None = None  # of the text that is looked into
+        self._shift: int | None = None  # from its lines to the script's
         self._inside = False
+        self._step = ""  # what starts the tasks of the text that is looked into
         self._loop = False
         self._exports_all = False
 
@@ -108,10 +115,15 @@ class Reader:
 
     def _at(self, node: Node) -> tuple[int, int]:
         end = node.end_point[0] + (1 if node.end_point[1] else 0)
-        return self._lines or (node.start_point[0] + 1, max(end, node.start_point[0] + 1))
+        first = node.start_point[0] + 1
+        if self._lines and self._shift is not None:
+            first, end = first + self._shift, end + self._shift
+        elif self._lines:
+            return self._lines
+        return first, max(first, end)
 
     def _add(self, node: Node, **known_facts: Any) -> Statement:
-        text = textwrap.dedent(" " * node.start_point[1] + source(node)).rstrip()
+        text = source(node).strip()
         statement = Statement(text, self._at(node), inside=self._inside, **known_facts)
         if self.scope.positional is None and is_positional(text) and not statement.launch:
             statement.lost = statement.lost or "it uses the job script's own arguments"
@@ -119,9 +131,9 @@ class Reader:
         return statement
 
     def _assignment(self, node: Node, exported: bool = False) -> None:
-        name, value = self.scope.assign(node)
+        name, assigned = self.scope.assign(node)
         exported = exported or self._exports_all
-        self._add(node, name=name, value=value, exported=exported)
+        self._add(node, name=name, assigned=assigned, exported=exported)
 
     def _declaration(self, node: Node) -> None:
         exported = source(node).startswith("export") or " -x" in source(node)[:12]
@@ -130,51 +142,61 @@ class Reader:
                 self._assignment(child, exported)
             elif child.type == "variable_name" and exported:
                 name = source(child)
-                value = self.scope.values.get(name)
-                self._add(node, name=name, value=value, exported=True)
+                assigned = self.scope.values.get(name)
+                self._add(node, name=name, assigned=assigned, exported=True)
         if not any(c.type in ("variable_assignment", "variable_name") for c in node.named_children):
             self._add(node)
 
-    def _command(self, node: Node, output: str = "", whole: Node | None = None) -> None:
-        """Note a command: `whole` is the pipeline around it."""
+    def _command(self, node: Node, output: str = "", around: Node | None = None) -> None:
+        """Note a command: `around` is the pipeline around it."""
         name_node = node.child_by_field_name("name")
         before = [c for c in node.named_children if c.type == "variable_assignment"]
         nodes = [c for c in node.named_children if c.type not in ("variable_assignment", "comment")]
-        line = self._lines[0] if self._lines else None
+        line = self._at(node)[0] if self._lines else None
         words = self.scope.words(nodes, line)
         first = words[0].text if words else ""
         if first in self._functions and self._has_launch(self._functions[first][0]):
             self._call(first, words[1:], node)
             return
         if first == "eval":
-            self._look_into(" ".join(word.text for word in words[1:]), node, self._inside)
+            self._look_into(" ".join(word.script for word in words[1:]), node, self._inside)
             return
         if first in ("shift", "getopts") or (name_node is None and not before):
             self._add(node, words=words, lost="it uses the job script's own arguments")
             return
+        if first == "cd" and len(words) == 2 and words[1].is_static:
+            folder = self.scope.values.get("PWD")
+            place = os.path.join(folder.text if isinstance(folder, Word) else "", words[1].text)
+            self.scope.values["PWD"] = literal(place)
         if first == "set" and re.search(r"\s-\w*a|allexport", source(node)):
             self._exports_all = True
-        launch = read_launch(words, self.scope)
+        launch = read_launch(words, self.scope, self._step)
         launch.line = self._at(node)[0]
         for child in before:
-            value = self.scope.word(child.child_by_field_name("value"))
-            launch.env[source(child.child_by_field_name("name"))] = value
+            assigned = self.scope.word(child.child_by_field_name("value"))
+            launch.env[source(child.child_by_field_name("name"))] = assigned
         if launch.inner is not None:
-            if self._launches(launch.inner.text):
+            if self._launches(launch.inner.script, launch.step):
                 self._inner(launch, node, output)
                 return
             launch.weight = 0
         if launch.weight:
             launch.node_words |= self._loop
-            self._add(whole or node, words=words, launch=launch, output=output)
+            self._add(around or node, words=words, launch=launch, output=output)
         else:
-            self._add(whole or node, words=words, output=output)
+            self._add(around or node, words=words, output=output)
 
     def _inner(self, outer: Launch, node: Node, output: str) -> None:
         """Read the text of ``bash -c``; its launch has the options of the outer one, too."""
         assert outer.inner is not None
         count = len(self.statements)
-        self._look_into(outer.inner.text, node, inside=outer.step != "" or self._inside)
+        inside = outer.step != "" or self._inside
+        before, self._step = self._step, outer.step or self._step
+        self._look_into(outer.inner.script, node, inside, outer.inner.line)
+        self._step = before
+        first, last = self._at(node)
+        for line in range(first, last + 1):
+            self.resolved.setdefault(line, "the launch")
         for statement in self.statements[count:]:
             launch = statement.launch
             if launch is None:
@@ -192,41 +214,53 @@ class Reader:
                 launch.settings[key] = [*words, *launch.settings.get(key, [])]
             statement.output = statement.output or output
 
-    def _look_into(self, text: str, node: Node, inside: bool) -> None:
-        """Read a text of the script as a script, all of whose lines are those of `node`."""
-        before = self._lines, self._inside
+    def _look_into(self, text: str, node: Node, inside: bool, line: int = 0) -> None:
+        """Read a text of the script as a script: its lines are those from `line` on, where it is
+        one word of `node`, else all of `node`'s."""
+        before = self._lines, self._inside, self._shift
+        last = list(node.named_children)[-1]
+        is_one = last.type in ("string", "raw_string") and source(last).count("\n") == text.count(
+            "\n"
+        )
+        is_one = is_one and line == last.start_point[0] + 1 and self._lines is None
         self._lines, self._inside = self._at(node), inside
+        self._shift = line - 1 if is_one and line else None
         self._walk(parse(text))
-        self._lines, self._inside = before
+        self._lines, self._inside, self._shift = before
 
-    def _launches(self, text: str) -> bool:
-        return self._has_launch(parse(text), is_inner=True)
+    def _launches(self, text: str, step: str = "") -> bool:
+        return self._has_launch(parse(text), True, step)
 
-    def _has_launch(self, node: Node, is_inner: bool = False) -> bool:
+    def _has_launch(self, node: Node, is_inner: bool = False, step: str = "") -> bool:
         """Return whether a part of the script may start the training; nothing is noted."""
         reader = Reader(Scope(dict(self.scope.values), self.scope.numbers, []))
+        step = step or self._step
         reader._functions = {} if node.type == "function_definition" else self._functions
         body = node.child_by_field_name("body") if node.type == "function_definition" else node
-        for child in _commands(body):
-            nodes = [c for c in child.named_children if c.type not in ("variable_assignment", "comment")]
+        for child in commands_of(body):
+            nodes = [
+                c for c in child.named_children if c.type not in ("variable_assignment", "comment")
+            ]
             words = reader.scope.words(nodes)
-            launch = read_launch(words, reader.scope)
-            if launch.weight > (0 if is_inner else 1) or launch.inner and self._launches(launch.inner.text):
+            launch = read_launch(words, reader.scope, step)
+            if launch.weight > (0 if is_inner or step else 1):
                 return True
-            if words and words[0].text in reader._functions:
-                if self._has_launch(reader._functions[words[0].text][0]):
-                    return True
+            if launch.inner and self._launches(launch.inner.script, launch.step):
+                return True
+            called = reader._functions.get(words[0].text) if words else None
+            if called and self._has_launch(called[0]):
+                return True
             if words and words[0].text == "eval":
-                return self._launches(" ".join(word.text for word in words[1:]))
+                return self._launches(" ".join(word.script for word in words[1:]))
         return False
 
     def _compound(self, node: Node) -> None:
-        """Note a pipeline, a list or a command with redirections; of one with a launch, the launch."""
+        """Note a pipeline, a list or a command with redirections, or the launch in it."""
         if node.type == "list" and self._has_launch(node):
             for child in node.named_children:
                 self._walk(child)
             return
-        commands = [child for child in _commands(node) if self._has_launch(child)]
+        commands = [child for child in commands_of(node) if self._has_launch(child)]
         if commands or (node.type == "redirected_statement" and _is_block(node)):
             targets = re.findall(r"(?:>>?|\btee (?:-a )?)\s*([^\s&|;>]+)", source(node))
             if commands:
@@ -234,7 +268,9 @@ class Reader:
             else:
                 self._walk(node.named_children[0])
             return
-        words = self.scope.words(_commands(node)[:1][0].named_children) if _commands(node) else []
+        words = (
+            self.scope.words(commands_of(node)[:1][0].named_children) if commands_of(node) else []
+        )
         self._add(node, words=words)
 
     def _call(self, name: str, words: list[Word], node: Node) -> None:
@@ -258,7 +294,9 @@ class Reader:
 
     def _if(self, node: Node) -> None:
         """Take the branch that is known to run; keep the whole where that is not known."""
-        branches, condition, body = [], None, []
+        branches: list[tuple[Node, list[Node]]] = []
+        condition: Node = None
+        body: list[Node] = []
         for child in [*node.named_children, None]:
             if child is None or child.type in ("elif_clause", "else_clause"):
                 branches.append((condition, body))
@@ -272,7 +310,7 @@ class Reader:
                 body.append(child)
         chosen: list[Node] | None = []
         for test, lines in branches:
-            truth = True if test is None else self._truth(test)
+            truth = True if test is None else truth_of(test, self.scope)
             if truth is None:
                 chosen = None
                 break
@@ -281,10 +319,14 @@ class Reader:
                 break
         if chosen is None:
             launches = self._has_launch(node)
-            lost = "a condition that only the job knows chooses between launches" if launches else ""
-            self._add(node, lost=lost)
-            for part in _assigned(node):  # from here on only the job knows them
-                self.scope.values[part] = Word((_code_of(part),))
+            lost = (
+                "a condition that only the job knows chooses between launches" if launches else ""
+            )
+            names = list(assigned_in(node))
+            only = all(re.match(r"\[|test\b", source(c)) for c in commands_of(node))
+            self._add(node, lost=lost, assigns=names if only else [])
+            for part in names:  # from here on only the job knows them
+                self.scope.values[part] = Word((code_of(part),))
             return
         first, last = self._at(node)
         for line in range(first, last + 1):
@@ -297,42 +339,6 @@ class Reader:
         for child in chosen:
             self._walk(child)
 
-    def _truth(self, node: Node) -> bool | None:
-        """Return whether a condition holds; None where only the job knows."""
-        text = source(node).strip()
-        match = re.fullmatch(r"\[\[?\s+(.*?)\s+\]\]?", text, re.S)
-        if not match or is_positional(text):
-            return {"true": True, "false": False}.get(text)
-        if single := re.fullmatch(r"(-[zn])\s+(.+)", match[1]):
-            root = parse(f": {single[2]}")
-            words = self.scope.words(_commands(root)[0].named_children[1:])
-            text = words[0].text if words else ""
-            if names := words[0].names if words else []:
-                is_set = names[0].startswith("SLURM_") or names[0] in self.scope.values
-                text = text if is_set else ""  # what the shell that submits has is not known
-            return bool(text) == (single[1] == "-n")
-        pair = re.fullmatch(r"(\S+|\".*?\")\s+(==|=|!=|-eq|-ne|-gt|-lt|-ge|-le)\s+(\S+|\".*?\")", match[1])
-        if not pair:
-            return None
-        sides = []
-        for side in (pair[1], pair[3]):
-            root = parse(f": {side}")
-            words = self.scope.words(_commands(root)[0].named_children[1:])
-            word = words[0] if words else known("")
-            number = self.scope.number(word)
-            if number is None and (not word.is_static or re.search(r"[*?]", side)):
-                return None
-            sides.append(word.text if number is None else number)
-        left, right = sides
-        if pair[2] in ("==", "="):
-            return left == right
-        if pair[2] == "!=":
-            return left != right
-        if not (isinstance(left, int) and isinstance(right, int)):
-            return None
-        return {"-eq": left == right, "-ne": left != right, "-gt": left > right, "-lt": left < right,
-                "-ge": left >= right, "-le": left <= right}[pair[2]]  # fmt: skip
-
     def _loop_of(self, node: Node) -> None:
         """Keep a loop; of one over the nodes that starts the training take its launch."""
         if not self._has_launch(node):
@@ -344,7 +350,7 @@ class Reader:
             return
         variable = node.child_by_field_name("variable")
         for name in [source(variable)] if variable is not None else []:
-            self.scope.values[name] = Word((_code_of(name),))
+            self.scope.values[name] = Word((code_of(name),))
         first, last = self._at(node)
         for line in range(first, last + 1):
             self.resolved.setdefault(line, "a loop over the nodes: hpc-ddp starts all of them")
@@ -353,28 +359,8 @@ class Reader:
         self._loop = before
 
 
-def _code_of(name: str) -> Any:
-    from hpc_ddp.submission.job_script.shell import Part
-
-    return Part("code", f"${{{name}}}")
-
-
 def _is_block(node: Node) -> bool:
-    return bool(node.named_children) and node.named_children[0].type in ("compound_statement", "subshell")
-
-
-def _commands(node: Node) -> list[Node]:
-    """Return all commands below a node, in order, but for those of substitutions."""
-    return list(_descend(node, ("command",)))
-
-
-def _assigned(node: Node) -> Iterable[str]:
-    return [source(n.child_by_field_name("name")) for n in _descend(node, ("variable_assignment",))]
-
-
-def _descend(node: Node, types: tuple[str, ...]) -> Iterator[Node]:
-    if node.type in types:
-        yield node
-    elif node.type not in ("command_substitution", "process_substitution"):
-        for child in node.named_children:
-            yield from _descend(child, types)
+    return bool(node.named_children) and node.named_children[0].type in (
+        "compound_statement",
+        "subshell",
+    )
