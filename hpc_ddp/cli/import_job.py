@@ -21,7 +21,7 @@ from hpc_ddp.submission.job_script.project_file import subtract_site, table, to_
 from hpc_ddp.submission.plan import find_mistakes, plan_new
 from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import runs_root
-from hpc_ddp.submission.user import home_folder
+from hpc_ddp.submission.settings.user import home_folder
 
 
 @click.command("import")

@@ -51,7 +51,8 @@ def truth_of(node: Node, scope: Scope) -> bool | None:
         return first != second
     if not (isinstance(first, int) and isinstance(second, int)):
         return None
-    return {"-eq": first == second, "-ne": first != second, "-gt": first > second, "-lt": first < second,
+    return {"-eq": first == second, "-ne": first != second, "-gt": first > second,
+            "-lt": first < second,
             "-ge": first >= second, "-le": first <= second}[pair[2]]  # fmt: skip
 
 

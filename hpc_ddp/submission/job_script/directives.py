@@ -15,8 +15,8 @@ from hpc_ddp.submission.settings.config import OPTIONS
 _LONG = [*LETTERS.values(), *FLAGS, *(key for key, o in OPTIONS.items() if o.is_sbatch),
          *("ntasks-per-node", "gpus-per-node", "gpus-per-task", "gres", "mem-per-cpu",
            "mem-per-gpu", "cpus-per-gpu", "signal", "open-mode", "export", "hint", "network",
-           "chdir", "comment", "mail-user", "mail-type", "reservation", "no-requeue", "output", "error",
-           "wait-all-nodes", "threads-per-core", "gpu-bind", "licenses", "tmp", "test-only")]  # fmt: skip
+           "chdir", "comment", "mail-user", "mail-type", "reservation", "no-requeue", "output",
+           "error", "wait-all-nodes", "threads-per-core", "gpu-bind", "tmp")]  # fmt: skip
 _PLACEHOLDER = re.compile(r"<.*>|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
                           r"|\[[a-z_ ]+\]|\{\{.*\}\}|todo|changeme|.*\bxxx\b.*", re.I)  # fmt: skip
 

@@ -62,7 +62,8 @@ class Launch:
     tasks: int | None = None
     tasks_per_node: int | None = None
     gpus: dict[str, str] = field(default_factory=dict)
-    node_words: bool = False  # by a node's name, in a loop or by ssh
+    node_words: bool = False  # by a node's name, or by ssh
+    in_loop: bool = False  # over the nodes
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
     inner: Word | None = None  # of bash -c

@@ -168,7 +168,8 @@ def _take_sizes(
     options = {name: operand for name, (operand, _) in directives.options.items()}
     request = gpu_request(options if numbers.get("SLURM_GPUS_ON_NODE") else launch.gpus, count)
     if count and request:
-        request_line = next((directives.line(n) for n in ("gpus-per-node", "gres", "gpus-per-task", "gpus")
+        names = ("gpus-per-node", "gres", "gpus-per-task", "gpus")
+        request_line = next((directives.line(n) for n in names
                       if directives.line(n)), line)  # fmt: skip
         result.values["gpus-per-node"] = request[0], request_line
         if request[1] != "gpus-per-node":

@@ -98,7 +98,11 @@ def table(conversion: Conversion, text: str) -> list[str]:
             first, _, _, content = rows[group][-1]
             rows[group][-1] = first, number, reason, content
         else:
-            rows[group].append((number, number, reason, " ".join(line.split())))
+            words = line.split()
+            content = " ".join(words)
+            if "secret" in reason:  # nor is it printed
+                content = f"{' '.join(words[:2]).partition('=')[0]} …"
+            rows[group].append((number, number, reason, content))
         before = group, reason
     result = []
     for group, entries in rows.items():

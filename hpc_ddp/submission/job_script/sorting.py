@@ -100,7 +100,7 @@ class Sorter:
         nodes = self._numbers.get("SLURM_NNODES", 1)
         only = self.launch.nodes or (0 if self.launch.step else 1)
         twin = any(s.launch and s is not chosen and not s.lost for _, s in launches)
-        if 0 < only < nodes and not twin and chosen.launch and not _in_loop(self.launch):
+        if 0 < only < nodes and not twin and chosen.launch and not self.launch.in_loop:
             chosen.lost = (f"a launch on {only} of {nodes} nodes: hpc-ddp starts the program on all"
                            " of them")  # fmt: skip
             if self.launch.step:
@@ -235,7 +235,11 @@ class Sorter:
                 and not statement.inside
                 and self._is_for_env(name, assigned)
             ):
-                if is_secret or _SECRET.search(assigned.text):  # [env] has no such name
+                if _SECRET.search(assigned.text):
+                    self.result.append("env-names", name, line)
+                    self._mark(statement, LOST, _secret(name))
+                    return "", ""
+                if is_secret:  # [env] has no such name
                     return self._keep(statement, is_after, text)
                 self.result.env.setdefault(name, (assigned.text, line))
                 for variable in assigned.names:
@@ -277,6 +281,7 @@ class Sorter:
         """Take secrets out of arguments and variables; the name of each becomes one that is passed
         on from the shell."""
         result, before = self.result, ""
+        result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
         for position, (text, line) in enumerate(result.lists.get("args", [])):
             option, _, inline = text.partition("=")
             name, assigned = (option, inline) if inline else (before, text)
@@ -314,10 +319,6 @@ def _is_static(assigned: Word | list[Word] | None) -> bool:
     if isinstance(assigned, list):
         return all(word.is_static for word in assigned)
     return assigned is not None and assigned.is_static
-
-
-def _in_loop(launch: Launch) -> bool:
-    return launch.node_words and launch.nodes is None
 
 
 def home_of(text: str, environ: Mapping[str, str]) -> str:

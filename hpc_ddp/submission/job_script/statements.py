@@ -181,7 +181,7 @@ class Reader:
                 return
             launch.weight = 0
         if launch.weight:
-            launch.node_words |= self._loop
+            launch.in_loop = self._loop
             self._add(around or node, words=words, launch=launch, output=output)
         else:
             self._add(around or node, words=words, output=output)
@@ -209,6 +209,7 @@ class Reader:
             launch.gpus = outer.gpus | launch.gpus
             launch.env = outer.env | launch.env
             launch.node_words |= outer.node_words
+            launch.in_loop |= self._loop
             launch.ours, launch.lost = [*outer.ours, *launch.ours], [*outer.lost, *launch.lost]
             for key, words in outer.settings.items():
                 launch.settings[key] = [*words, *launch.settings.get(key, [])]
