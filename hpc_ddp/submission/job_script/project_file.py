@@ -101,7 +101,7 @@ def table(conversion: Conversion, text: str) -> list[str]:
             words = line.split()
             content = " ".join(words)
             if "secret" in reason:  # nor is it printed
-                content = f"{' '.join(words[:2]).partition('=')[0]} …"
+                content = f"{' '.join(words[:2]).partition('=')[0]} ..."
             rows[group].append((number, number, reason, content))
         before = group, reason
     result = []
@@ -111,6 +111,6 @@ def table(conversion: Conversion, text: str) -> list[str]:
         result.append(f"{group}: {count} line{'s' * (count != 1)}")
         for first, last, reason, content in entries:
             place = str(first) if first == last else f"{first}-{last}"
-            short = content if len(content) <= _WIDTH else content[: _WIDTH - 1] + "…"
+            short = content if len(content) <= _WIDTH else content[: _WIDTH - 3] + "..."
             result.append(f"  {place:>7}  {short:{_WIDTH}}  {reason}")
     return result

@@ -19,7 +19,7 @@ Node = Any  # a tree_sitter.Node: the package is optional
 _NAME = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 _DEFAULT = re.compile(r"\$\{(\w+)(:?[-=])(.*)\}", re.S)
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_POSITIONAL = re.compile(r"\$(?:[1-9@*#]|\{(?:[1-9@*][^}]*|#)\})")
+_POSITIONAL = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*][^}]*|#)\})")
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,11 @@ class Scope:
             yield Part("text", text[1:-1])
         elif kind == "ansi_c_string":
             yield Part("text", re.sub(r"\\n", "\n", text[2:-1]))
+        elif kind == "arithmetic_expansion" and not names_in(text):
+            number = self.number(Word((Part("code", text),)))
+            yield Part(
+                "code" if number is None else "text", text if number is None else str(number)
+            )
         elif text in ("$(pwd)", "`pwd`") and isinstance(folder := self.values.get("PWD"), Word):
             yield from folder.parts
         elif kind in ("simple_expansion", "expansion"):

@@ -82,13 +82,20 @@ class Sorter:
             return
         best = max(s.launch.weight for _, s in launches if s.launch)
         same = [(i, s) for i, s in launches if s.launch and s.launch.weight == best]
-        self._at, chosen = same[0]
+        # One on the first node and others elsewhere, each with words of its own, are no training.
+        heads = [
+            s for _, s in same if s.launch and self._is_partial(s.launch) and s.launch.node_words
+        ]
+        whole = [(i, s) for i, s in same if s.launch and not self._is_partial(s.launch)]
+        whole = [] if heads else whole
+        self._at, chosen = (whole or same)[0]
         self.launch = chosen.launch
         assert self.launch is not None
         for index, statement in launches:
             if statement is chosen or statement.launch is None:
                 continue
-            if index < self._at and statement.launch.weight < best:
+            is_small = statement.launch.weight < best or (index, statement) not in whole
+            if index < self._at and is_small and not self._is_partial(self.launch):
                 statement.launch = None  # a preparation
             elif statement.launch.identity == self.launch.identity:
                 self.launch.node_words = True
@@ -117,6 +124,12 @@ class Sorter:
             self.result.notes.append((chosen.lines[0], f"its output is in the run's log, not in"
                                       f" {chosen.output}: hpc-ddp logs"))  # fmt: skip
 
+    def _is_partial(self, launch: Launch) -> bool:
+        """Return whether a launch has fewer tasks than the job has nodes, and is no node's part."""
+        nodes = self._numbers.get("SLURM_NNODES", 1)
+        count = launch.nodes or (launch.tasks if not launch.kind else None) or nodes
+        return count < nodes and not launch.in_loop
+
     def _mark(self, statement: Statement, group: str, text: str) -> None:
         self.result.mark(*statement.lines, group, text)
 
@@ -143,8 +156,8 @@ class Sorter:
                 statement, LOST, "a trap: notices reach the workers; clean-up: teardown = […]"
             )
         elif _DANGEROUS.search(statement.text):
-            self._mark(statement, LOST, "it deletes, ends or reaches elsewhere: add it to setup or"
-                       " teardown yourself, if it is still needed")  # fmt: skip
+            self._mark(statement, LOST, "it deletes or ends something: if the job still needs it, setup or"
+                       " teardown = […]")  # fmt: skip
         elif statement.first in ("wait", "exit") or (is_after and statement.first == "sleep"):
             self._mark(statement, OURS, "hpc-ddp waits for the workers, and ends the job")
         elif re.fullmatch(r"cd \S*SLURM_SUBMIT_DIR\S{,2}", statement.text):
@@ -302,7 +315,9 @@ class Sorter:
                 result.append("env-names", name, line)
                 result.mark(line, line, LOST, _secret(name))
         for name in {n for text, _ in result.lists.get("args", []) for n in names_in(text)}:
-            is_known = _OF_A_JOB.fullmatch(name) or name in self._assigned or self._brings_any()
+            set_up = any(f"{name}=" in line for line, _ in result.lists.get("setup", []))
+            is_known = _OF_A_JOB.fullmatch(name) or set_up or name in self._assigned
+            is_known = is_known or self._brings_any()
             if not is_known and name in [
                 assigned for assigned, _ in result.lists.get("expand", [])
             ]:

@@ -104,6 +104,8 @@ class Reader:
             handler(node)
         elif node.is_named:
             reason = "bash can't read it: is a quote missing?" if node.type == "ERROR" else ""
+            if not reason and self._has_launch(node):
+                reason = "what only the job knows chooses a launch"
             self._add(node, lost=reason)
 
     def _each(self, node: Node) -> None:

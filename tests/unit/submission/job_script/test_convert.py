@@ -256,3 +256,29 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     of_text(f"touch {mark}", f"x=$(touch {mark})", f"y=$((1/0))", "srun python train.py")  # noqa: F541
     assert not mark.exists()
+
+
+def test_a_preparation_on_one_node_is_a_set_up_line() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2", "srun -N1 -n1 python prepare.py", "srun python train.py", "wait"
+    )
+    assert conversion.settings()["setup"] == ["srun -N1 -n1 python prepare.py"]
+    assert conversion.settings()["script"] == "train.py"
+
+
+def test_arithmetic_is_done_here_or_in_the_job() -> None:
+    result = of_text(
+        "#SBATCH --nodes=2", "srun python train.py --a $((40 + 2)) --b $((SLURM_NNODES * 4))x"
+    ).settings()
+    assert result["args"] == ["--a", "42", "--b", "$ARGUMENT_1"]
+    assert result["setup"] == ['ARGUMENT_1="$((SLURM_NNODES * 4))"x']
+    assert "env-names" not in result
+
+
+def test_a_launch_that_only_the_job_chooses_is_reported() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2",
+        "case $HOSTNAME in a*) srun torchrun a.py;; *) srun torchrun b.py;; esac",
+    )
+    assert "script" not in conversion.settings()
+    assert conversion.group(3)[0] == LOST
