@@ -144,6 +144,9 @@ def direct(directives: Directives) -> Iterator[tuple[str, str, object, int, str]
             yield "ours", name, operand, line, _DECIDED[name]
         elif name == "dependency" and "singleton" in operand:
             yield "ours", name, operand, line, "a chain: one run goes on until it has finished"
+        elif name in ("output", "error") and (field := re.search(r"%[^jxAauN%]", operand)):
+            text = f"--{name} with {field[0]}; accepted: %j, %x, %A, %a, %u, %N"
+            yield "lost", name, operand, line, text
         elif name in ("output", "error", "job-name", "chdir") or (
             name in OPTIONS and OPTIONS[name].is_sbatch and name != "nodes"
         ):

@@ -64,6 +64,7 @@ class Launch:
     gpus: dict[str, str] = field(default_factory=dict)
     node_words: bool = False  # by a node's name, or by ssh
     in_loop: bool = False  # over the nodes
+    folder: str | None = ""  # the working directory there; None where only the job knows it
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
     inner: Word | None = None  # of bash -c

@@ -218,6 +218,10 @@ def _remote(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take a tool before the program, as numactl or nsys: it can't be said."""
+    if launch.step:
+        _command(words, launch)
+        launch.weight = 3
+        return []
     _, remaining = read_options(words[1:], frozenset(("l", "localalloc")))
     launch.lost.append(
         (words[0].line, f"{words[0].text} before the program: worker-setup has none")

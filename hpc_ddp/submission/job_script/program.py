@@ -70,18 +70,20 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     name = _text(word, result) if launch.settings.keys() & {"module", "no-python"} else word.text
     if not launch.settings.keys() & {"module", "no-python"}:
         name = re.sub(r"^\$\{?HOME\}?(?=/)", "~", name)
-        chdir = os.path.expanduser(str(result.values.get("chdir", ("",))[0]))
+        chdir = os.path.expanduser(launch.folder or "")
         path = Path(os.path.expanduser(name))
+        is_hidden = "$" in name or (launch.folder is None and not path.is_absolute())
         is_in_image = launch.settings.keys() & {"image", "container"}
         is_away = path.is_absolute() and not path.is_file()
-        if "$" in name or (is_in_image and is_away):
+        if is_hidden or (is_in_image and is_away):
             python = launch.settings.pop("python", [])
             result.values["no-python"] = True, line
             result.append("args", _text(word, result), word.line or line)
-            name = python[0].text if python else "python3"
+            name = python[0].text if python else "python3" if is_in_image else "python"
         elif not path.is_absolute():
             place = cwd / chdir / path
-            name = str(place) if os.path.isabs(chdir) else os.path.relpath(place, folder)
+            is_below = os.path.realpath(place).startswith(os.path.realpath(cwd))
+            name = os.path.relpath(place, folder) if is_below else str(place)
     result.values["script"] = name, word.line or line
     for argument in launch.args:
         text = argument.text

@@ -19,7 +19,7 @@ Node = Any  # a tree_sitter.Node: the package is optional
 _NAME = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 _DEFAULT = re.compile(r"\$\{(\w+)(:?[-=])(.*)\}", re.S)
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_POSITIONAL = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*][^}]*|#)\})")
+_POSITIONAL = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class Scope:
     values: dict[str, Word | list[Word]] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
     positional: Sequence[Word] | None = None  # of a function that is looked into
+    pending: list[str] = field(default_factory=list)  # whose numbers are being looked up
     spliced: set[str] = field(default_factory=set)  # variables whose values stand in words
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
@@ -228,7 +229,7 @@ class Scope:
         assigned = self.values.get(name or "")
         if (
             not name
-            or name.isdigit()
+            or (name.isdigit() and not default)  # the job has no arguments
             or (array and isinstance(assigned, Word) and assigned.has_code)
         ):
             yield Part("code", text, not is_quoted)
@@ -274,8 +275,10 @@ class Scope:
 
     def _number_of(self, name: str) -> int | str:
         assigned = self.values.get(name)
-        if isinstance(assigned, Word) and name not in assigned.names:
+        if isinstance(assigned, Word) and name not in self.pending:
+            self.pending.append(name)  # a variable may refer to itself, through others
             number = self.number(assigned)
+            self.pending.pop()
             return name if number is None else number
         return self.numbers.get(name, "?")
 

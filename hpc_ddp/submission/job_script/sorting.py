@@ -28,7 +28,7 @@ _SELF_REQUEUE = re.compile(
 _PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
 _BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 _OF_PATHS = re.compile(r"(\w*PATH|\w*_(HOME|ROOT|DIR|PREFIX|LIB)|LD_\w+)")
-_NO_SECRET = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[$\"'<>/~-]"
+_NO_SECRET = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~-]"
 _SECRET = re.compile(
     rf"(?:hf_|ghp_|sk-)\w{{16,}}|AKIA\w{{16}}|wandb\s+login\s+(?:--\w+ )*\w{{16,}}"
     rf"|{URL_WITH_PASSWORD}|\b\w*(?i:{SECRET_NAME})(?:=|\s+)[\"']?(?!{_NO_SECRET})[^\s\"']{{4,}}"
@@ -52,6 +52,8 @@ class Sorter:
         self.launch: Launch | None = None
         self._at = len(self._statements)
         self._needed: set[str] = set()
+        self._needed_after: set[str] = set()  # by clean-up lines: a shell of their own
+        self._inner = {s.name for s in self._statements if s.name and s.inside}
 
     def take_statements(self) -> None:
         """Take all statements: the launch, what it needs, what comes before and after it."""
@@ -156,7 +158,7 @@ class Sorter:
                 statement, LOST, "a trap: notices reach the workers; clean-up: teardown = […]"
             )
         elif _DANGEROUS.search(statement.text):
-            self._mark(statement, LOST, "it deletes or ends something: if the job still needs it, setup or"
+            self._mark(statement, LOST, "it deletes or ends something: if it is needed, setup or"
                        " teardown = […]")  # fmt: skip
         elif statement.first in ("wait", "exit") or (is_after and statement.first == "sleep"):
             self._mark(statement, OURS, "hpc-ddp waits for the workers, and ends the job")
@@ -192,6 +194,12 @@ class Sorter:
                 self._mark(statement, LOST, "after the program, in each task: there is no such key")
                 return "", ""
         self._needed |= {*statement.names}
+        if is_after:
+            self._needed_after |= {*statement.names}
+        for name in statement.names if statement.inside else ():  # of the batch script: exported
+            is_job_s = _OF_A_JOB.fullmatch(name) or name in (statement.first, *self._inner)
+            if not is_job_s and f"${name}" in text.replace("{", ""):
+                self.result.append("expand", name, statement.lines[0])
         self._mark(statement, TAKEN, key)
         return key, text
 
@@ -263,7 +271,8 @@ class Sorter:
                 text = f"export {text}"
             return self._keep(statement, is_after, text)
         if name in self._needed:
-            return self._keep(statement, is_after, text)
+            is_exported = name in self._needed_after and not is_after
+            return self._keep(statement, is_after, f"export {text}" if is_exported else text)
         if name in self._spliced or _is_static(assigned):
             self._mark(statement, TAKEN, "its value, where it is used")
         else:

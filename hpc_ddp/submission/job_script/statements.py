@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,11 @@ class Reader:
                 reason = "what only the job knows chooses a launch"
             self._add(node, lost=reason)
 
+    def _forget(self, names: Iterable[str]) -> None:
+        """Note that from here on only the job knows some variables."""
+        for name in names:
+            self.scope.values[name] = Word((code_of(name),))
+
     def _each(self, node: Node) -> None:
         for child in node.named_children:
             self._walk(child)
@@ -126,6 +132,8 @@ class Reader:
 
     def _add(self, node: Node, **known_facts: Any) -> Statement:
         text = source(node).strip()
+        if node.type not in ("variable_assignment", "declaration_command", "command"):
+            self._forget(assigned_in(node))
         statement = Statement(text, self._at(node), inside=self._inside, **known_facts)
         if self.scope.positional is None and is_positional(text) and not statement.launch:
             statement.lost = statement.lost or "it uses the job script's own arguments"
@@ -166,7 +174,11 @@ class Reader:
         if first in ("shift", "getopts") or (name_node is None and not before):
             self._add(node, words=words, lost="it uses the job script's own arguments")
             return
-        if first == "cd" and len(words) == 2 and words[1].is_static:
+        if first in ("read", "mapfile", "readarray"):
+            self._forget(w.text for w in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", w.text))
+        if first in ("pushd", "popd") or (first == "cd" and not all(w.is_static for w in words)):
+            self._forget(["PWD"])
+        elif first == "cd" and len(words) == 2:
             folder = self.scope.values.get("PWD")
             place = os.path.join(folder.text if isinstance(folder, Word) else "", words[1].text)
             self.scope.values["PWD"] = literal(place)
@@ -174,6 +186,8 @@ class Reader:
             self._exports_all = True
         launch = read_launch(words, self.scope, self._step)
         launch.line = self._at(node)[0]
+        working = self.scope.values.get("PWD")
+        launch.folder = working.text if isinstance(working, Word) and working.is_static else None
         for child in before:
             assigned = self.scope.word(child.child_by_field_name("value"))
             launch.env[source(child.child_by_field_name("name"))] = assigned
@@ -328,8 +342,6 @@ class Reader:
             names = list(assigned_in(node))
             only = all(re.match(r"\[|test\b", source(c)) for c in commands_of(node))
             self._add(node, lost=lost, assigns=names if only else [])
-            for part in names:  # from here on only the job knows them
-                self.scope.values[part] = Word((code_of(part),))
             return
         first, last = self._at(node)
         for line in range(first, last + 1):

@@ -282,3 +282,47 @@ def test_a_launch_that_only_the_job_chooses_is_reported() -> None:
     )
     assert "script" not in conversion.settings()
     assert conversion.group(3)[0] == LOST
+
+
+def test_a_clean_up_line_has_the_variables_of_the_set_up() -> None:
+    """It runs in a shell of its own."""
+    conversion = of_text("#SBATCH --nodes=2", "OUT=/x", "srun python train.py", 'ls "$OUT"')
+    assert conversion.settings()["setup"] == ["export OUT=/x"]
+    assert conversion.settings()["teardown"] == ['ls "$OUT"']
+
+
+def test_what_a_loop_has_changed_only_the_job_knows() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2",
+        "FILES=()",
+        "for part in a b; do FILES+=($(ls $part)); done",
+        "srun python train.py \\",
+        '    --files "${FILES[@]}"',
+    )
+    assert conversion.settings()["args"] == ["--files"]
+    assert conversion.group(6)[0] == LOST
+
+
+def test_a_program_below_a_folder_that_the_script_enters(tmp_path: Path) -> None:
+    text = "#!/bin/bash\n#SBATCH --nodes=2\nsource env.sh\ncd {}\nsrun torchrun train.py\n"
+    result = convert(text.format("/data/code"), tmp_path, tmp_path, {}).settings()
+    assert (result["script"], result["setup"][-1]) == ("/data/code/train.py", "cd /data/code")
+    result = convert(text.format("src"), tmp_path, tmp_path, {}).settings()
+    assert result["script"] == "src/train.py"
+    result = convert(text.format("$CODE"), tmp_path, tmp_path, {}).settings()
+    assert (result["script"], result["no-python"]) == ("python", True)
+    assert result["args"] == ["train.py"]
+
+
+def test_variables_that_refer_to_each_other() -> None:
+    lines = ("A=$((B + 1))", "B=$((A + 1))", "A=$((B + 1))", "srun -N $A torchrun train.py")
+    assert of_text("#SBATCH --nodes=2", *lines).settings()["nodes"] == 2
+
+
+def test_lines_of_each_task_have_variables_of_the_batch_script() -> None:
+    text = 'bash -c "cd $CODE; echo there; python train.py"'
+    result = of_text("#SBATCH --nodes=2", "CODE=$(pwd)/$USER", f"srun {text}").settings()
+    assert result["worker-setup"] == [f"cd {SAMPLES}/${{USER}}", "echo there"]
+    result = of_text("#SBATCH --nodes=2", "source env.sh", f"srun {text}").settings()
+    assert result["worker-setup"][0] == "cd ${CODE}"
+    assert result["expand"] == ["CODE"]
