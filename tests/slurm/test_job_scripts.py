@@ -80,6 +80,7 @@ def test_an_old_python_is_named_by_the_verdict(hpc: Hpc, cluster: Cluster, launc
     assert "too old; accepted for --python: 3.10 or later" in job.output()
 
 
+@pytest.mark.more
 def test_an_old_script_is_imported_preempted_and_resumed(
     hpc: Hpc, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -26,9 +26,12 @@ def truth_of(node: Node, scope: Scope) -> bool | None:
         root = parse(f": {single[2]}")
         words = scope.words(commands_of(root)[0].named_children[1:])
         text = words[0].text if words else ""
-        if names := words[0].names if words else []:
-            is_set = names[0].startswith("SLURM_") or names[0] in scope.values
-            text = text if is_set else ""  # what the shell that submits has is not known
+        for name in words[0].names if words else ():
+            if name.startswith("SLURM_"):
+                break  # it is set, and not empty
+            if scope.is_open or name in scope.values:
+                return None
+            text = ""  # what the shell that submits has is not known
         return bool(text) == (single[1] == "-n")
     pair = re.fullmatch(
         r"(\S+|\".*?\")\s+(==|=|!=|-eq|-ne|-gt|-lt|-ge|-le)\s+(\S+|\".*?\")", match[1]

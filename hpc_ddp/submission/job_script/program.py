@@ -88,9 +88,10 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     for argument in launch.args:
         text = argument.text
         is_own = re.search(r"\$\{?[@*\d]\}?|\[[@*]\]", text) and argument.has_code
+        is_own = is_own or (launch.in_loop and argument.has_code)
         if is_own or {*argument.names} & result.unknown:
             result.mark(argument.line, argument.line, "not taken over",
-                        f"{text}: the script's own arguments; write them into args")  # fmt: skip
+                        f"{text}: only the job script knows it; write it into args")  # fmt: skip
             continue
         result.append("args", _text(argument, result), argument.line or line)
 

@@ -132,6 +132,7 @@ class Scope:
     values: dict[str, Word | list[Word]] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
     positional: Sequence[Word] | None = None  # of a function that is looked into
+    is_open: bool = False  # a file has been sourced, which may have set any variable
     pending: list[str] = field(default_factory=list)  # whose numbers are being looked up
     spliced: set[str] = field(default_factory=set)  # variables whose values stand in words
 

@@ -48,6 +48,7 @@ class Sorter:
         self._assigned = {s.name for s in self._statements if s.name}
         self._static = {s.name for s in self._statements if _is_static(s.assigned)}
         self._spliced = reader.scope.spliced
+        result.unknown |= reader.of_nodes
         self._brought = False  # after a line that brings variables of its own
         self.launch: Launch | None = None
         self._at = len(self._statements)
@@ -57,7 +58,7 @@ class Sorter:
 
     def take_statements(self) -> None:
         """Take all statements: the launch, what it needs, what comes before and after it."""
-        self.result.unknown = {s.name for s in self._statements if s.name and s.lost}
+        self.result.unknown |= {s.name for s in self._statements if s.name and s.lost}
         self._choose()
         brings = [i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text)]
         lines: list[tuple[Statement, str, str]] = []

@@ -22,6 +22,9 @@ from hpc_ddp.submission.job_script.shell import (
     source,
 )
 
+# What is sourced of these sets no variable that a job script asks for.
+_OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)$")
+
 
 @dataclass
 class Statement:
@@ -72,6 +75,7 @@ class Reader:
         self.scope = scope
         self.statements: list[Statement] = []
         self.resolved: dict[int, str] = {}
+        self.of_nodes: set[str] = set()  # variables of loops over the nodes
         self.skipped: dict[int, str] = {}
         self._functions: dict[str, tuple[Node, Statement]] = {}
         self._lines: tuple[int, int] | None = None  # of the text that is looked into
@@ -174,6 +178,8 @@ class Reader:
         if first in ("shift", "getopts") or (name_node is None and not before):
             self._add(node, words=words, lost="it uses the job script's own arguments")
             return
+        if first in ("source", ".") and not _OF_SYSTEM.match(words[-1].text):
+            self.scope.is_open = True
         if first in ("read", "mapfile", "readarray"):
             self._forget(w.text for w in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", w.text))
         if first in ("pushd", "popd") or (first == "cd" and not all(w.is_static for w in words)):
@@ -363,9 +369,9 @@ class Reader:
         if not re.search(r"\b(ssh|pdsh|clush)\b|srun[^\n;]*(\\\n[^\n;]*)*(\s-w|nodelist)", text):
             self._add(node, lost="a loop of launches: hpc-ddp sweep, or a job for each")
             return
-        variable = node.child_by_field_name("variable")
-        for name in [source(variable)] if variable is not None else []:
-            self.scope.values[name] = Word((code_of(name),))
+        variables = re.findall(r"for\s+(?:\(\(\s*)?(\w+)", text)[:1]
+        self._forget(variables)
+        self.of_nodes.update(variables)
         first, last = self._at(node)
         for line in range(first, last + 1):
             self.resolved.setdefault(line, "a loop over the nodes: hpc-ddp starts all of them")

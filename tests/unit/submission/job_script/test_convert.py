@@ -326,3 +326,21 @@ def test_lines_of_each_task_have_variables_of_the_batch_script() -> None:
     result = of_text("#SBATCH --nodes=2", "source env.sh", f"srun {text}").settings()
     assert result["worker-setup"][0] == "cd ${CODE}"
     assert result["expand"] == ["CODE"]
+
+
+def test_a_condition_on_what_a_file_sets_stays_one() -> None:
+    lines = ("#SBATCH --nodes=2", 'if [ -n "$DATA" ]; then export A=1; fi', "srun python train.py")
+    assert "setup" not in of_text(*lines).settings()
+    assert of_text(lines[0], "source ./own.sh", *lines[1:]).settings()["setup"][1] == lines[1]
+
+
+def test_the_number_of_a_node_in_a_loop_is_reported() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2",
+        "for ((i = 0; i < 2; i++)); do",
+        "    srun -N1 -n1 -w node$i python train.py \\",
+        "        --node $i &",
+        "done",
+    )
+    assert conversion.settings()["args"] == ["--node"]
+    assert conversion.group(5)[0] == LOST
