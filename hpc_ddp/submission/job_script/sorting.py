@@ -89,15 +89,15 @@ class Sorter:
         heads = [
             s for _, s in same if s.launch and self._is_partial(s.launch) and s.launch.node_words
         ]
-        whole = [(i, s) for i, s in same if s.launch and not self._is_partial(s.launch)]
-        whole = [] if heads else whole
-        self._at, chosen = (whole or same)[0]
+        complete = [(i, s) for i, s in same if s.launch and not self._is_partial(s.launch)]
+        complete = [] if heads else complete
+        self._at, chosen = (complete or same)[0]
         self.launch = chosen.launch
         assert self.launch is not None
         for index, statement in launches:
             if statement is chosen or statement.launch is None:
                 continue
-            is_small = statement.launch.weight < best or (index, statement) not in whole
+            is_small = statement.launch.weight < best or (index, statement) not in complete
             if index < self._at and is_small and not self._is_partial(self.launch):
                 statement.launch = None  # a preparation
             elif statement.launch.identity == self.launch.identity:
@@ -159,8 +159,9 @@ class Sorter:
                 statement, LOST, "a trap: notices reach the workers; clean-up: teardown = […]"
             )
         elif _DANGEROUS.search(statement.text):
-            self._mark(statement, LOST, "it deletes or ends something: if it is needed, setup or"
-                       " teardown = […]")  # fmt: skip
+            self._mark(
+                statement, LOST, "it deletes or ends something: setup or teardown, if needed"
+            )
         elif statement.first in ("wait", "exit") or (is_after and statement.first == "sleep"):
             self._mark(statement, OURS, "hpc-ddp waits for the workers, and ends the job")
         elif re.fullmatch(r"cd \S*SLURM_SUBMIT_DIR\S{,2}", statement.text):
