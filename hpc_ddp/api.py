@@ -31,7 +31,7 @@ from hpc_ddp.submission import backends
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_root
-from hpc_ddp.submission.user import home_folder
+from hpc_ddp.submission.settings.user import home_folder
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
 

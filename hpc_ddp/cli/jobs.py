@@ -41,8 +41,8 @@ from hpc_ddp.submission.plan import Plan, PreparedRun, find_mistakes, plan_new
 from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.runs_dir import runs_root
+from hpc_ddp.submission.settings.user import home_folder
 from hpc_ddp.submission.snapshot import changed_since
-from hpc_ddp.submission.user import home_folder
 
 
 class Forward:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import keyword
 import os
 import sys
 from typing import Any
@@ -23,6 +24,7 @@ COMMANDS = {
     **dict.fromkeys(
         ("submit", "sweep", "render", "dry-run", "drill", "preflight", "rerun"), "jobs"
     ),
+    "import": "import_job",
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel", "report"), "runs"),
     **dict.fromkeys(("attach", "bundle", "clean", "completion"), "handy"),
     **dict.fromkeys(("site", "trust"), "site"),
@@ -45,7 +47,8 @@ class Group(click.Group):
         if name not in COMMANDS:
             ctx.fail(f"no command {name!r}{closest(name, COMMANDS)}; `hpc-ddp --help` lists them")
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")
-        command: click.Command = getattr(module, name.replace("-", "_"))
+        attribute = name.replace("-", "_") + "_" * keyword.iskeyword(name)
+        command: click.Command = getattr(module, attribute)
         if "_HPC_DDP_COMPLETE" in os.environ:  # a shell asks what the Tab key is to offer
             from hpc_ddp.cli.completing import teach
 

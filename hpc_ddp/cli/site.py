@@ -16,8 +16,8 @@ import click
 from hpc_ddp.cli.common import say
 from hpc_ddp.submission.settings import config, operators, sites
 from hpc_ddp.submission.settings import trust as settings_trust
+from hpc_ddp.submission.settings.user import home_folder
 from hpc_ddp.submission.site_detect import cluster, infer
-from hpc_ddp.submission.user import home_folder
 
 
 @click.group()

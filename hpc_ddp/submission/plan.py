@@ -35,7 +35,7 @@ from hpc_ddp.submission.settings.config import (
     Settings,
     job_spec,
 )
-from hpc_ddp.submission.user import user_name
+from hpc_ddp.submission.settings.user import user_name
 
 OLDEST = 10  # of the Pythons 3 that run the node side
 

@@ -15,6 +15,7 @@ from harness import (
     TWO_BY_TWO,
     Hpc,
     Job,
+    in_one_go,
     same_weights,
     use,
 )
@@ -77,3 +78,32 @@ def test_an_old_python_is_named_by_the_verdict(hpc: Hpc, cluster: Cluster, launc
     assert job.end() == "FAILED", job.output()
     assert job.verdicts() == [("failed", "give up")]
     assert "too old; accepted for --python: 3.10 or later" in job.output()
+
+
+@pytest.mark.more
+def test_an_old_script_is_imported_preempted_and_resumed(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Its program is as it was; what the script set up before the launch is there."""
+    use(cluster)
+    shutil.copy(DIGITS, tmp_path / "train.py")
+    shutil.copytree(DIGITS.parent / "data", tmp_path / "data")
+    (tmp_path / "old.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH -N 2 --ntasks-per-node=1\n#SBATCH --gpus-per-node=1\n"
+        "#SBATCH --time=5\n#SBATCH --array=0-3%1\nexport OMP_NUM_THREADS=1\nMARK=set-up-line\n"
+        'echo "$MARK of $SLURM_JOB_ID"\n'
+        "head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)\n"
+        f"ARGS=({' '.join(DIGITS_ARGS)})\n"
+        'srun bash -c "torchrun --nnodes=$SLURM_NNODES --nproc_per_node=1 --rdzv_backend=c10d'
+        ' --rdzv_endpoint=$head:29400 train.py ${ARGS[*]}"\n'
+        'echo "after $MARK"\n'
+    )
+    hpc("import", "old.sbatch", cwd=tmp_path)
+    job = hpc.submit(cwd=tmp_path, env={"HPC_DDP_SAVE_EVERY": "1"})
+    job.at_step(5)
+    job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert f"set-up-line of {job.id}" in job.output()
+    assert "after set-up-line" in job.output()
+    assert in_one_go(job), job.output()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpc_ddp.core.job.options import JobSpec
 
 # torchrun's own options that hpc-ddp sets, or the job looks up, and what to use instead.
-_SETTLED = {
+TORCHRUN_SETTLED = {
     **dict.fromkeys(
         ("rdzv-", "node-rank", "master-addr", "master-port", "local-addr", "role"),
         "nothing: the job finds its nodes and a free port itself",
@@ -266,7 +266,7 @@ def _check_torchrun(spec: JobSpec) -> None:
                 hint="--torchrun=--numa-binding=node",
             )
         name = match["name"].replace("_", "-")
-        for settled, ours in _SETTLED.items():
+        for settled, ours in TORCHRUN_SETTLED.items():
             if settled.startswith(name) or name.startswith("rdzv-"):  # torchrun takes beginnings
                 raise UsageError(
                     f"torchrun option --{name} is set by hpc-ddp; accepted: others of torchrun's",

@@ -13,7 +13,7 @@ from hpc_ddp.submission.plan import Plan
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
-from hpc_ddp.submission.user import home_folder
+from hpc_ddp.submission.settings.user import home_folder
 
 
 @dataclass(frozen=True)

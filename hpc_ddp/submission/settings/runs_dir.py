@@ -13,7 +13,7 @@ from hpc_ddp.core.run_index import find_run
 from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission.settings.config import PROJECT_FILE, Settings, load
 from hpc_ddp.submission.settings.defaults import absolute
-from hpc_ddp.submission.user import home_folder
+from hpc_ddp.submission.settings.user import home_folder
 
 
 def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_time
-from hpc_ddp.submission.user import user_name
+from hpc_ddp.submission.settings.user import user_name
 
 Record = Mapping[str, str]
 

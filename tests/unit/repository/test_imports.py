@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "live_jobs": ({"core", "slurm", "slurm_text"}, set()),
     "submission": (
         {"core", "live_jobs", "slurm", "slurm_text", "submission"},
-        {"jinja2", "submitit", "tomli"},
+        {"jinja2", "submitit", "tomli", "tree_sitter", "tree_sitter_bash", "yaml"},
     ),
     "node": ({"core", "live_jobs", "slurm", "slurm_text", "node"}, set()),
     "training": ({"core", "training"}, {"torch", "numpy", "safetensors"}),

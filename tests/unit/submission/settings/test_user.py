@@ -6,7 +6,7 @@ import pwd
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.submission.user import home_folder, user_name
+from hpc_ddp.submission.settings.user import home_folder, user_name
 
 
 @pytest.fixture

@@ -1,0 +1,118 @@
+"""From a job script that exists to ``hpc-ddp.toml``: import.
+
+Lets HpcDdpError and OSError through: `main.Group` prints them and sets the exit code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpc_ddp.cli.common import say
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.submission.job_script.conversion import Conversion
+from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.project_file import subtract_site, table, to_toml
+from hpc_ddp.submission.plan import find_mistakes, plan_new
+from hpc_ddp.submission.settings import config
+from hpc_ddp.submission.settings.runs_dir import runs_root
+from hpc_ddp.submission.settings.user import home_folder
+
+
+@click.command("import")
+@click.argument("job_script", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where to write it (default: hpc-ddp.toml beside JOB_SCRIPT).",
+)
+@click.option("--site", metavar="NAME", help="The site whose settings are left out.")
+def import_(job_script: Path, output: Path | None, site: str | None) -> None:
+    """Write hpc-ddp.toml for JOB_SCRIPT, a script for sbatch; the script is not run.
+
+    Beside each value is the line that it comes from. It prints what becomes of each line:
+    taken over, set by hpc-ddp itself, or not taken over, with what to do. A file that is there is
+    left as it is, and the difference is shown. Call it where you call sbatch.
+    """
+    text = _read(job_script)
+    path = (output or job_script.parent / config.PROJECT_FILE).absolute()
+    cwd, home = Path.cwd(), home_folder()
+    conversion = convert(text, cwd, path.parent, os.environ)
+    of_site = config.load({"site": site} if site else {}, Path("/"), home)
+    subtract_site(conversion, of_site.values)
+    if site:
+        conversion.values["site"] = site, 0
+    written = to_toml(conversion, os.path.relpath(job_script, path.parent))
+    click.echo("\n".join(table(conversion, text)))
+    for line, note in sorted(conversion.notes):
+        click.echo(f"note{f', line {line}' if line else ''}: {note}")
+    _render(conversion, path, cwd, home)
+    _write(path, written)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a job script; raise UsageError for a file that is none, or not there."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(
+            f"job script {str(path)!r} can't be read: {reason}", hint=f"ls {path.parent}"
+        ) from None
+    if not text.startswith("#!") and "#SBATCH" not in text:
+        raise UsageError(
+            f"{path} is no job script: neither #! nor #SBATCH in it; accepted: one for sbatch",
+            hint="hpc-ddp import job.sbatch",
+        )
+    return text
+
+
+def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> None:
+    """Render the job that the settings describe, as ``hpc-ddp render`` does, and print what stands
+    in its way."""
+    settings: dict[str, Any] = conversion.settings()
+    settings["env-names"] = [n for n in settings.get("env-names", []) if n in os.environ]
+    try:
+        checked = config.as_options(settings, str(path))
+        loaded = config.load(checked, Path("/"), home)
+        plan = plan_new(loaded, cwd, runs_root(loaded))
+        warnings = [*plan.rendering.left_out(), *find_mistakes(plan.spec)]
+    except UsageError as error:
+        click.echo(f"does not render yet: {error.message}")
+        if error.hint:
+            click.echo(f"hint: {error.hint}")
+        return
+    for warning in warnings:
+        click.echo(f"warning: {warning}")
+    lines = plan.rendering.whole().splitlines()
+    click.echo(f"renders: {len(lines)} lines; hpc-ddp render prints them")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a project file; one that is there stays, and the difference is printed."""
+    if path.exists():
+        old = path.read_text()
+        if old == text:
+            say(f"{path} is the same already")
+            return
+        diff = difflib.unified_diff(
+            old.splitlines(), text.splitlines(), str(path), "from the script", lineterm=""
+        )
+        click.echo("\n".join(diff))
+        say(f"{path} is there, and was left as it is; --output FILE writes another")
+        sys.exit(1)
+    try:
+        path.write_text(text)
+        path.chmod(0o644)  # whatever the umask: what others can write is not used
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be written: {error.strerror}", hint="--output FILE"
+        ) from None
+    say(f"wrote {path}; next: hpc-ddp render, hpc-ddp submit")

@@ -1,0 +1,109 @@
+"""``hpc-ddp import``: the file that it writes, the table, and its errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hpc_ddp.cli.main import main
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=4
+#SBATCH --time=1:00:00
+module load cuda
+rm -rf old
+export HF_TOKEN=hf_abcdefghijklmnopqrstuvwx
+srun torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d train.py --lr 0.1
+"""
+FILE = """\
+# From job.sbatch, by hpc-ddp import; the numbers are its lines.
+
+script = "train.py"  # 8
+args = ["--lr", "0.1"]  # 8
+nodes = 2  # 2
+gpus-per-node = "4"  # 3
+time = "1:00:00"  # 4
+env-names = ["HF_TOKEN"]  # 7
+setup = ["module load cuda"]  # 5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print(1)\n")
+    (tmp_path / "job.sbatch").write_text(SCRIPT)
+    return tmp_path
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["import", *words])
+
+
+def test_writes_a_file_that_renders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("job.sbatch")
+    assert result.exit_code == 0, result.output
+    assert sorted((folder / "hpc-ddp.toml").read_text().splitlines()) == sorted(FILE.splitlines())
+    assert "taken over: 5 lines" in result.stdout
+    assert "not taken over: 2 lines" in result.stdout
+    assert "        6  rm -rf old" in result.stdout
+    assert "hf_abc" not in result.output
+    monkeypatch.setenv("HF_TOKEN", "x")
+    rendered = CliRunner().invoke(main, ["render"])
+    assert "#SBATCH --nodes=2" in rendered.stdout, rendered.output
+    assert "module load cuda" in rendered.stdout
+
+
+def test_leaves_a_file_as_it_is_and_shows_the_difference(folder: Path) -> None:
+    (folder / "hpc-ddp.toml").write_text("nodes = 3\n")
+    result = run("job.sbatch")
+    assert result.exit_code == 1
+    assert "-nodes = 3" in result.stdout
+    assert "+nodes = 2  # 2" in result.stdout
+    assert "left as it is; --output FILE" in result.stderr
+    assert (folder / "hpc-ddp.toml").read_text() == "nodes = 3\n"
+    assert run("job.sbatch", "--output", "mine.toml").exit_code == 0
+    assert run("job.sbatch", "--output", "mine.toml").exit_code == 0  # the same already
+
+
+def test_says_what_does_not_render_yet(folder: Path) -> None:
+    (folder / "train.py").unlink()
+    result = run("job.sbatch")
+    assert result.exit_code == 0
+    assert "does not render yet: script" in result.stdout
+    assert (folder / "hpc-ddp.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("none.sbatch", None, "can't be read: No such file"),
+        ("image.sbatch", b"\xff\xfe\x00", "can't be read: it is no text"),
+        ("notes.txt", b"nodes: 2\n", "is no job script: neither #! nor #SBATCH in it"),
+    ],
+)
+def test_refuses_what_is_no_job_script(
+    folder: Path, name: str, text: bytes | None, message: str
+) -> None:
+    if text is not None:
+        (folder / name).write_bytes(text)
+    result = run(name)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "hint: " in result.stderr
+
+
+def test_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    result = run("job.sbatch")
+    assert result.exit_code == 2
+    assert "accepted: hpc-ddp[import]" in result.stderr
+    assert "hint: pip install tree-sitter tree-sitter-bash pyyaml" in result.stderr
+    assert not (folder / "hpc-ddp.toml").exists()

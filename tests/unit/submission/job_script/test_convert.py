@@ -1,0 +1,346 @@
+"""Job scripts as settings: what is taken over, what hpc-ddp sets, what is left to the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.project_file import is_code, subtract_site, table, to_toml
+
+SAMPLES = Path(__file__).parent / "samples"
+NAMES = sorted(path.stem for path in SAMPLES.glob("*.sbatch"))
+
+
+def converted(name: str, folder: Path = SAMPLES) -> Conversion:
+    return convert((SAMPLES / f"{name}.sbatch").read_text(), folder, folder, {})
+
+
+def settings(name: str) -> dict[str, Any]:
+    return converted(name).settings()
+
+
+def of_text(*lines: str) -> Conversion:
+    return convert("\n".join(("#!/bin/bash", *lines)) + "\n", SAMPLES, SAMPLES, {})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_line_falls_into_one_group(name: str) -> None:
+    text = (SAMPLES / f"{name}.sbatch").read_text()
+    conversion = converted(name)
+    count = sum(map(is_code, text.splitlines()))
+    heads = [row for row in table(conversion, text) if not row.startswith(" ")]
+    assert [head.partition(":")[0] for head in heads] == [TAKEN, OURS, LOST]
+    assert sum(int(head.partition(": ")[2].split()[0]) for head in heads) == count
+    for number, line in enumerate(text.splitlines(), 1):
+        if is_code(line):
+            assert conversion.group(number)[1], f"{number}: {line}"
+            assert conversion.group(number)[1] != "not understood", f"{number}: {line}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_line_that_is_taken_over_is_in_the_file(name: str) -> None:
+    conversion = converted(name)
+    text = to_toml(conversion, name)
+    for number in conversion.marks:
+        group, reason = conversion.group(number)
+        if group == TAKEN and reason in ("setup", "teardown", "env", "chdir", "worker-setup"):
+            is_more = conversion.group(number - 1) == (group, reason)  # of a block
+            assert is_more or f"# {number}\n" in text, f"line {number}: {reason}"
+
+
+def test_torchrun_in_its_usual_form() -> None:
+    conversion = converted("torchrun")
+    assert conversion.settings() == {
+        "job-name": "vit",
+        "time": "1-12:00:00",
+        "partition": "gpu",
+        "script": "train.py",
+        "max-restarts": 2,
+        "nodes": 2,
+        "gpus-per-node": "a100:4",
+        "gpu-request": "gres",
+        "cpus-per-task": 32,
+        "sbatch": ["--hint=nomultithread"],
+        "setup": [
+            "module purge",
+            "module load cuda/12.4",
+            "source /opt/venv/bin/activate",
+            'mkdir -p "$OUT"',
+        ],
+        "teardown": ['cp -r "$OUT" results'],
+        "args": ["--config", "configs/vit.yaml", "--out", "/scratch/runs/$SLURM_JOB_ID"],
+        "expand": ["SLURM_JOB_ID"],
+        "srun": ["--cpu-bind=none"],
+        "env": {"NCCL_DEBUG": "INFO", "OUT": "/scratch/runs/$SLURM_JOB_ID"},
+    }
+    assert {conversion.group(line)[0] for line in (19, 20, 21, 22, 26, 29, 30)} == {OURS}
+
+
+def test_a_task_for_each_worker_through_a_function_and_arrays() -> None:
+    assert settings("ranks") == {
+        "output": "log-%j.txt",
+        "chdir": "/data/project",
+        "script": "package.train",
+        "module": True,
+        "nodes": 2,
+        "gpus-per-node": "4",
+        "gpu-request": "gpus-per-task",
+        "launcher": "srun",
+        "setup": ["set -euo pipefail", "WORLD=$((SLURM_NNODES * 4))"],
+        "args": ["--epochs", "3", "--name", "two words", "--world", "$WORLD", "--seed", "1"],
+        "expand": ["WORLD"],
+        "srun": ["--mpi=pmix"],
+    }
+    assert converted("ranks").group(5) == (
+        OURS,
+        "a chain: one run goes on until it has finished",
+    )
+
+
+def test_lines_of_each_task_and_a_container_of_pyxis() -> None:
+    result = settings("pyxis")
+    assert result["image"] == "/images/nemo.sqsh"
+    assert result["container-tool"] == "pyxis"
+    assert result["container-options"] == [
+        "--container-mounts=/data:/data,/home:/home",
+        "--container-workdir=/data",
+        "--no-container-mount-home",
+    ]
+    assert result["worker-setup"] == [
+        "source /opt/env.sh",
+        "export CACHE=/tmp/cache_${SLURM_NODEID}",
+    ]
+    assert (result["script"], result["no-python"]) == ("python3", True)
+    cache = "/tmp/cache_$SLURM_NODEID"
+    assert result["args"] == ["/opt/app/train.py", "--cache", cache, "--world", "$WORLD_SIZE"]
+    assert (result["launcher"], result["gpus-per-node"]) == ("srun", "8")
+    assert converted("pyxis").group(11)[0] == OURS  # RANK
+
+
+def test_accelerate_with_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_offload_params: false\n"
+    )
+    result = converted("accelerate", tmp_path).settings()
+    assert (result["script"], result["args"]) == ("finetune.py", ["--model", "base"])
+    assert (result["nodes"], result["gpus-per-node"]) == (2, "4")
+    assert result["env"] == {
+        "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_OFFLOAD_PARAMS": "false",
+    }
+    assert any("fsdp.yaml can't be read" in note for _, note in converted("accelerate").notes)
+
+
+def test_mpirun_and_a_container() -> None:
+    assert settings("mpirun") == {
+        "script": "python3",
+        "no-python": True,
+        "image": "/images/app.sif",
+        "container-tool": "singularity",
+        "nodes": 2,
+        "nproc-per-node": 2,
+        "launcher": "mpirun",
+        "mpirun": ["--mca pml ob1"],
+        "container-options": ["-B", "/data:/mnt"],
+        "args": ["/app/main.py", "--lr", "0.1"],
+        "env": {"NCCL_DEBUG": "INFO"},
+    }
+
+
+def test_a_loop_over_the_nodes_is_one_launch() -> None:
+    result = settings("loop")
+    assert (result["script"], result["args"]) == ("train.py", ["--epochs", "2"])
+    assert (result["nodes"], result["gpus-per-node"]) == (2, "4")
+
+
+def test_secrets_are_never_written() -> None:
+    conversion = converted("secrets")
+    text = to_toml(conversion, "secrets.sbatch")
+    script = (SAMPLES / "secrets.sbatch").read_text()
+    for secret in ("0123456789", "hf_abc", "secretword", "sk-abc"):
+        assert secret not in text + "\n".join(table(conversion, script))
+    assert conversion.settings()["env-names"] == [
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "DATABASE",
+        "API_KEY",
+    ]
+    assert "--tokenizer" in conversion.settings()["args"]
+    assert {conversion.group(line)[0] for line in (3, 4, 5, 6, 7)} == {LOST}
+
+
+def test_duplicates_placeholders_late_directives_and_dangerous_lines() -> None:
+    conversion = converted("chain")
+    result = conversion.settings()
+    assert result["nodes"] == 4
+    assert result["signal"] == "USR1@120"
+    assert "account" not in result
+    assert "time" not in result
+    groups = {line: conversion.group(line)[0] for line in (2, 4, 5, 7, 8, 9, 10, 11, 14, 16)}
+    lost = {4, 5, 7, 9, 10, 14}
+    assert groups == {line: LOST if line in lost else OURS for line in groups}
+    assert result["setup"] == ["python prepare.py --data raw"]
+    assert "second launch" in conversion.group(14)[1]
+
+
+def test_conditions_here_documents_and_eval() -> None:
+    conversion = converted("conditions")
+    result = conversion.settings()
+    assert result["env"] == {"PRECISION": "bf16"}
+    assert conversion.group(8) == (OURS, "the condition is false: it never runs")
+    assert result["args"] == ["--data", "$DATA", "--lr", "0.1", "--precision", "bf16"]
+    assert any(line.startswith("if [ -d /opt/data ]") for line in result["setup"])
+    assert "cat > hosts.txt <<END\nhead of $SLURM_JOB_ID\nEND" in result["setup"]
+    assert conversion.group(18) == (OURS, "a function that nothing calls")
+
+
+def test_arguments_of_the_script_are_reported() -> None:
+    conversion = converted("arguments")
+    assert conversion.settings()["args"] == ["--config"]
+    assert {conversion.group(line)[0] for line in (3, 4, 5, 6, 7, 9, 10)} == {LOST}
+
+
+def test_deepspeed_and_ssh_are_reported() -> None:
+    conversion = converted("deepspeed")
+    assert conversion.settings()["args"][0] == "--local_rank=$LOCAL_RANK"
+    assert conversion.group(4)[0] == LOST
+    assert any("deepspeed" in note for _, note in conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("directives", "nodes", "workers"),
+    [
+        (("-N2", "--ntasks-per-node=4"), 2, 4),
+        (("-N 2", "-n 8"), 2, 4),
+        (("--nodes=2-2", "--ntasks=8"), 2, 4),
+        (("--ntasks 8", "--ntasks-per-node=4"), 2, 4),
+        (("--gpus=8", "--gpus-per-node=4", "--ntasks-per-node=4"), 2, 4),
+    ],
+)
+def test_nodes_and_workers_from_any_directives(
+    directives: tuple[str, ...], nodes: int, workers: int
+) -> None:
+    lines = [f"#SBATCH {directive}" for directive in directives]
+    result = of_text(*lines, "srun python train.py").settings()
+    assert result["nodes"] == nodes
+    assert result.get("nproc-per-node", int(result.get("gpus-per-node", 0))) == workers
+
+
+def test_the_site_s_values_are_left_out() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2", "#SBATCH --constraint=gpu", "module load site", "srun python train.py"
+    )
+    site = {"constraint": "gpu", "setup": ["module load site"], "sbatch": ["--licenses=scratch"]}
+    subtract_site(conversion, site)
+    result = conversion.settings()
+    assert "constraint" not in result
+    assert "setup" not in result
+    assert result["without"] == ["--licenses=scratch"]
+
+
+def test_a_broken_quote_is_reported_and_nothing_is_lost() -> None:
+    conversion = of_text("#SBATCH --nodes=2", 'echo "open', "srun python train.py")
+    assert conversion.group(3)[0] == LOST
+    assert conversion.settings()["nodes"] == 2
+
+
+def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    of_text(f"touch {mark}", f"x=$(touch {mark})", f"y=$((1/0))", "srun python train.py")  # noqa: F541
+    assert not mark.exists()
+
+
+def test_a_preparation_on_one_node_is_a_set_up_line() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2", "srun -N1 -n1 python prepare.py", "srun python train.py", "wait"
+    )
+    assert conversion.settings()["setup"] == ["srun -N1 -n1 python prepare.py"]
+    assert conversion.settings()["script"] == "train.py"
+
+
+def test_arithmetic_is_done_here_or_in_the_job() -> None:
+    result = of_text(
+        "#SBATCH --nodes=2", "srun python train.py --a $((40 + 2)) --b $((SLURM_NNODES * 4))x"
+    ).settings()
+    assert result["args"] == ["--a", "42", "--b", "$ARGUMENT_1"]
+    assert result["setup"] == ['ARGUMENT_1="$((SLURM_NNODES * 4))"x']
+    assert "env-names" not in result
+
+
+def test_a_launch_that_only_the_job_chooses_is_reported() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2",
+        "case $HOSTNAME in a*) srun torchrun a.py;; *) srun torchrun b.py;; esac",
+    )
+    assert "script" not in conversion.settings()
+    assert conversion.group(3)[0] == LOST
+
+
+def test_a_clean_up_line_has_the_variables_of_the_set_up() -> None:
+    """It runs in a shell of its own."""
+    conversion = of_text("#SBATCH --nodes=2", "OUT=/x", "srun python train.py", 'ls "$OUT"')
+    assert conversion.settings()["setup"] == ["export OUT=/x"]
+    assert conversion.settings()["teardown"] == ['ls "$OUT"']
+
+
+def test_what_a_loop_has_changed_only_the_job_knows() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2",
+        "FILES=()",
+        "for part in a b; do FILES+=($(ls $part)); done",
+        "srun python train.py \\",
+        '    --files "${FILES[@]}"',
+    )
+    assert conversion.settings()["args"] == ["--files"]
+    assert conversion.group(6)[0] == LOST
+
+
+def test_a_program_below_a_folder_that_the_script_enters(tmp_path: Path) -> None:
+    text = "#!/bin/bash\n#SBATCH --nodes=2\nsource env.sh\ncd {}\nsrun torchrun train.py\n"
+    result = convert(text.format("/data/code"), tmp_path, tmp_path, {}).settings()
+    assert (result["script"], result["setup"][-1]) == ("/data/code/train.py", "cd /data/code")
+    result = convert(text.format("src"), tmp_path, tmp_path, {}).settings()
+    assert result["script"] == "src/train.py"
+    result = convert(text.format("$CODE"), tmp_path, tmp_path, {}).settings()
+    assert (result["script"], result["no-python"]) == ("python", True)
+    assert result["args"] == ["train.py"]
+
+
+def test_variables_that_refer_to_each_other() -> None:
+    lines = ("A=$((B + 1))", "B=$((A + 1))", "A=$((B + 1))", "srun -N $A torchrun train.py")
+    assert of_text("#SBATCH --nodes=2", *lines).settings()["nodes"] == 2
+
+
+def test_lines_of_each_task_have_variables_of_the_batch_script() -> None:
+    text = 'bash -c "cd $CODE; echo there; python train.py"'
+    result = of_text("#SBATCH --nodes=2", "CODE=$(pwd)/$USER", f"srun {text}").settings()
+    assert result["worker-setup"] == [f"cd {SAMPLES}/${{USER}}", "echo there"]
+    result = of_text("#SBATCH --nodes=2", "source env.sh", f"srun {text}").settings()
+    assert result["worker-setup"][0] == "cd ${CODE}"
+    assert result["expand"] == ["CODE"]
+
+
+def test_a_condition_on_what_a_file_sets_stays_one() -> None:
+    lines = ("#SBATCH --nodes=2", 'if [ -n "$DATA" ]; then export A=1; fi', "srun python train.py")
+    assert "setup" not in of_text(*lines).settings()
+    assert of_text(lines[0], "source ./own.sh", *lines[1:]).settings()["setup"][1] == lines[1]
+
+
+def test_the_number_of_a_node_in_a_loop_is_reported() -> None:
+    conversion = of_text(
+        "#SBATCH --nodes=2",
+        "for ((i = 0; i < 2; i++)); do",
+        "    srun -N1 -n1 -w node$i python train.py \\",
+        "        --node $i &",
+        "done",
+    )
+    assert conversion.settings()["args"] == ["--node"]
+    assert conversion.group(5)[0] == LOST
