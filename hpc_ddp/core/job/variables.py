@@ -40,7 +40,7 @@ def is_of_worker(name: str) -> bool:
     return bool(_OF_A_WORKER.fullmatch(name))
 
 
-def is_of_hpc_ddp(name: str, launcher: str) -> bool:
+def is_of_hpc_ddp(name: str, launcher: str = "torchrun") -> bool:
     """Return whether a worker of a launcher has hpc-ddp's value of a variable, or none, and never
     the user's."""
     of_pmi = _OF_PMI if launcher == "torchrun" else _OF_A_PMI_TASK
