@@ -136,17 +136,15 @@ def cells(entry: LayoutEntry, box: Box) -> Iterator[tuple[Shape, Box]]:
 
     An entry without cuts has one box, with the places ().
     """
-    start, size = (0,) * len(entry.shape), entry.shape
-    for places in _places(entry.cuts, start, size, box):
-        counts = ((cut.dim, cut.parts) for cut in entry.cuts)
-        pairs = ((dim, count, place) for (dim, count), place in zip(counts, places, strict=True))
-        yield places, entry.box or cut_box(entry.shape, pairs)
+    full = (0,) * len(entry.shape), entry.shape
+    return _cells(entry.cuts, entry.box or full, box)
 
 
-def _places(cuts: Sequence[Cut], start: Shape, size: Shape, box: Box) -> Iterator[Shape]:
-    """Yield the places of all parts of the box `start`, `size` that have some of `box`."""
+def _cells(cuts: Sequence[Cut], outer: Box, box: Box) -> Iterator[tuple[Shape, Box]]:
+    """Yield the places of all parts of the box `outer` that have some of `box`, and the parts."""
+    start, size = outer
     if not cuts:
-        yield ()
+        yield (), outer
         return
     dim, count, _ = cuts[0]
     chunk = -(-size[dim] // count)
@@ -156,8 +154,8 @@ def _places(cuts: Sequence[Cut], start: Shape, size: Shape, box: Box) -> Iterato
         begin, end = _part(size[dim], count, place)
         inner_start = (*start[:dim], start[dim] + begin, *start[dim + 1 :])
         inner_size = (*size[:dim], end - begin, *size[dim + 1 :])
-        for places in _places(cuts[1:], inner_start, inner_size, box):
-            yield (place, *places)
+        for places, cell in _cells(cuts[1:], (inner_start, inner_size), box):
+            yield (place, *places), cell
 
 
 @lru_cache(maxsize=64)
