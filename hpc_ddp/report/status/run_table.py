@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from hpc_ddp import slurm
@@ -70,9 +71,10 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
         runs = [find_run(root, name, slurm.own_cluster) for name in names]
     else:
         runs, older = select(root, queue, show_all or as_json)
-    rows = read_statuses(root, runs, queue)
+    with ProgressBar("reading journals", len(runs)) as progress:
+        rows = read_statuses(root, runs, queue, partial(progress.add, 1))
     if not names:
-        rows.sort(key=lambda row: not row.state.is_live)
+        rows = live_first(rows)
     tasks: list[array_tasks.Task] = []
     if len(names) == 1:
         with suppress(Exception):  # the run's own row names the damage, which has many forms
@@ -132,23 +134,31 @@ def select(root: Path, queue: Queue, show_all: bool) -> tuple[list[RunFolder], i
     return selection, len(runs) - len(selection)
 
 
-def read_statuses(root: Path, runs: Sequence[RunFolder], queue: Queue) -> list[Status]:
+def live_first(rows: Sequence[Status]) -> list[Status]:
+    """Return the rows, those of live runs before the others."""
+    return sorted(rows, key=lambda row: not row.state.is_live)
+
+
+def read_statuses(
+    root: Path,
+    runs: Sequence[RunFolder],
+    queue: Queue,
+    count: Callable[[], None] = lambda: None,
+) -> list[Status]:
     """Return the status of each run, in their order; one that can't be read is `unreadable`.
 
-    A bar on stderr shows the progress, and the cache in `root` is read and written. Raises as
-    `read_status`.
+    `count` is called after each. The cache in `root` is read and written. Raises as `_read_status`.
     """
     cache = StatusCache(root, queue)
     statuses = []
-    with ProgressBar("reading journals", len(runs)) as progress:
-        for run in runs:
-            statuses.append(read_status(cache, run))
-            progress.add(1)
+    for run in runs:
+        statuses.append(_read_status(cache, run))
+        count()
     cache.save()
     return statuses
 
 
-def read_status(cache: StatusCache, run: RunFolder) -> Status:
+def _read_status(cache: StatusCache, run: RunFolder) -> Status:
     """Return a run's status; after any error that it is unreadable, since one run must not hide the
     others."""
     try:

@@ -16,7 +16,6 @@ from hpc_ddp.core.console.units import duration
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.live_jobs import read_queue
 from hpc_ddp.report.status import run_table
-from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status
 
 READ_S = 5.0  # from one look at the journals to the next
@@ -80,10 +79,8 @@ class Screen:
             self._ask()
         run_id = self._rows[self._selected].id if self._rows else None
         runs, _ = run_table.select(self._root, self._queue, show_all=False)
-        cache = StatusCache(self._root, self._queue)
-        rows = [run_table.read_status(cache, run) for run in runs]
-        cache.save()
-        self._rows = sorted(rows, key=lambda row: not row.state.is_live)
+        rows = run_table.read_statuses(self._root, runs, self._queue)
+        self._rows = run_table.live_first(rows)
         ids = [row.id for row in self._rows]
         self._selected = ids.index(run_id) if run_id in ids else 0
         self._read_at = time.monotonic()
