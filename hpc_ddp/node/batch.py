@@ -40,6 +40,7 @@ from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import first_port, free_port, reach
 from hpc_ddp.node.outcome import chain, end_step, requeue
+from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
 from hpc_ddp.node.workers.worker import die_with_parent
@@ -321,7 +322,10 @@ def verdict(environ: dict[str, str]) -> int:
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
     facts, decided = judge(run, attempt, environ, requeue.ask_settled(environ["SLURM_JOB_ID"]))
-    return requeue.go_on(run, attempt, environ, facts, decided)
+    notify_of_end(run, facts, decided)
+    code = requeue.go_on(run, attempt, environ, facts, decided)
+    notify_of_end(run, facts, decided, code)
+    return code
 
 
 def teardown_time(environ: dict[str, str]) -> int:

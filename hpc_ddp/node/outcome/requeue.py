@@ -21,7 +21,6 @@ from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.chain import own_id, queue_next_link
-from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.excluded_nodes import keep_off
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
@@ -77,25 +76,11 @@ def go_on(
     facts: AttemptFacts,
     decided: Verdict,
 ) -> int:
-    """Carry out a verdict, and send its message; return the batch script's exit code: 0 if the run
-    continues, `CAN_GO_ON` if only the user can continue it, else the verdict's own.
+    """Carry out a verdict; return the batch script's exit code: 0 if the run continues, `CAN_GO_ON`
+    if only the user can continue it, else the verdict's own.
 
     Refusals of Slurm are printed. Raise OSError if the run's folder can't be read or written.
     """
-    notify_of_end(run, facts, decided)
-    code = _carry_out(run, attempt, environ, facts, decided)
-    notify_of_end(run, facts, decided, code)
-    return code
-
-
-def _carry_out(
-    run: RunFolder,
-    attempt: AttemptFolder,
-    environ: dict[str, str],
-    facts: AttemptFacts,
-    decided: Verdict,
-) -> int:
-    """Carry out a verdict as `go_on`, without a message."""
     if facts.spec.continue_by == "resubmit":
         return _end_link(run, attempt, environ, facts, decided)
     if decided.action == Action.REQUEUE:
