@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from hpc_ddp.cli.main import main
+from hpc_ddp.core import file_owners
+from hpc_ddp.submission.script import template
+from hpc_ddp.submission.settings import operators
 from tests.skips import skip_or_fail
 
 REPO = Path(__file__).parents[2]
@@ -23,7 +26,8 @@ RUNS_A_COMMAND = (
     "{% endblock %}"
 )
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
+CACHES = (file_owners._is_shared, operators.warn, template._environment)
+Cli = Callable[..., Result]
 
 
 @pytest.fixture
@@ -44,12 +48,19 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hpc_ddp(project: Path, tmp_path: Path) -> Cli:
-    def call(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPO)}
-        env |= {"HPC_DDP_RUNS": str(tmp_path / "runs"), **environ}
-        argv = [sys.executable, "-m", "hpc_ddp", *words]
-        return subprocess.run(argv, cwd=project / "mine", env=env, capture_output=True, text=True)
+def hpc_ddp(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """`hpc-ddp`, called in the user's folder, with nothing of this process's environment."""
+
+    def call(*words: str) -> Result:
+        env = dict.fromkeys(os.environ) | {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path / "home"),
+        }
+        env |= {"HPC_DDP_RUNS": str(tmp_path / "runs"), "PYTHONPATH": str(REPO)}
+        monkeypatch.chdir(project / "mine")
+        for cached in CACHES:  # a command is a process of its own
+            cached.cache_clear()
+        return CliRunner(env=env).invoke(main, words, catch_exceptions=False)
 
     return call
 
@@ -67,7 +78,7 @@ def test_a_strangers_template_runs_no_command(
     give_away(project / "hpc-ddp.toml", project / "own.j2", project)
     done = hpc_ddp("render", "train.py")
     assert not proof.exists()
-    assert done.returncode == 2, done.stderr
+    assert done.exit_code == 2, done.stderr
     assert f"{project / 'hpc-ddp.toml'} is not used: it belongs to uid {STRANGER}" in done.stderr
     assert "accepted: a file that belongs to you or to root" in done.stderr
     assert f"hpc-ddp trust {project / 'hpc-ddp.toml'}" in done.stderr
@@ -81,23 +92,23 @@ def test_accepted_files_count_until_they_change(
     give_away(settings, template)
     assert hpc_ddp("trust", str(settings)).stdout == f"{settings}\n"
     done = hpc_ddp("render", "train.py")  # the template that the file names is a file of its own
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert f"{template} is not used: it belongs to uid {STRANGER}" in done.stderr
-    assert hpc_ddp("trust", str(template)).returncode == 0
+    assert hpc_ddp("trust", str(template)).exit_code == 0
     done = hpc_ddp("render", "train.py")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "module load ours" in done.stdout
     record = tmp_path / "home" / ".config" / "hpc-ddp" / "trusted.json"
     assert record.stat().st_mode & 0o777 == 0o600
     assert json.loads(record.read_text()).keys() == {str(settings), str(template)}
     template.write_text(template.read_text() + "{# another #}")
     done = hpc_ddp("render", "train.py")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "and has changed since it was accepted" in done.stderr
     os.chown(settings, STRANGER + 1, -1)
     assert f"belongs to uid {STRANGER + 1}, and has changed" in hpc_ddp("render", "a.py").stderr
     done = hpc_ddp("status")  # a run can be looked after without the file
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert f"warning: {settings} is not used" in done.stderr
 
 
@@ -109,10 +120,10 @@ def test_what_a_template_takes_in_is_checked(
     block = "{% block setup %}{% include 'part.j2' %}{% endblock %}"
     text = EXTENDS + block if statement == "include" else "{% extends 'part.j2' %}"
     (project / "own.j2").write_text(text)
-    assert hpc_ddp("render", "train.py").returncode == 0
+    assert hpc_ddp("render", "train.py").exit_code == 0
     give_away(project / "part.j2")
     done = hpc_ddp("render", "train.py")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert f"{project / 'part.j2'} is not used" in done.stderr
 
 
@@ -122,7 +133,7 @@ def test_a_template_of_the_command_line_is_checked(
     (project / "hpc-ddp.toml").unlink()
     give_away(project / "own.j2")
     done = hpc_ddp("render", "--template", "../own.j2", "train.py")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert f"{project / 'own.j2'} is not used" in done.stderr
 
 
@@ -134,7 +145,7 @@ def test_a_site_file_is_checked(as_root: None, project: Path, hpc_ddp: Cli, tmp_
     give_away(site)
     for words in (["render", "train.py"], ["site", "list"], ["clean"]):
         done = hpc_ddp(*words)
-        assert done.returncode == 2
+        assert done.exit_code == 2
         assert f"{site} is not used" in done.stderr
 
 
@@ -147,17 +158,17 @@ def test_a_broken_record_is_an_error(
     record.write_bytes(text.encode(errors="surrogateescape"))
     give_away(project / "hpc-ddp.toml")
     done = hpc_ddp("render", "train.py")
-    assert done.returncode == 2, done.stderr
+    assert done.exit_code == 2, done.stderr
     assert f"hint: rm {record}" in done.stderr
 
 
 def test_what_can_not_be_accepted(project: Path, hpc_ddp: Cli) -> None:
     done = hpc_ddp("trust", "gone.toml")
-    assert (done.returncode, "gone.toml can't be read: No such file" in done.stderr) == (2, True)
+    assert (done.exit_code, "gone.toml can't be read: No such file" in done.stderr) == (2, True)
     os.mkfifo(project / "mine" / "pipe")
     done = hpc_ddp("trust", "pipe")
-    assert (done.returncode, "pipe is no regular file" in done.stderr) == (2, True)
-    assert hpc_ddp("trust", ".").returncode == 2
+    assert (done.exit_code, "pipe is no regular file" in done.stderr) == (2, True)
+    assert hpc_ddp("trust", ".").exit_code == 2
 
 
 def test_a_file_that_a_group_can_write_says_chmod(
@@ -167,11 +178,11 @@ def test_a_file_that_a_group_can_write_says_chmod(
     os.chown(settings, -1, STRANGER)
     settings.chmod(0o664)
     done = hpc_ddp("render", "train.py")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "other users can write it (mode 0664)" in done.stderr
     assert f"hint: chmod go-w {settings}; or, as it is now: hpc-ddp trust" in done.stderr
     settings.chmod(0o644)
-    assert hpc_ddp("render", "train.py").returncode == 0
+    assert hpc_ddp("render", "train.py").exit_code == 0
 
 
 def test_an_accepted_template_runs_no_command_either(
@@ -181,7 +192,7 @@ def test_an_accepted_template_runs_no_command_either(
     (project / "own.j2").write_text(RUNS_A_COMMAND.replace("PROOF", str(proof)))
     done = hpc_ddp("render", "train.py")
     assert not proof.exists()
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert f"{project / 'own.j2'}, line 3: access to attribute '__init__'" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -214,7 +225,7 @@ def test_a_strangers_run_is_not_executed(
     give_away(run, *run.rglob("*"))
     done = hpc_ddp(*(word.replace("RUN", str(run)) for word in words))
     assert not (tmp_path / "proof").exists()
-    assert done.returncode == 2, done.stderr
+    assert done.exit_code == 2, done.stderr
     assert f"run {run} can only be read: {run} belongs to uid {STRANGER}" in done.stderr
     assert "hint: submit the script yourself" in done.stderr
 
@@ -224,7 +235,7 @@ def test_a_strangers_run_is_read(as_root: None, run: Path, hpc_ddp: Cli, tmp_pat
     output = str(tmp_path / "page.html")
     for words in (["status"], ["explain"], ["verify"], ["report", "-o", output]):
         done = hpc_ddp(*words, str(run))
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
     assert hpc_ddp("logs", str(run)).stderr.count("error:") == 1  # it has printed nothing yet
 
 
@@ -247,12 +258,12 @@ def test_a_part_of_a_run_that_others_may_have_written(
     path.chmod(path.stat().st_mode | (0o020 if change == "mode" else 0))
     # Others can't enter the folder: modes in it do not count, and owners do.
     done = hpc_ddp("dry-run", "--run", str(run))
-    assert (done.returncode == 2) == (change == "owner")
+    assert (done.exit_code == 2) == (change == "owner")
     run.chmod(0o750)
     os.chown(path, -1, STRANGER)  # a start has brought a new library
     path.chmod(path.stat().st_mode | (0o020 if change == "mode" else 0))
     done = hpc_ddp("dry-run", "--run", str(run))
-    assert done.returncode == 2, done.stderr
+    assert done.exit_code == 2, done.stderr
     assert f"can only be read: {path} " in done.stderr
     assert (f"hint: chmod -R go-w {run}, if" in done.stderr) == (change == "mode")
 
@@ -266,7 +277,7 @@ def test_a_strangers_run_is_reported_elsewhere(
     (run / "report.html").symlink_to(mine)
     give_away(run)
     done = hpc_ddp("report", str(run))
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert mine.read_text() == "kept"
     assert Path(done.stdout.strip()) == project / "mine" / "report.html"
 
@@ -277,9 +288,9 @@ def test_a_folder_here_that_is_a_strangers_run(
     """It comes before the user's run of that name, and so is refused in place of being started."""
     planted = project / "mine" / "train"
     run.rename(planted)
-    assert hpc_ddp("render", "train.py").returncode == 0
+    assert hpc_ddp("render", "train.py").exit_code == 0
     give_away(planted)
     done = hpc_ddp("rerun", "--backend", "local", "train")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert f"run {planted} can only be read" in done.stderr
     assert not (tmp_path / "proof").exists()
