@@ -8,8 +8,7 @@
   worker that hangs can't be ended by the agent either.
 - Workers are forked from a process that has imported torch already (`fork_server`), or started
   through ``worker.py``; either way they have a log by rank, and end with the agent.
-- Which worker failed, when and how is written to ``failures.json`` instead of a table and a
-  traceback; torchrun's own exit code is 1 whatever happened.
+- Failed workers are written to ``failures.json``, not as a table; its own exit code is 1 then.
 - Workers are not started again (``--max-restarts``) once the attempt has to end.
 - With ``--nnodes=MIN:MAX`` a node that is gone without a word makes the others start again
   without it. torchrun drops it from the rendezvous after 15 s, but looks for new nodes only, so
@@ -50,6 +49,7 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
 from hpc_ddp.node.workers.forked_script import ForkedScript
+from hpc_ddp.node.workers.preload import paused_collector
 from hpc_ddp.node.workers.worker import die_with_parent, started_by
 
 # How long a start without a lost node waits for the rest of the others. They end their workers
@@ -351,8 +351,7 @@ def launch(
 
 
 def _failure(rank: int, failure: Any) -> dict[str, Any]:
-    """Return torchrun's record `failure` of a failed worker as JSON: rank, exit code, negative for
-    a signal, and unix time."""
+    """Return torchrun's record as JSON: rank, exit code, negative for a signal, and unix time."""
     return {"rank": rank, "code": failure.exitcode, "time": failure.timestamp}
 
 
@@ -361,9 +360,10 @@ def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
     job is without one (``--no-warm-start``). Returns as `fork_server.start`, also in workers."""
     if not AttemptEnv.from_env(os.environ).warm_start:
         return None
-    import torch  # noqa: F401  # the server's, and by it all workers'
+    with paused_collector():
+        import torch  # noqa: F401  # the server's, and by it all workers'
 
-    return fork_server.start(split(argv)[1])
+        return fork_server.start(split(argv)[1])
 
 
 def main(argv: list[str]) -> ForkedScript:

@@ -93,14 +93,14 @@ def test_what_can_not_be_drilled_is_said(tmp_path: Path) -> None:
     assert "the script takes 5 steps, and a drill needs 8" in done.stderr
     assert not list((tmp_path / "runs").glob(".drills/*"))
     (tmp_path / "bad.py").write_text("raise ValueError('no data here')\n")
-    done = drill(tmp_path, "bad.py")
+    done = drill(tmp_path, *LEAN, "bad.py")
     assert (done.returncode, done.stdout) == (1, "")
     assert (
         "error: the script fails undisturbed: rank 0 on local-0: ValueError: no data" in done.stderr
     )
     assert "| ValueError: no data here" in done.stderr
     (tmp_path / "other.py").write_text("print('nothing of hpc-ddp')\n")
-    done = drill(tmp_path, "other.py")
+    done = drill(tmp_path, *LEAN, "other.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert "other.py has not called start() of hpc_ddp.training" in done.stderr
 

@@ -246,7 +246,11 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("launcher", "hold"),
     [
-        ("srun", "import socket; server = socket.create_server(('', port))"),
+        pytest.param(
+            "srun",
+            "import socket; server = socket.create_server(('', port))",
+            marks=pytest.mark.more,
+        ),
         # Of another dry run, say: torchrun's agent could join it.
         (
             "torchrun",

@@ -96,9 +96,8 @@ def test_weights_and_biases_offline_is_one_run(tmp_path: Path, script: str) -> N
     assert status.stdout.endswith(f"recorded offline; to send it:\n{command}\n")
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param("tracked.py", marks=pytest.mark.more), "tracked_run.py"]
-)
+@pytest.mark.more  # twenty seconds, most of it the import of mlflow
+@pytest.mark.parametrize("script", ["tracked.py", "tracked_run.py"])
 def test_mlflow_has_one_run(tmp_path: Path, mlflow_url: str, script: str) -> None:
     def steps(run: Path) -> list[int]:
         return [step for steps in recorded_at(mlflow_url).values() for step in steps]

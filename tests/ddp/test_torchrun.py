@@ -47,21 +47,21 @@ def start(where: Path, job: str, ranks: int, *argv: str) -> subprocess.Popen[str
 
 def test_digits_stops_and_goes_on_under_torchrun(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "digits" / "local")
-    first = start(tmp_path, "digits.py", 2, "--step-seconds", "0.1")
+    first = start(tmp_path, "digits.py", 2, "--epochs", "3", "--step-seconds", "0.1")
     wait_until(lambda: any(e["event"] == "metrics" for e in raw_events(run.path)), "a step")
     first.send_signal(signal.SIGTERM)  # to the agent, which passes it on and then fails
     first.communicate(timeout=LIMIT_S)
     (stopped,) = [event for event in raw_events(run.path) if event["event"] == "stopped"]
     assert not run.finished()
 
-    second = start(tmp_path, "digits.py", 2)
+    second = start(tmp_path, "digits.py", 2, "--epochs", "3")
     output, errors = second.communicate(timeout=LIMIT_S)
     assert second.returncode == 0, errors
     assert f"going on from step {stopped['step']} " in errors
     assert run.finished()
     found = re.search(r"^test accuracy (0\.\d+)$", output, re.MULTILINE)
     assert found, output
-    assert float(found[1]) >= 0.95
+    assert float(found[1]) >= 0.8
 
 
 @pytest.mark.more

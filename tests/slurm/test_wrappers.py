@@ -23,7 +23,7 @@ NOT_BY_EXEC = f'{sys.executable} "$@"'  # conda run, tykky
     [
         # The batch script starts the supervisor by the wrapper, submitit by its own Python.
         (IN_A_NAMESPACE, "slurm", "torchrun", "linuxproc"),
-        (IN_A_NAMESPACE, "submitit", "torchrun", "cgroup"),
+        pytest.param(IN_A_NAMESPACE, "submitit", "torchrun", "cgroup", marks=pytest.mark.more),
         pytest.param(NOT_BY_EXEC, "submitit", "torchrun", "linuxproc", marks=pytest.mark.more),
         pytest.param(NOT_BY_EXEC, "submitit", "srun", "linuxproc", marks=pytest.mark.more),
         pytest.param(IN_A_NAMESPACE, "slurm", "srun", "linuxproc", marks=pytest.mark.more),

@@ -183,7 +183,6 @@ class _Server:
             self.refusal = str(error)
         if began := process.began_at(self.agent):
             process.imports_ahead = process.ImportsAhead(began, time.time())
-        gc.collect()
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
         atexit.register(gc.unfreeze)  # the last one of a worker is to see all
         while True:
