@@ -200,7 +200,13 @@ def test_a_model_is_shared_out_before_a_device_has_it(
 
 
 @pytest.mark.parametrize(
-    "words", [("--offload",), ("--average",), ("--meta", "--tp", "2"), ("--offload", "--meta")]
+    "words",
+    [
+        ("--offload",),
+        ("--average",),
+        pytest.param(("--meta", "--tp", "2"), marks=pytest.mark.more),  # twenty seconds
+        ("--offload", "--meta"),
+    ],
 )
 def test_a_model_in_parts_goes_on_where_it_was(
     make_sim_crew: Callable[[str], Any], make_crew: Callable[[str], Any], words: tuple[str, ...]

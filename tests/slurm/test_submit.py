@@ -124,7 +124,7 @@ def test_runs_may_lie_in_a_folder_of_any_name(hpc: Hpc, tmp_path: Path) -> None:
 
 def test_two_jobs_on_one_node(hpc: Hpc, cluster: Cluster) -> None:
     node = cluster.nodes[0]
-    words = ("--nodes", "1", "--nproc-per-node", "2", "--nodelist", node)
+    words = ("--nodes", "1", "--nproc-per-node", "1", "--nodelist", node)
     jobs = [hpc.submit(*words, str(SCRIPTS / "words.py")) for _ in range(2)]
     assert [job.end() for job in jobs] == ["COMPLETED"] * 2
     assert [job.nodes() for job in jobs] == [node] * 2
@@ -163,7 +163,7 @@ def test_what_a_profile_or_an_outer_job_left_does_not_matter(
         "SBATCH_EXPORT": "NONE",
         "SBATCH_DELAY_BOOT": "1:10",
     }
-    words = ("--partition", "low", *TWO_BY_TWO, str(SCRIPTS / "words.py"))
+    words = ("--partition", "low", *ONE_BY_TWO, str(SCRIPTS / "words.py"))
     done = hpc("submit", "--json", *words, env=env)
     assert "SBATCH_PARTITION=gone is not used: the job has --partition" in done.stderr
     told = json.loads(done.stdout)
