@@ -44,7 +44,7 @@ def import_(job_script: Path, output: Path | None, site: str | None) -> None:
     text = _read(job_script)
     path = (output or job_script.parent / config.PROJECT_FILE).absolute()
     cwd, home = Path.cwd(), home_folder()
-    conversion = convert(text, cwd, path.parent, os.environ)
+    conversion = convert(text, cwd, path.parent)
     of_site = config.load({"site": site} if site else {}, Path("/"), home)
     subtract_site(conversion, of_site.values)
     if site:

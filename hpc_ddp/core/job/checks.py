@@ -337,7 +337,8 @@ def _check_nodes(nodes: int | str) -> None:
 def _check_env(spec: JobSpec) -> None:
     """Check the names of environment variables, and that no value in the script looks like a
     secret; raise UsageError."""
-    for name in (*spec.env, *spec.env_names, *spec.expand):
+    of_expand = (name.removesuffix("[@]") for name in spec.expand)
+    for name in (*spec.env, *spec.env_names, *of_expand):
         if not _ENV_NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} is not a name of an environment variable",

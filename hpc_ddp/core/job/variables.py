@@ -2,7 +2,8 @@
 
 A text of the job (an argument, a value of ``env``, an image …) is literal. Only ``$NAME`` and
 ``${NAME}`` of the names in `JobSpec.expand` stand for the values that these variables have in the
-job: docs/decisions/017-variables.md.
+job: docs/decisions/017-variables.md. An argument that is ``${NAME[@]}`` stands for all elements of
+an array that set-up lines fill, where `expand` has ``NAME[@]``.
 """
 
 from __future__ import annotations
@@ -79,6 +80,18 @@ def shell_word(text: str, names: Collection[str] = ()) -> str:
     literals = [shlex.quote(word) if word else "" for word in (*words[::2], text[end:])]
     marks = [f'"${{{name}?is not set, and --expand names it}}"' for name in words[1::2]] + [""]
     return "".join(part for pair in zip(literals, marks, strict=True) for part in pair)
+
+
+def array_exports(names: Collection[str]) -> str:
+    """Return the line of bash by which workers have the arrays of `names`, of those that are set:
+    each element behind an ASCII unit separator; '' without an array."""
+    arrays = [name.removesuffix("[@]") for name in names if name.endswith("[@]")]
+    lines = [
+        f"! declare -p {name} >/dev/null 2>&1 || {{ IFS=; export"
+        f" HPC_DDP_WORDS_{name}=\"${{{name}[*]/#/$'\\x1f'}}\"; IFS=$' \\t\\n'; }}"
+        for name in arrays
+    ]
+    return "\n".join(lines)
 
 
 def literal_names(texts: Sequence[str], names: Collection[str]) -> list[str]:

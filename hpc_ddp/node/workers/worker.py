@@ -225,7 +225,7 @@ def fill(command: list[str]) -> list[str]:
         return command
     import re
 
-    names_pattern = "|".join(names)
+    names_pattern = "|".join(map(re.escape, names))
     marks = re.compile(rf"\$(?:({names_pattern})(?![A-Za-z0-9_])|\{{({names_pattern})\}})")
 
     def fill_in(text: str) -> str:
@@ -233,7 +233,12 @@ def fill(command: list[str]) -> list[str]:
 
     for name in os.environ.get("HPC_DDP_EXPAND_ENV", "").split():
         os.environ[name] = fill_in(os.environ[name])
-    return [*command[:3], *map(fill_in, command[3:])]
+    arrays = {f"${{{name}}}": f"HPC_DDP_WORDS_{name[:-3]}" for name in names if name[-1] == "]"}
+    words = command[:3]
+    for word in command[3:]:  # the elements of an array are behind a separator each
+        elements = value_of(arrays[word]).split("\x1f")[1:] if word in arrays else [fill_in(word)]
+        words += elements
+    return words
 
 
 def tracker_answer() -> dict[str, str]:

@@ -2,80 +2,73 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from hpc_ddp.submission.job_script.shell import (
-    Node,
-    Part,
-    Scope,
-    is_positional,
-    literal,
-    parse,
-    source,
-)
+from hpc_ddp.submission.job_script.shell import Node, Scope, parse, source, uses_arguments
+
+_OPERATORS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("=", "==", "-eq"), operator.eq),
+    **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
+    **{"-ge": operator.ge, "-le": operator.le},
+}
+_SETTING = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
 
 
-def truth_of(node: Node, scope: Scope) -> bool | None:
-    """Return whether a condition holds; None where only the job knows."""
+def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
+    """Return whether a condition holds; None where only the job knows. `is_guessed` takes variables
+    that the script does not set to be unset."""
     text = source(node).strip()
-    match = re.fullmatch(r"\[\[?\s+(.*?)\s+\]\]?", text, re.S)
-    if not match or is_positional(text):
+    match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
+    if not match or uses_arguments(text) or re.search(r"[&|<>()*?]", text.replace("$((", "")):
         return {"true": True, "false": False}.get(text)
-    if single := re.fullmatch(r"(-[zn])\s+(.+)", match[1]):
-        root = parse(f": {single[2]}")
-        words = scope.words(commands_of(root)[0].named_children[1:])
-        text = words[0].text if words else ""
-        for name in words[0].names if words else ():
-            if name.startswith("SLURM_"):
-                break  # it is set, and not empty
-            if scope.is_open or name in scope.values:
-                return None
-            text = ""  # what the shell that submits has is not known
-        return bool(text) == (single[1] == "-n")
-    pair = re.fullmatch(
-        r"(\S+|\".*?\")\s+(==|=|!=|-eq|-ne|-gt|-lt|-ge|-le)\s+(\S+|\".*?\")", match[1]
-    )
-    if not pair:
-        return None
-    sides = []
-    for side in (pair[1], pair[3]):
-        root = parse(f": {side}")
-        words = scope.words(commands_of(root)[0].named_children[1:])
-        word = words[0] if words else literal("")
-        number = scope.number(word)
-        if number is None and (not word.is_static or re.search(r"[*?]", side)):
+    words = scope.words(commands_of(parse(f": {match[1]} {match[3]}"))[0].named_children[1:])
+    texts = [word.text for word in words]
+    if match[2] in ("-z", "-n") and not match[1] and len(words) < 2:
+        names = [name for word in words for name in word.names]
+        if any(name.startswith("SLURM_") for name in names):
+            return match[2] == "-n"  # it is set, and not empty
+        if any(scope.is_open or name in scope.values for name in names):
             return None
-        sides.append(word.text if number is None else number)
-    first, second = sides
-    if pair[2] in ("==", "="):
-        return first == second
-    if pair[2] == "!=":
-        return first != second
-    if not (isinstance(first, int) and isinstance(second, int)):
+        if not is_guessed and not scope.guesses.issuperset(names):
+            return None
+        scope.guesses.update(names)
+        return (bool(names) or not any(texts)) == (match[2] == "-z")
+    if len(words) != 2 or match[2] not in _OPERATORS:
         return None
-    return {"-eq": first == second, "-ne": first != second, "-gt": first > second,
-            "-lt": first < second,
-            "-ge": first >= second, "-le": first <= second}[pair[2]]  # fmt: skip
-
-
-def code_of(name: str) -> Part:
-    """Return the part of a word that a variable is which only the job knows."""
-    return Part("code", f"${{{name}}}")
+    numbers = [scope.number(word) for word in words]
+    if all(number is not None for number in numbers):
+        return bool(_OPERATORS[match[2]](*numbers))
+    if match[2].startswith("-") or not all(word.is_static for word in words):
+        return None
+    return bool(_OPERATORS[match[2]](*texts))
 
 
 def commands_of(node: Node) -> list[Node]:
     """Return all commands below a node, in order, but for those of substitutions."""
-    return list(_descend(node, ("command",)))
+    return [inner for inner in _descend(node) if inner.type == "command"]
 
 
-def assigned_in(node: Node) -> Iterable[str]:
-    return [source(n.child_by_field_name("name")) for n in _descend(node, ("variable_assignment",))]
+def set_in(node: Node) -> set[str]:
+    """Return the names that a block may set, and some words beside."""
+    names: set[str] = set()
+    for inner in _descend(node):
+        words, kind = [source(child) for child in inner.named_children], inner.type
+        if kind in ("variable_assignment", "for_statement"):
+            names.add(re.split(r"\W", words[0])[0])
+        elif kind == "unset_command" or (kind == "command" and words[:1][0] in _SETTING):
+            names |= {re.split(r"\W", word)[0] for word in words}
+        elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
+            names |= {*words[:1]}
+    return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
 
 
-def _descend(node: Node, types: tuple[str, ...]) -> Iterator[Node]:
-    if node.type in types:
-        yield node
-    elif node.type not in ("command_substitution", "process_substitution"):
-        for child in node.named_children:
-            yield from _descend(child, types)
+def _descend(node: Node) -> Iterator[Node]:
+    """Yield all nodes but those of substitutions, and of assignments for one command alone."""
+    yield node
+    is_named = node.type == "command" and node.child_by_field_name("name") is not None
+    for child in node.named_children:
+        is_prefix = is_named and child.type == "variable_assignment"
+        if child.type not in ("command_substitution", "process_substitution") and not is_prefix:
+            yield from _descend(child)

@@ -12,7 +12,8 @@ TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
 class Conversion:
     """The settings of a job script: (value, line) by key, or of each entry of a list.
 
-    `marks` are group and text by line; `notes` sentences for the user with their lines.
+    `marks` are group and text by line; `notes` sentences for the user with their lines; `unknown`
+    are variables that can't be taken over, and what they come from.
     """
 
     values: dict[str, tuple[Any, int]] = field(default_factory=dict)
@@ -20,7 +21,7 @@ class Conversion:
     env: dict[str, tuple[str, int]] = field(default_factory=dict)
     marks: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     notes: list[tuple[int, str]] = field(default_factory=list)
-    unknown: set[str] = field(default_factory=set)  # variables of the script's own arguments
+    unknown: dict[str, str] = field(default_factory=dict)
 
     def mark(self, first: int, last: int, group: str, text: str) -> None:
         for line in range(first, last + 1):
@@ -29,23 +30,18 @@ class Conversion:
     def group(self, line: int) -> tuple[str, str]:
         """Return the one group of a line, and why: what is not taken over comes before all else."""
         marks = self.marks.get(line, [(LOST, "not understood")])
-        for group in (LOST, TAKEN, OURS):
-            texts = [text for name, text in marks if name == group]
-            if texts:
-                return group, "; ".join(dict.fromkeys(filter(None, texts)))
-        return LOST, "not understood"
+        group = next(group for group in (LOST, TAKEN, OURS) if group in dict(marks))
+        return group, "; ".join(dict.fromkeys(text for name, text in marks if name == group))
 
-    def append(self, key: str, assigned: str, line: int) -> None:
+    def append(self, key: str, entry: str, line: int) -> None:
         entries = self.lists.setdefault(key, [])
-        if key in ("args", "container-options") or assigned not in [entry for entry, _ in entries]:
-            entries.append((assigned, line))
+        is_set = key in ("expand", "env-names", "without")
+        if not is_set or entry not in dict(entries):
+            entries.append((entry, line))
 
     def settings(self) -> dict[str, Any]:
         """Return all as the keys of a file."""
-        lists = {key: [assigned for assigned, _ in entries] for key, entries in self.lists.items()}
-        env = (
-            {"env": {name: assigned for name, (assigned, _) in self.env.items()}}
-            if self.env
-            else {}
-        )
-        return {**{key: assigned for key, (assigned, _) in self.values.items()}, **lists, **env}
+        single = {key: setting for key, (setting, _) in self.values.items()}
+        lists = {key: [entry for entry, _ in entries] for key, entries in self.lists.items()}
+        env = {name: text for name, (text, _) in self.env.items()}
+        return {**single, **lists, **({"env": env} if env else {})}

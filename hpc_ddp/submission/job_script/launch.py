@@ -1,25 +1,19 @@
-"""The command that starts the training: launcher by launcher, down to the program."""
+"""The command that starts the training, as far as it is known, and the options of launchers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpc_ddp.submission.job_script.shell import Word
+from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal, separated
 
-
-# Options without a value, of srun and sbatch.
-def set_of(*lines: str) -> frozenset[str]:
-    return frozenset(" ".join(lines).split())
-
-
-FLAGS = set_of(
-    "label unbuffered overlap no-kill verbose quiet pty preserve-env immediate kill-on-bad-exit",
-    "contiguous oversubscribe overcommit multi-prog spread-job use-min-nodes exclusive requeue",
-    "no-requeue hold get-user-env parsable reboot wait-for-all exact container-writable",
-    "container-readonly container-mount-home no-container-mount-home container-remap-root",
-    "no-container-remap-root container-entrypoint no-container-entrypoint",
+# Options of srun and sbatch without a value.
+FLAGS = re.compile(
+    r"label|unbuffered|overlap|no-kill|verbose|quiet|pty|preserve-env|immediate|kill-on-bad-exit"
+    r"|contiguous|oversubscribe|overcommit|multi-prog|spread-job|use-min-nodes|exclusive|requeue"
+    r"|no-requeue|hold|get-user-env|parsable|reboot|wait-for-all|exact"
+    r"|container-(writable|readonly)|(no-)?container-(mount-home|remap-root|entrypoint)"
 )
 LETTERS = {
     **{"A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "c": "cpus-per-task"},
@@ -30,7 +24,8 @@ LETTERS = {
     **{"t": "time", "u": "unbuffered", "v": "verbose", "w": "nodelist", "W": "wait"},
     **{"x": "exclude", "O": "overcommit", "E": "preserve-env", "r": "relative", "S": "core-spec"},
 }
-Option = tuple[str, Word | None, Word]  # its name, its value, and the word that has the name
+# Patterns of options' names, and what becomes of them: `Launch.take_options`.
+Rules = Mapping[str, str]
 
 
 @dataclass
@@ -43,12 +38,12 @@ class Launch:
         how surely it is the training: 0 for a command that is none
     kind, step
         torchrun or the like, or "" where a task is a worker; and what starts the tasks
-    workers, tasks, gpus
-        per node, in all, and the request for GPUs, as the launch has them
-    settings
-        values by key, lists of words for lists
-    ours, lost
-        (line, text) of options that hpc-ddp decides itself, and of those that can't be said
+    workers, tasks, cpus, gpus
+        per node, in all, of a task, and the request for GPUs, as the launch has them
+    options, settings
+        (value, line) by the name of a launcher's option; words by the key of hpc-ddp's
+    ours, notes, lost
+        (line, text) of options that hpc-ddp decides itself, for the user, and of what can't be said
     """
 
     line: int
@@ -61,19 +56,108 @@ class Launch:
     nodes: int | None = None
     tasks: int | None = None
     tasks_per_node: int | None = None
+    cpus: int | None = None
     gpus: dict[str, str] = field(default_factory=dict)
-    node_words: bool = False  # by a node's name, or by ssh
+    node_words: bool = False  # by a node's name
     in_loop: bool = False  # over the nodes
     folder: str | None = ""  # the working directory there; None where only the job knows it
+    options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
     inner: Word | None = None  # of bash -c
-    yaml: Word | None = None  # of accelerate
     ours: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[tuple[int, str]] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, key: str, *words: Word) -> None:
         self.settings.setdefault(key, []).extend(words)
+
+    def set_variable(self, word: Word) -> bool:
+        """Take ``NAME=value`` for the program's environment; return whether it is one."""
+        match = re.match(r"([A-Za-z_]\w*)=", word.text)
+        if match:
+            self.env[match[1]] = word.after(len(match[0]))
+        return bool(match)
+
+    def take_program(self, words: Sequence[Word]) -> None:
+        """Take the words behind a launcher's options: a program and its arguments."""
+        remaining = list(words)
+        if len(remaining) > 1 and re.fullmatch(r"\S*python[\d.]*", remaining[0].text):
+            if self.settings.pop("no-python", None):  # torchrun --no_python python train.py
+                remaining.pop(0)
+            while len(remaining) > 1 and remaining[0].text == "-u":
+                remaining.pop(0)
+        if remaining:
+            self.program, self.args = remaining[0], remaining[1:]
+
+    def take_options(
+        self,
+        words: Sequence[Word],
+        rules: Rules,
+        flags: re.Pattern[str],
+        scope: Scope,
+        letters: Mapping[str, str] | None = None,
+    ) -> list[Word]:
+        """Take the options that some words after a launcher's name begin with, and return the other
+        words. The first of the `rules` whose pattern fits an option says its use:
+
+        ``ours`` (hpc-ddp decides), ``lost``, ``env``, ``#NAME`` (a number, for that attribute),
+        ``=KEY`` (one value), ``!KEY`` (a setting that is true), ``+KEY`` (a list, of
+        ``--name=value``), ``&KEY`` (a list, in words of their own), ``%KEY`` (a list, as it is),
+        ``later`` (the caller takes it).
+        """
+        launcher, remaining = words[0].text.rsplit("/", 1)[-1], list(words[1:])
+        while remaining and re.match(r"-{1,2}[A-Za-z]", remaining[0].text):
+            word = remaining.pop(0)
+            name, operand = option_name(word, letters)
+            if operand is None and not flags.fullmatch(name) and remaining:
+                operand = remaining.pop(0)
+            self.options[name] = operand, word.line
+            use = next(use for pattern, use in rules.items() if re.fullmatch(pattern, name))
+            kind, key = use[0], use[1:]
+            if use == "later":
+                pass
+            elif use == "lost":
+                self.lost.append((word.line, f"{launcher} {word.text}: see {launcher}'s own page"))
+            elif use == "env":
+                for pair in separated(operand, ",") if operand else ():
+                    self.set_variable(pair)
+            elif kind in "=!":
+                self.settings[key] = [operand if operand and kind == "=" else word]
+            elif kind in "+&%":
+                option = literal(f"--{name}", word.line)
+                parts = {"+": [joined(f"--{name}=", operand) if operand else option],
+                         "&": [word, operand] if operand and "=" not in word.text else [word],
+                         "%": [joined(word, " ", operand) if operand else word]}  # fmt: skip
+                self.add(key, *(part for part in parts[kind] if part))
+            elif key != "workers":
+                self.ours.append((word.line, f"{launcher} --{name}"))
+            if kind == "#":
+                setattr(self, key, scope.number(operand))
+            if operand and re.match(r"gres|gpus", name):
+                self.gpus[name] = operand.text
+            self.node_words |= name == "nodelist"
+        return remaining[1:] if remaining and remaining[0].text == "--" else remaining
+
+    def take_from(self, outer: Launch) -> None:
+        """Take over what a launch around this one says: srun's options, of ``srun bash -c``."""
+        if not self.kind and outer.step:
+            self.weight = 3 if self.weight == 1 else self.weight
+        for key in ("step", "nodes", "tasks", "tasks_per_node", "cpus"):
+            setattr(self, key, getattr(self, key) or getattr(outer, key))
+        self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env
+        self.node_words |= outer.node_words
+        self.notes += outer.notes
+        self.ours, self.lost = [*outer.ours, *self.ours], [*outer.lost, *self.lost]
+        for key, words in outer.settings.items():
+            self.settings[key] = [*words, *self.settings.get(key, [])]
+
+    @property
+    def words(self) -> list[Word]:
+        """All words of which something is taken over."""
+        lists = [word for words in self.settings.values() for word in words]
+        program = [self.program] if self.program else []
+        return [*program, *self.args, *self.env.values(), *lists]
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -81,33 +165,11 @@ class Launch:
         return (self.program.text if self.program else "", *(word.text for word in self.args))
 
 
-def read_options(
-    words: Sequence[Word], flags: frozenset[str], letters: dict[str, str] | None = None
-) -> tuple[list[Option], list[Word]]:
-    """Return the options that some words begin with, their names in dashes, and the other words."""
-    remaining, options = list(words), []
-    while remaining and re.match(r"-{1,2}[A-Za-z]", remaining[0].text):
-        word = remaining.pop(0)
-        text = word.text
-        if letters and re.match(r"-\w", text):
-            name = letters.get(text[1], text[1])
-            operand = word.after(2) if len(text) > 2 else None
-        else:
-            head = text.partition("=")[0]
-            name = head.lstrip("-").replace("_", "-")
-            operand = word.after(len(head) + 1) if "=" in text else None
-        if operand is None and name not in flags and remaining:
-            operand = remaining.pop(0)
-        options.append((name, operand, word))
-    if remaining and remaining[0].text == "--":
-        remaining.pop(0)
-    return options, remaining
-
-
-def read_gpus(options: dict[str, str], tasks_per_node: int) -> int:
-    """Return the GPUs of a node by the options of a launch; 0 where they are not known."""
-    for name in ("gpus-per-node", "gres", "gpus-per-task"):
-        match = re.search(r"(?:^|:|gpu[:=])(\d+)$", options.get(name, ""))
-        if match:
-            return int(match[1]) * (tasks_per_node if name == "gpus-per-task" else 1)
-    return 0
+def option_name(word: Word, letters: Mapping[str, str] | None) -> tuple[str, Word | None]:
+    """Return the name of an option, in dashes, and the value in the same word."""
+    text = word.text
+    if letters and re.match(r"-\w", text):
+        return letters.get(text[1], text[1]), word.after(2) if len(text) > 2 else None
+    head = text.partition("=")[0]
+    operand = word.after(len(head) + 1) if "=" in text else None
+    return head.lstrip("-").replace("_", "-"), operand

@@ -1,99 +1,116 @@
-"""The launchers that start tasks or enter a container, one inside the other."""
+"""The launchers of tasks, of containers and of PyTorch's workers, one inside the other."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
-from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, Launch, read_options, set_of
-from hpc_ddp.submission.job_script.shell import Scope, Word, literal
-from hpc_ddp.submission.job_script.training_launchers import (
-    take_accelerate,
-    take_python,
-    take_torchrun,
-)
+from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
+from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, Launch
+from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
 
-# Options of srun that hpc-ddp decides itself.
-_OURS = set_of(
-    "nodes ntasks ntasks-per-node cpus-per-task distribution output error input label jobid",
-    "overlap kill-on-bad-exit no-kill wait exact nodelist relative partition account time job-name",
-    "mem gres gpus gpus-per-node gpus-per-task export unbuffered quiet verbose exclusive",
+_SRUN = {
+    "container-image": "=image",
+    "(no-)?container-.*": "+container-options",
+    "export": "env",
+    "nodes": "#nodes",
+    "ntasks": "#tasks",
+    "ntasks-per-node": "#tasks_per_node",
+    "cpus-per-task": "#cpus",
+    "distribution|output|error|input|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
+    "|nodelist|relative|partition|account|time|job-name|mem|gres|gpus|gpus-per-(node|task)"
+    "|unbuffered|quiet|verbose|exclusive": "ours",
+    ".*": "+srun",
+}
+_MPIRUN = {
+    "x": "env",
+    "np?|c": "#tasks",
+    "N|npernode|ppn|ntasks-per-node": "#tasks_per_node",
+    "map-by|rank-by|H|hosts?|hostfile|f|machinefile": "ours",
+    "(g|prte)?mca .*|bind-to|allow-run-as-root|oversubscribe|tag-output|report-bindings": "%mpirun",
+    ".*": "lost",
+}
+_MPIRUN_FLAGS = re.compile(
+    r"(g|prte)?mca .*|allow-run-as-root|oversubscribe|tag-output|report-bindings"
 )
-_CONTAINER_FLAGS = set_of(
-    "nv rocm nvccli cleanenv e contain c containall C no-home writable-tmpfs fakeroot f userns u",
-    "ipc i pid p writable w no-init rm",
+_IMAGE = {"nv|rocm": "ours", "env": "env", ".*": "&container-options"}
+_IMAGE_FLAGS = re.compile(
+    r"nv|rocm|nvccli|cleanenv|e|contain|c|containall|C|no-home|writable-tmpfs|fakeroot|f|userns|u"
+    r"|ipc|i|pid|p|writable|w|no-init|rm"
+)
+_TORCHRUN = {
+    "nproc-per-node|n|nproc|num-gpus": "#workers",
+    "module|m": "!module",
+    "no-python": "!no-python",
+    "max-restarts": "later",
+    # Of composer and deepspeed, too.
+    "|".join(
+        ["rdzv-.*|use-env|world-size|num-nodes|hostfile|stdout|stderr|include", *TORCHRUN_SETTLED]
+    ): "ours",
+    ".*": "+torchrun",
+}
+_TORCHRUN_FLAGS = re.compile("standalone|module|m|no-python|run-path|use-env")
+_ACCELERATE = {
+    "module|m": "!module",
+    "no-python": "!no-python",
+    "num-processes": "#tasks",
+    r"num-machines|machine-rank|main-process-(ip|port)|rdzv-\w+|multi-gpu|same-network|gpu-ids"
+    r"|main-training-function|compute-environment|use-cpu|cpu|debug|quiet|tpu-.*|downcast-bf16"
+    r"|enable-cpu-affinity|max-restarts|monitor-interval|tee|role|log-dir|mpirun-hostfile"
+    r"|use-mps-device": "ours",
+    ".*": "later",
+}
+_ACCELERATE_FLAGS = re.compile(
+    "multi-gpu|cpu|tpu|use-(deepspeed|fsdp|megatron-lm|xpu|mps-device)|same-network|module|m"
+    "|no-python|debug|quiet"
+)
+# The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
+_VARIABLE = re.compile(
+    r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|(?P<zero>zero_stage|offload_(optimizer|param)_device|zero3_init"
+    r"|zero3_save_16bit_model)(?:_flag)?|mixed_precision|gradient_(accumulation_steps|clipping)"
+    r"|use_(fsdp|deepspeed)|deepspeed_config_file"
+)
+_NO_TRAINING = re.compile(
+    r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
+    r"|env|printenv|pkill|kill|chmod|ln|true|test|find|lscpu|ip|ifconfig|which|df|sbcast|enroot|nvcc)"
 )
 
 
 def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
     """Return the launch that some words are; its weight is 0 where they are none. `step` is what
     starts the tasks that have these words in them, '' for the batch script."""
-    launch = Launch(words[0].line if words else 0, step=step)
-    remaining: list[Word] | None = list(words)
+    launch, remaining = Launch(words[0].line if words else 0, step=step), list(words)
     while remaining and not launch.program and launch.inner is None:
         text = remaining[0].text
         name = text.rsplit("/", 1)[-1]
-        if re.fullmatch(r"python[\d.]*", name) or (launch.step and re.search(r"PYTHON", text)):
-            remaining = take_python(remaining, launch, scope)
-            continue
-        if match := re.match(r"([A-Za-z_]\w*)=", text):
-            launch.env[match[1]] = remaining.pop(0).after(len(match[0]))
-            continue
-        handler = _HANDLERS.get(name)
-        if handler is None:
-            if launch.step and (not step or re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", text)):
+        is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
+        if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "env"):
+            remaining.pop(0)
+        elif handler := _python if is_python else _HANDLERS.get(name):
+            remaining = handler(remaining, launch, scope)
+        else:
+            is_program = re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", text) or remaining[0].code
+            if launch.step and (not step or is_program):
                 _command(remaining, launch)
             break
-        remaining = handler(remaining, launch, scope)
     return launch
-
-
-def _skip(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    return words[1:]
 
 
 def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     launch.step = "srun"
-    options, remaining = read_options(words[1:], FLAGS, LETTERS)
-    while (
-        len(remaining) > 1
-        and re.fullmatch(r"\$\{?\w+\}?", remaining[0].text)
-        and _goes_on(remaining[1].text)
-    ):
-        unknown = remaining.pop(0)
-        launch.lost.append(
-            (unknown.line, f"srun {unknown.text}: only the job knows it: srun = […]")
-        )
-        more, remaining = read_options(remaining, FLAGS, LETTERS)
-        options += more
-    for name, operand, word in options:
-        if name == "container-image" and operand:
-            launch.settings["image"] = [operand]
-            launch.settings["container-tool"] = [literal("pyxis", word.line)]
-        elif name.startswith(("container-", "no-container-")):
-            text = f"--{name}="
-            joined = Word((*literal(text).parts, *operand.parts), word.line) if operand else word
-            launch.add("container-options", joined)
-        elif name == "export" and operand and re.search(r"=", operand.text):
-            for pair in operand.text.split(","):
-                key, _, content = pair.partition("=")
-                if content:
-                    launch.env[key] = literal(content, word.line)
-        elif name in _OURS:
-            launch.ours.append((word.line, f"srun --{name}"))
-            if name in ("gres", "gpus", "gpus-per-node", "gpus-per-task") and operand:
-                launch.gpus[name] = operand.text
+    remaining = launch.take_options(words, _SRUN, FLAGS, scope, LETTERS)
+    while len(remaining) > 1 and remaining[0].parts[0].splits and _goes_on(remaining[1].text):
+        unknown = remaining[0]
+        is_set = {*unknown.names} & scope.values.keys() or scope.is_open
+        if is_set or not all(part.name for part in unknown.parts):
+            text = f"srun {unknown.text}: only the job knows it: srun = […]"
+            launch.lost.append((unknown.line, text))
         else:
-            joined = (
-                Word((*literal(f"--{name}=").parts, *operand.parts), word.line)
-                if operand
-                else literal(f"--{name}", word.line)
-            )
-            launch.add("srun", joined)
-        numbers = {"nodes": "nodes", "ntasks": "tasks", "ntasks-per-node": "tasks_per_node"}
-        if name in numbers:
-            setattr(launch, numbers[name], scope.number(operand))
-        launch.node_words |= name == "nodelist"
+            launch.notes.append((unknown.line, f"{unknown.text} is taken to be unset: srun = […]"))
+        words = [words[0], *remaining[1:]]
+        remaining = launch.take_options(words, _SRUN, FLAGS, scope, LETTERS)
+    if "image" in launch.settings:
+        launch.settings["container-tool"] = [literal("pyxis", words[0].line)]
     return remaining
 
 
@@ -105,58 +122,26 @@ def _goes_on(text: str) -> bool:
 
 def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
-    remaining = words[1:]
-    while remaining and remaining[0].text.startswith("-"):
-        word = remaining.pop(0)
-        name = word.text.lstrip("-")
-        if name in ("mca", "gmca", "prtemca") and len(remaining) > 1:
-            text = " ".join([word.text, remaining.pop(0).text, remaining.pop(0).text])
-            launch.add("mpirun", literal(text, word.line))
-        elif name == "x" and remaining:
-            key, equals, content = remaining.pop(0).text.partition("=")
-            if equals:
-                launch.env[key] = literal(content, word.line)
-            launch.ours.append((word.line, f"mpirun -x {key}: workers have the job's variables"))
-        elif re.fullmatch(r"n|np|c|N|npernode|ppn|map-by|rank-by|H|host|hosts|hostfile|f"
-                          r"|machinefile|bind-to|ntasks-per-node", name) and remaining:  # fmt: skip
-            operand = remaining.pop(0)
-            if name in ("n", "np", "c"):
-                launch.tasks = scope.number(operand)
-            elif name in ("N", "npernode", "ppn", "ntasks-per-node"):
-                launch.tasks_per_node = scope.number(operand)
-            if name == "bind-to":
-                launch.add("mpirun", literal(f"--bind-to {operand.text}", word.line))
-            else:
-                launch.ours.append((word.line, f"mpirun -{name}"))
-        elif name in ("allow-run-as-root", "oversubscribe", "tag-output", "report-bindings"):
-            launch.add("mpirun", word)
-        else:
-            launch.lost.append(
-                (word.line, f'{words[0].text} {word.text}: mpirun = ["{word.text}"]')
-            )
-    return remaining
-
-
-_NO_TRAINING = re.compile(
-    r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
-    r"|env|printenv|pkill|kill|chmod|ln|true|test|find|lscpu|ip|ifconfig|which|df|sbcast|enroot|nvcc)"
-)
+    pairs: list[Word] = []
+    for word in words:  # --mca has two values
+        if len(pairs) > 2 and re.fullmatch(r"--?(g|prte)?mca", pairs[-2].text):
+            word = joined(pairs[-2], " ", pairs[-1], " ", word)
+            del pairs[-2:]
+        pairs.append(word)
+    return launch.take_options(pairs, _MPIRUN, _MPIRUN_FLAGS, scope)
 
 
 def _command(words: list[Word], launch: Launch) -> None:
     """Take a command that is no launcher as the program of each task."""
-    if _NO_TRAINING.fullmatch(words[0].text):
-        return
-    launch.weight = 2
-    launch.program, launch.args = words[0], words[1:]
-    launch.add("no-python", words[0])
+    if not _NO_TRAINING.fullmatch(words[0].text):
+        launch.weight, launch.program, launch.args = 2, words[0], words[1:]
+        launch.add("no-python", words[0])
 
 
 def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take ``bash -c '…'``, whose text is a script of its own, or ``bash file``."""
-    options = [w for w in words[1:3] if re.fullmatch(r"-[a-z]*c", w.text)]
-    if options:
-        at = words.index(options[0])
+    at = next((i for i, w in enumerate(words[:3]) if re.fullmatch(r"-[a-z]*c", w.text)), 0)
+    if at:
         launch.inner = words[at + 1] if at + 1 < len(words) else literal("")
     elif launch.step:
         _command(words, launch)
@@ -164,81 +149,124 @@ def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take Singularity, Apptainer or Shifter: the image is behind the options, or one of them."""
     tool = words[0].text.rsplit("/", 1)[-1]
-    if len(words) < 3 or words[1].text not in ("exec", "run"):
+    if tool == "shifter":
+        rules = {"image": "=image", ".*": "+container-options"}
+        remaining = launch.take_options(words, rules, re.compile("gpu"), scope)
+    elif len(words) < 3 or words[1].text not in ("exec", "run"):
         return []
-    options, remaining = read_options(words[2:], _CONTAINER_FLAGS)
-    for name, operand, word in options:
-        if name in ("nv", "rocm"):
-            launch.ours.append((word.line, f"{tool} --{name}"))
-        elif name == "env" and operand and "=" in operand.text:
-            key, _, content = operand.text.partition("=")
-            launch.env[key] = literal(content, word.line)
-        else:
-            launch.add(
-                "container-options", word, *([] if "=" in word.text or not operand else [operand])
-            )
-    if remaining:
-        launch.settings["image"] = [remaining.pop(0)]
-        launch.settings["container-tool"] = [literal(tool, words[0].line)]
-    return remaining
-
-
-def _shifter(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    options, remaining = read_options(words[1:], frozenset())
-    for name, operand, word in options:
-        if name == "image" and operand:
-            launch.settings["image"] = [operand]
-        elif operand:
-            launch.add(
-                "container-options", Word((*literal(f"--{name}=").parts, *operand.parts), word.line)
-            )
-    launch.settings["container-tool"] = [literal("shifter", words[0].line)]
+    else:
+        remaining = launch.take_options(words[1:], _IMAGE, _IMAGE_FLAGS, scope)
+        launch.settings["image"] = [remaining.pop(0)] if remaining else []
+    launch.settings["container-tool"] = [literal(tool, words[0].line)]
     return remaining
 
 
 def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take a command that enters a container in its own way, as CSC's does: ``container``."""
     at = next((i for i, word in enumerate(words) if word.text == "exec"), 0)
-    launch.settings["container"] = [
-        literal(" ".join(w.text for w in words[: at + 1]), words[0].line)
-    ]
+    pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
+    launch.settings["container"] = [joined(*pieces[1:])]
     return words[at + 1 :]
 
 
-def _remote(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take ssh or pdsh: what it starts is a script of its own."""
-    remaining = [word for word in words[1:] if not word.text.startswith("-")]
-    launch.step, launch.node_words = "srun", True
-    launch.inner = Word(
-        tuple(p for w in remaining[1:] for p in (*w.parts, *literal(" ").parts)), words[0].line
-    )
+def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take a tool before the program, as numactl or uv: a command of each task."""
+    if launch.step and (words[0].text != "uv" or [w.text for w in words[1:2]] == ["run"]):
+        _command(words, launch)
+        launch.weight = 3
     return []
 
 
-def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take a tool before the program, as numactl or nsys: it can't be said."""
-    if launch.step:
-        _command(words, launch)
-        launch.weight = 3
+def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take torchrun, ``torch.distributed.launch``, composer or deepspeed, whose options are alike;
+    the program follows."""
+    launch.kind, launch.weight = "torchrun", 4
+    name, line = words[0].text.rsplit("/", 1)[-1], words[0].line
+    rules = _TORCHRUN | ({".*": "lost"} if name in ("composer", "deepspeed") else {})
+    launch.take_program(launch.take_options(words, rules, _TORCHRUN_FLAGS, scope))
+    options = launch.options
+    nodes, at = options.get("nnodes", (None, 0))
+    if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
+        launch.add("nodes", literal(nodes.text.replace(":", "-"), at))
+        launch.add("elastic", nodes)
+    restarts, _ = options.get("max-restarts", (None, 0))
+    if restarts and scope.number(restarts):
+        launch.add("max-restarts", restarts)
+    for option in ("nproc-per-node", "nproc", "n", "num-gpus"):
+        count, at = options.get(option, (literal("gpu"), 0))
+        if scope.number(count) is None and (not count or count.text not in ("gpu", "auto")):
+            text = "only the job knows it: nproc-per-node = N"
+            launch.lost.append((at, f"{name} --{option}: {text}"))
+    if name == "composer":
+        launch.add("worker-setup", literal("export NODE_RANK=$GROUP_RANK", line))
+    if name == "deepspeed":
+        text = "torchrun starts the workers; its options but for the number of workers are gone"
+        launch.lost.append((line, f"the launcher deepspeed: {text}"))
+    if name in ("launch", "deepspeed") and launch.program and "use-env" not in options:
+        launch.args.insert(0, literal("--local_rank=$LOCAL_RANK", line))
+        launch.add("expand", literal("LOCAL_RANK", line))
+    return []
+
+
+def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    if [word.text for word in words[1:2]] != ["launch"]:
         return []
-    _, remaining = read_options(words[1:], frozenset(("l", "localalloc")))
-    launch.lost.append(
-        (words[0].line, f"{words[0].text} before the program: worker-setup has none")
-    )
-    return remaining
+    launch.kind, launch.weight, launch.options = "accelerate", 4, {}
+    launch.take_program(launch.take_options(words[1:], _ACCELERATE, _ACCELERATE_FLAGS, scope))
+    for name, (operand, line) in launch.options.items():
+        if variable := accelerate_variable(name, operand.text if operand else "true"):
+            launch.env[variable[0]] = literal(variable[1], line)
+        elif name != "config-file" and (line, f"launch --{name}") not in launch.ours:
+            launch.lost.append((line, f"accelerate --{name}: set it in Accelerator(…)"))
+    return []
+
+
+def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
+    """Return the variable by which ``accelerate launch`` passes on one of its options or keys, and
+    its value; None for one that it does not pass on so."""
+    match = _VARIABLE.fullmatch(name.replace("-", "_"))
+    if not match:
+        return None
+    name = match["fsdp"] or match["zero"] or match[0]
+    name = name.replace("transformer_layer_cls", "transformer_cls").upper()
+    start = "" if match["fsdp"] else "ACCELERATE_DEEPSPEED_" if match["zero"] else "ACCELERATE_"
+    return start + name, operand.lower() if operand in ("True", "False") else operand
+
+
+def _python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take Python and its flags; what follows is a launcher, a module or a script."""
+    python, remaining = words[0], words[1:]
+    if "/" in python.text or "$" in python.text:
+        launch.settings["python"] = [python]
+    while remaining and re.fullmatch(r"-[uEsSIBOqvx]+|-[WX].*", remaining[0].text):
+        flag = remaining.pop(0)
+        if flag.text in ("-W", "-X") and remaining:
+            remaining.pop(0)
+        if flag.text != "-u":
+            launch.lost.append((flag.line, f"python {flag.text}: a variable, as PYTHONWARNINGS"))
+    module = remaining[1].text if len(remaining) > 1 and remaining[0].text == "-m" else ""
+    if module in ("torch.distributed.run", "torch.distributed.launch"):
+        start = literal(module.rsplit(".")[-1], remaining[1].line)
+        return _torchrun([start, *remaining[2:]], launch, scope)
+    if module == "accelerate.commands.launch":
+        return _accelerate([remaining[1], literal("launch"), *remaining[2:]], launch, scope)
+    if module:
+        launch.add("module", remaining.pop(0))
+    if remaining and remaining[0].text != "-c":
+        launch.weight = 3 if launch.step else 1
+        launch.take_program(remaining)
+    return []
 
 
 _HANDLERS: dict[str, Callable[[list[Word], Launch, Scope], list[Word]]] = {
-    **dict.fromkeys(("exec", "time", "nohup", "env"), _skip),
     "srun": _srun,
     **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "ibrun", "orterun"), _mpirun),
-    **dict.fromkeys(("torchrun", "composer", "deepspeed"), take_torchrun),
-    "accelerate": take_accelerate,
+    **dict.fromkeys(("torchrun", "composer", "deepspeed"), _torchrun),
+    "accelerate": _accelerate,
     **dict.fromkeys(("bash", "sh"), _shell),
-    **dict.fromkeys(("singularity", "apptainer"), _image),
-    "shifter": _shifter,
+    **dict.fromkeys(("singularity", "apptainer", "shifter"), _image),
     "singularity_wrapper": _wrapper,
-    **dict.fromkeys(("ssh", "pdsh", "clush"), _remote),
-    **dict.fromkeys(("numactl", "nsys"), _tool),
+    **dict.fromkeys(("numactl", "nsys", "taskset", "uv", "poetry"), _tool),
 }

@@ -4,110 +4,156 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
-from hpc_ddp.submission.job_script.directives import Directives, gpu_request
-from hpc_ddp.submission.job_script.launch import Launch, read_gpus
-from hpc_ddp.submission.job_script.shell import Word
-from hpc_ddp.submission.job_script.training_launchers import accelerate_variable
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
+from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
+from hpc_ddp.submission.job_script.launch import Launch
+from hpc_ddp.submission.job_script.launchers import accelerate_variable
+from hpc_ddp.submission.job_script.shell import Word, literal, uses_arguments
+from hpc_ddp.submission.job_script.statements import Reader, Statement
 
-if TYPE_CHECKING:
-    from hpc_ddp.submission.job_script.conversion import Conversion
-
-# Settings of a launch that are one word.
+# Settings of a launch that are one word, and those that are true.
 _SINGLE = ("image", "container-tool", "container", "python", "nodes")
-_NOT_OF_ALL = r"num_processes|num_machines|machine_rank|main_process_\w+|rdzv_backend|" \
-    r"same_network|compute_environment|main_training_function|debug|tpu_\w+|gpu_ids|use_cpu|" \
-    r"downcast_bf16|enable_cpu_affinity|distributed_type|dynamo_\w+|" \
-    r"deepspeed_multinode_\w+|\w*hostfile"  # fmt: skip
+_TRUE = ("module", "no-python", "elastic")
+# Keys of Accelerate's YAML that describe the job itself.
+_NOT_OF_ALL = (
+    r"num_processes|num_machines|machine_rank|main_process_\w+|rdzv_backend|same_network|gpu_ids"
+    r"|compute_environment|main_training_function|debug|tpu_\w+|use_cpu|downcast_bf16|dynamo_\w+"
+    r"|enable_cpu_affinity|distributed_type|deepspeed_multinode_\w+|\w*hostfile"
+)
+
+
+@dataclass
+class Texts:
+    """Words of a launch as texts of hpc-ddp. Bash expands what is more than names, by a set-up line
+    in the list `key`; `assigned` are the variables that the batch script sets."""
+
+    result: Conversion
+    assigned: set[str]
+    key: str = "setup"
+    count: int = 0
+
+    def of(self, word: Word, at: int) -> str:
+        """Return an argument, with ``$NAME`` of variables that `expand` then has; a word that the
+        shell may split, or that is more than text and names, as an array of all that it becomes."""
+        is_early = self.key == "setup"  # a worker has hpc-ddp's value
+        outer = [name for name in word.names if name in self.assigned]
+        if word.is_one and not (is_early and any(map(is_of_hpc_ddp, outer))):
+            return self.of_one(word, at)
+        self.count += 1
+        name, line = f"ARGUMENTS_{self.count}", "{0}=({1})".format
+        if outer and not is_early:  # they are exported for the task, where bash reads their values
+            self.expand(outer, at)
+            self.result.append(self.key, f'eval "{line(name, word.bash(True))}"', at)
+        else:
+            self.result.append(self.key, line(name, word.bash()), at)
+        self.expand([f"{name}[@]"], at)
+        return f"${{{name}[@]}}"
+
+    def of_one(self, word: Word, at: int) -> str:
+        """Return a word that is one, whatever its variables are; other code is lost."""
+        if not all(part.name for part in word.code):
+            self.result.mark(at, at, LOST, f"{word.text}: only bash knows it; a set-up line NAME=…")
+        self.expand(word.names, at)
+        return word.text
+
+    def expand(self, names: list[str], at: int) -> None:
+        for name in names:
+            self.result.append("expand", name, at)
 
 
 def take(
-    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int],
+    statement: Statement, result: Conversion, directives: Directives, reader: Reader,
     cwd: Path, folder: Path,
 ) -> None:  # fmt: skip
     """Put a launch into a conversion; `cwd` and `folder` as `convert` has them."""
-    line = launch.line
+    launch = statement.launch or Launch(0)
+    outer = (s for s in reader.statements if not s.inside)
+    texts = Texts(result, {name for s in outer for name in (s.name, *s.sets)})
     _take_program(launch, result, cwd, folder)
+    if statement.inside:
+        texts.key = "node-setup" if launch.kind else "worker-setup"
+    for argument in launch.args:
+        at = argument.line or launch.line
+        lacking = [f"{n}, of {result.unknown[n]}" for n in argument.names if n in result.unknown]
+        if argument.code and uses_arguments(argument.script):
+            lacking.append("the job script's own arguments")
+        if lacking:
+            text = f"{argument.text}: it needs {lacking[0]}: write it into args"
+            result.mark(at, at, LOST, text)
+        else:
+            result.append("args", texts.of(argument, at), at)
     for key, words in launch.settings.items():
         for word in words:
+            at = word.line or launch.line
             if launch.kind and word.text.startswith("--mpi") and key == "srun":
                 continue  # the workers are torchrun's
-            if key in _SINGLE:
-                result.values[key] = _text(word, result), word.line
+            if key in _TRUE:
+                result.values[key] = True, at
             elif key == "max-restarts":
-                result.values[key] = int(word.text), word.line
-            elif key in ("module", "no-python", "elastic"):
-                result.values[key] = True, word.line
+                result.values[key] = int(word.text), at
+            elif key in _SINGLE:
+                result.values[key] = texts.of_one(word, at), at
             else:
-                result.append(key, _text(word, result), word.line)
+                result.append(key, texts.of_one(word, at), at)
+            if key == "image" and not word.text:
+                result.mark(at, at, LOST, "the image is empty: write its path into image")
     for name, word in launch.env.items():
+        at = word.line or launch.line
         if is_of_hpc_ddp(name):
-            result.notes.append((word.line or line, f"{name} is hpc-ddp's in the workers"))
-        else:
-            result.env[name] = _text(word, result), word.line or line
-    words = [*launch.args, *(word for entries in launch.settings.values() for word in entries)]
-    busy = {line, *(word.line for word in words), launch.program.line if launch.program else line}
-    for at, text in launch.ours:
-        if at not in busy:
-            result.marks[at] = [("set by hpc-ddp itself", text)]
+            result.notes.append((at, f"{name} is hpc-ddp's in the workers"))
+        elif not reader.scope.is_open and name not in texts.assigned and word.is_static:
+            result.env[name] = word.text, at
+        else:  # [env] comes before the set-up lines
+            result.append("setup", f"export {name}={word.bash()}", at)
+    busy = {launch.line, *(word.line for word in launch.words)}
+    result.marks |= {at: [(OURS, text)] for at, text in launch.ours if at not in busy}
+    result.notes += launch.notes
     for at, text in launch.lost:
-        result.notes.append((at, f"not taken over: {text}"))
-    if launch.yaml is not None:
-        _take_yaml(launch, launch.yaml, result, cwd)
-    _take_sizes(launch, result, directives, numbers)
+        result.mark(at or launch.line, at or launch.line, LOST, text)
+    if config := launch.options.get("config-file", (None, 0))[0]:
+        _take_yaml(launch, config, result, cwd)
+    _take_sizes(launch, result, directives, reader.scope.numbers)
 
 
 def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -> None:
-    """Take the program and its arguments; a script's path as seen from `folder`."""
-    word, line = launch.program, launch.line
-    if word is None:
+    """Take the program; a script's path as seen from `folder`. One whose place only the job knows
+    is a command, with its arguments."""
+    if (word := launch.program) is None:
         return
-    name = _text(word, result) if launch.settings.keys() & {"module", "no-python"} else word.text
-    if not launch.settings.keys() & {"module", "no-python"}:
-        name = re.sub(r"^\$\{?HOME\}?(?=/)", "~", name)
-        chdir = os.path.expanduser(launch.folder or "")
-        path = Path(os.path.expanduser(name))
-        is_hidden = "$" in name or (launch.folder is None and not path.is_absolute())
-        is_in_image = launch.settings.keys() & {"image", "container"}
-        is_away = path.is_absolute() and not path.is_file()
-        if is_hidden or (is_in_image and is_away):
-            python = launch.settings.pop("python", [])
-            result.values["no-python"] = True, line
-            result.append("args", _text(word, result), word.line or line)
-            name = python[0].text if python else "python3" if is_in_image else "python"
-        elif not path.is_absolute():
-            place = cwd / chdir / path
-            is_below = os.path.realpath(place).startswith(os.path.realpath(cwd))
-            name = os.path.relpath(place, folder) if is_below else str(place)
-    result.values["script"] = name, word.line or line
-    for argument in launch.args:
-        text = argument.text
-        is_own = re.search(r"\$\{?[@*\d]\}?|\[[@*]\]", text) and argument.has_code
-        is_own = is_own or (launch.in_loop and argument.has_code)
-        if is_own or {*argument.names} & result.unknown:
-            result.mark(argument.line, argument.line, "not taken over",
-                        f"{text}: only the job script knows it; write it into args")  # fmt: skip
-            continue
-        result.append("args", _text(argument, result), argument.line or line)
+    line, kind = word.line or launch.line, launch.settings.keys() & {"module", "no-python"}
+    name = _of_home(word.text)
+    is_in_image = bool(launch.settings.keys() & {"image", "container"})
+    options = " ".join(option.text for option in launch.settings.get("container-options", []))
+    is_elsewhere = launch.folder is None or bool(re.search("--(container-workdir|pwd)", options))
+    is_away = (is_in_image and not Path(name).is_file()) if os.path.isabs(name) else is_elsewhere
+    if "$" in name or (kind == {"module"} and is_elsewhere) or (not kind and is_away):
+        python = launch.settings.pop(
+            "python", [literal("python3" if is_in_image else "python", line)]
+        )
+        is_module = bool(launch.settings.pop("module", []))
+        command = [] if "no-python" in kind else [*python, *([literal("-m", line)] * is_module)]
+        words = [*command, word]
+        name = words.pop(0).text if words[0].is_static else "env"
+        launch.add("no-python", word)
+        launch.args[:0] = words
+    elif not kind and not os.path.isabs(name):
+        place = cwd / (launch.folder or "") / name
+        is_below = os.path.realpath(place).startswith(os.path.realpath(cwd))
+        name = os.path.relpath(place, folder) if is_below else str(place)
+    result.values["script"] = name, line
+    if python := launch.settings.get("python", []):
+        launch.settings["python"] = [literal(_of_home(python[0].text), python[0].line)]
 
 
-def _text(word: Word, result: Conversion) -> str:
-    """Return a word with its variables noted in ``expand``; code becomes a variable that a set-up
-    line sets."""
-    if word.has_code:
-        index = sum(operand.startswith("ARGUMENT_") for operand, _ in result.lists.get("setup", []))
-        name = f"ARGUMENT_{index + 1}"
-        result.append("setup", f"{name}={word.source}", word.line)
-        result.append("expand", name, word.line)
-        return f"${name}"
-    for name in word.names:
-        result.append("expand", name, word.line)
-    return word.text
+def _of_home(text: str) -> str:
+    """Return a path with the home folder for ``~`` and ``$HOME``."""
+    return os.path.expanduser(re.sub(r"^\$\{?HOME\}?(?=/)", "~", text))
 
 
 def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
@@ -123,73 +169,61 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
             hint="pip install pyyaml",
         ) from None
     except (OSError, ValueError) as error:
-        result.notes.append((line, f"not taken over: {word.text} can't be read"
-                             f" ({type(error).__name__}): put it there and import again;"
-                             " its FSDP or DeepSpeed settings would be missing"))  # fmt: skip
+        text = f"{word.text} can't be read ({type(error).__name__}): put it there and import again"
+        text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"
+        result.notes.append((line, text))
         return
-    kind = str(read.get("distributed_type", "")).upper()
-    flat = {key: entry for key, entry in read.items() if not isinstance(entry, dict)}
-    for part in read.values():
-        flat |= part if isinstance(part, dict) else {}
-    for use in ("FSDP", "DEEPSPEED"):
-        if kind == use:
-            result.env[f"ACCELERATE_USE_{use}"] = "true", line
-    for key, operand in flat.items():
-        text = str(operand).lower() if isinstance(operand, bool) else str(operand)
-        if variable := accelerate_variable(key, text):
+    keys = {key: entry for key, entry in read.items() if not isinstance(entry, dict)}
+    keys |= {k: e for part in read.values() if isinstance(part, dict) for k, e in part.items()}
+    use = f"use_{keys.get('distributed_type', '')}".lower()
+    for key, entry in {use: True, **keys}.items():
+        if variable := accelerate_variable(key, str(entry)):
             result.env.setdefault(variable[0], (variable[1], line))
-        elif not re.fullmatch(_NOT_OF_ALL, key) and operand not in (None, {}, [], "no"):
-            result.notes.append(
-                (line, f"not taken over: {key} of {word.text}: set it in Accelerator(…)")
-            )
-    launch.tasks = launch.tasks or flat.get("num_processes")
+        elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
+            text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
+            result.notes.append((line, text))
+    launch.tasks = launch.tasks or keys.get("num_processes")
 
 
 def _take_sizes(
-    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
+    launch: Launch, result: Conversion, directives: Directives, numbers: dict[str, int]
 ) -> None:
     """Take nodes, GPUs, CPUs and workers; the directives' lines, or the launch's."""
-    line = launch.line
-    nodes = numbers.get("SLURM_NNODES") or launch.nodes
-    text = directives.get("nodes") or ""
-    if "nodes" not in result.values:
-        is_range = re.fullmatch(r"\d+-\d+", text) and len({*text.split("-")}) == 2
-        if is_range:
-            result.values["nodes"] = text, directives.line("nodes")
-        elif nodes:
-            result.values["nodes"] = (
-                nodes,
-                directives.line("nodes") or directives.line("ntasks") or line,
-            )
-        else:
-            result.notes.append(
-                (0, "the number of nodes is not in the script: 1 is taken; --nodes N")
-            )
-    tasks = launch.tasks_per_node or (launch.tasks // (nodes or 1) if launch.tasks else None)
+    line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes
+    is_range = "SLURM_NNODES" not in numbers and "nodes" in directives.options
+    at = directives.line("nodes", "ntasks") or line
+    result.values.setdefault("nodes", (directives.get("nodes") if is_range else nodes or 1, at))
+    if not is_range and not nodes:
+        result.notes.append((0, "the script has no number of nodes: 1 is taken; --nodes N"))
+    tasks = launch.tasks_per_node or (launch.tasks or 0) // (nodes or 1)
     per_node = tasks or numbers.get("SLURM_NTASKS_PER_NODE", 1)
-    count = numbers.get("SLURM_GPUS_ON_NODE") or read_gpus(launch.gpus, per_node)
-    options = {name: operand for name, (operand, _) in directives.options.items()}
-    request = gpu_request(options if numbers.get("SLURM_GPUS_ON_NODE") else launch.gpus, count)
-    if count and request:
-        names = ("gpus-per-node", "gres", "gpus-per-task", "gpus")
-        request_line = next((directives.line(n) for n in names
-                      if directives.line(n)), line)  # fmt: skip
-        result.values["gpus-per-node"] = request[0], request_line
+    count = numbers.get("SLURM_GPUS_ON_NODE", 0)
+    wanted = {name: operand for name, (operand, _) in directives.options.items()}
+    wanted = wanted if count else launch.gpus
+    count = count or read_gpus(wanted, ("gpus-per-node", "gres"))
+    count = count or read_gpus(wanted, ("gpus-per-task",)) * per_node
+    if count and (request := gpu_request(wanted, count)):
+        at = directives.line(*GPUS) or line
+        result.values["gpus-per-node"] = request[0], at
         if request[1] != "gpus-per-node":
-            result.values["gpu-request"] = request[1], request_line
+            result.values["gpu-request"] = request[1], at
+        for name in {"gpus-per-node", "gres"} & directives.options.keys():
+            if read_gpus(wanted, (name,)) not in (0, count):
+                at, text = directives.line(name), f"--{name}={wanted[name]} beside {count} GPUs"
+                result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
+    workers = per_node if launch.step else 1
     if launch.kind:
-        workers = launch.workers or (tasks if launch.kind == "accelerate" else None) or count or 1
-    else:
-        workers = per_node if launch.step else 1
+        workers = launch.workers or (tasks if launch.kind == "accelerate" else 0) or count or 1
     if launch.kind == "torchrun" and launch.workers is None and not count:
         result.notes.append((line, "the number of workers is not known here: --nproc-per-node N"))
     if workers != (count or 1):
         result.values["nproc-per-node"] = workers, line
-    if launch.step and not launch.kind:
-        result.values["launcher"] = launch.step, line
-    elif launch.step not in ("", "srun"):
-        result.values["step-launcher"] = launch.step, line
+    if launch.step and not (launch.kind and launch.step == "srun"):
+        result.values["step-launcher" if launch.kind else "launcher"] = launch.step, line
     if cpus := directives.number("cpus-per-task"):
         wide = numbers.get("SLURM_NTASKS_PER_NODE", 1) if launch.kind else 1
         key = "cpus-per-task" if wide == 1 else "cpus-per-node"
         result.values[key] = cpus * wide, directives.line("cpus-per-task")
+        if launch.cpus not in (None, cpus):
+            text = f"srun --cpus-per-task={launch.cpus} beside {cpus} of the job: cpus-per-task = N"
+            result.mark(line, line, LOST, text)

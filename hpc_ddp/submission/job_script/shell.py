@@ -1,34 +1,47 @@
 """Bash, as far as a job script can be understood without running it: words and variables.
 
-A word is a sequence of parts: text that is literal, names of variables that only the job knows, and
-code (``$(…)``, arithmetic, ``${NAME%x}``) that only a shell can run. tree-sitter parses; decision
-018 has the reasons.
+A word is a sequence of parts: text that is known, and code (``$NAME``, ``$(…)``, arithmetic …) that
+stays as it is, for bash in the job. tree-sitter parses; decision 018 has the reasons.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
 
 Node = Any  # a tree_sitter.Node: the package is optional
-_NAME = re.compile(r"\$(\w+)|\$\{(\w+)\}")
-_DEFAULT = re.compile(r"\$\{(\w+)(:?[-=])(.*)\}", re.S)
-_ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_POSITIONAL = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
+_NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
+_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
+# One word each, also without quotes: arithmetic, and variables of Slurm and of each login.
+_ONE_WORD = re.compile(
+    r"\$\(\(.*\)\)|\$\{?(SLURM_\w+|HOME|USER|TMPDIR|HOSTNAME|\w*RANK|WORLD_SIZE|MASTER_\w+)\}?",
+    re.S,
+)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Text, the name of a variable, or code; `splits` where the shell splits it at blanks."""
+    """Text, or code; `splits` where it stands outside of quotes. `version` counts the assignments
+    to the variables of the code before it."""
 
-    kind: str
     text: str
+    is_code: bool = False
     splits: bool = False
+    version: int = 0
+
+    @property
+    def name(self) -> str:
+        """The variable that the code is; '' for text and for other code."""
+        match = _NAME.fullmatch(self.text) if self.is_code else None
+        return (match[1] or match[2]) if match else ""
 
 
 @dataclass(frozen=True)
@@ -40,42 +53,48 @@ class Word:
 
     @property
     def text(self) -> str:
-        """The word with ``$NAME`` for variables, and code as it is."""
+        """The word as an argument of hpc-ddp: with ``$NAME``, or ``${NAME}`` before a letter."""
         texts = []
-        for part, after in zip(self.parts, [*self.parts[1:], Part("text", "")], strict=False):
-            is_joined = after.kind == "text" and re.match(r"\w|\[", after.text)
-            name = f"${{{part.text}}}" if is_joined else f"${part.text}"
-            texts.append(name if part.kind == "name" else part.text)
+        for part, after in zip(self.parts, [*self.parts[1:], Part("")], strict=False):
+            is_joined = not after.is_code and re.match(r"\w|\[", after.text)
+            name = f"${{{part.name}}}" if is_joined else f"${part.name}"
+            texts.append(name if part.name else part.text)
         return "".join(texts).replace("\\\n", "")
 
     @property
     def script(self) -> str:
-        """The word as a script of its own: its lines are those of the word."""
-        return "".join(f"${{{p.text}}}" if p.kind == "name" else p.text for p in self.parts)
+        """The word as the text of a script: its lines are those of the word."""
+        return "".join(f"${{{p.name}}}" if p.name else p.text for p in self.parts)
 
     @property
     def is_static(self) -> bool:
-        return all(part.kind == "text" for part in self.parts)
+        return not any(part.is_code for part in self.parts)
 
     @property
-    def has_code(self) -> bool:
-        return any(part.kind == "code" for part in self.parts)
+    def code(self) -> list[Part]:
+        """The parts that are code."""
+        return [part for part in self.parts if part.is_code]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is text and names of variables, and one word whatever their values are."""
+        return all(p.name and (not p.splits or _ONE_WORD.fullmatch(p.text)) for p in self.code)
 
     @property
     def names(self) -> list[str]:
-        """The variables that it stands for; of code those that it mentions."""
-        mentions = [[p.text] if p.kind == "name" else names_in(p.text) for p in self.parts]
-        return [name for part, names in zip(self.parts, mentions, strict=True) for name in names
-                if part.kind != "text"]  # fmt: skip
+        """The variables that its code mentions."""
+        return [name for part in self.code for name in names_in(part.text)]
 
-    @property
-    def source(self) -> str:
-        """The word as bash has it, in double quotes around what is not text."""
-        return "".join(
-            shlex.quote(part.text) if part.kind == "text" else f'"{Word((part,)).text}"'
-            for part in self.parts
-            if part.text
-        )
+    def bash(self, is_read_twice: bool = False) -> str:
+        """Return the word as bash has it; or as it has it in double quotes, for ``eval``."""
+        texts, mark = [], '\\"' if is_read_twice else '"'
+        for part in self.parts:
+            code = f"${{{part.name}}}" if part.name else part.text
+            text = shlex.quote(part.text) if part.text else ""
+            text = re.sub(r'([\\"$`])', r"\\\1", text) if is_read_twice else text
+            quoted = code if part.splits else f"{mark}{code}{mark}"
+            texts.append(quoted if part.is_code else text)
+        return "".join(texts) or "''"
 
     def after(self, count: int) -> Word:
         """Return the word without its first `count` characters, which are text."""
@@ -84,14 +103,25 @@ class Word:
         return replace(self, parts=tuple(part for part in parts if part.text))
 
 
+# Of a variable: a word, those of an array, or None for what only the job knows.
+Value = Word | list[Word] | None
+
+
 def literal(text: str, line: int = 0) -> Word:
     """Return a word of known text."""
-    return Word((Part("text", text),), line)
+    return Word((Part(text),), line)
+
+
+def joined(*pieces: str | Word) -> Word:
+    """Return one word of texts and words; its line is the first word's."""
+    words = [piece if isinstance(piece, Word) else literal(piece) for piece in pieces]
+    line = next((word.line for word in words if word.line), 0)
+    return Word(tuple(part for word in words for part in word.parts), line)
 
 
 def names_in(code: str) -> list[str]:
     """Return the variables that some code mentions, those of arithmetic too."""
-    inside = " ".join(re.findall(r"\$?\(\((.*?)\)\)", code, re.S))
+    inside = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
     return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
 
 
@@ -111,42 +141,44 @@ def parse(text: str) -> Node:
 
 
 def source(node: Node) -> str:
-    """Return the text of a node."""
-    text: str = node.text.decode()
-    return text
+    """Return the text of a node; '' for None."""
+    return "" if node is None else node.text.decode()
 
 
-def is_positional(text: str) -> bool:
+def uses_arguments(text: str) -> bool:
     """Return whether some code uses the script's own arguments; those of awk or Python, in single
     quotes, do not count."""
-    return bool(_POSITIONAL.search(re.sub(r"'[^']*'", "", text)))
+    return bool(_ARGUMENTS.search(re.sub(r"'[^']*'", "", text)))
 
 
 @dataclass
 class Scope:
-    """The variables of a script at one point: words, or lists of words for arrays.
+    """The variables of a script at one point.
 
-    `numbers` are those of Slurm's variables that follow from the directives.
+    `numbers` are those of Slurm's variables that follow from the directives; `is_open` says that a
+    file has been sourced, which may have set any variable.
     """
 
-    values: dict[str, Word | list[Word]] = field(default_factory=dict)
-    numbers: Mapping[str, int] = field(default_factory=dict)
-    positional: Sequence[Word] | None = None  # of a function that is looked into
-    is_open: bool = False  # a file has been sourced, which may have set any variable
-    pending: list[str] = field(default_factory=list)  # whose numbers are being looked up
-    spliced: set[str] = field(default_factory=set)  # variables whose values stand in words
+    values: dict[str, Value] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    arguments: Sequence[Word] | None = None  # of a function that is looked into
+    is_open: bool = False
+    versions: Counter[str] = field(default_factory=Counter)
+    guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
         """Return the words that some nodes of a command become, split as by the shell."""
         result: list[Word] = []
         for node in nodes:
-            at = line or node.start_point[0] + 1
-            match = _ARRAY.fullmatch(source(node))
+            text, at = source(node), line or node.start_point[0] + 1
+            match = _ARRAY.fullmatch(text.strip('"'))
             array = self.values.get(match[1]) if match else None
             if isinstance(array, list):
                 result += [replace(word, line=word.line if line is None else at) for word in array]
-            elif re.fullmatch(r'"?\$\{?[@*]\}?"?', source(node)) and self.positional is not None:
-                result += self.positional
+            elif place := re.fullmatch(r"(?:\$\(|`)(?:which|command -v) ([\w.-]+)[`)]", text):
+                result.append(literal(place[1], at))
+            elif re.fullmatch(r'"?\$\{?[@*]\}?"?', text) and self.arguments is not None:
+                result += self.arguments
             else:
                 words = _split(Word(tuple(self._parts(node, False)), at))
                 is_empty = not words and node.type in ("string", "raw_string")
@@ -157,49 +189,69 @@ class Scope:
         """Return the value of an assignment, which is not split."""
         if node is None:
             return literal("")
-        parts = (replace(part, splits=False) for part in self._parts(node, False))
+        is_plain = not node.named_children
+        parts = (replace(part, splits=False) for part in self._parts(node, is_plain))
         return Word(tuple(parts), node.start_point[0] + 1)
 
-    def assign(self, node: Node) -> tuple[str, Word | list[Word]]:
-        """Note a ``variable_assignment`` and return its name and value."""
+    def assign(self, node: Node) -> str:
+        """Note a ``variable_assignment`` and return its name."""
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
-        name, assigned = source(target), self._content(content)
+        name = re.match(r"\w*", source(target))[0]  # type: ignore[index]
+        assigned: Value = None  # of an element of an array
+        if content is not None and content.type == "array":
+            assigned = self.words([n for n in content.named_children if n.type != "comment"])
+        elif target.type == "variable_name":
+            assigned = self.word(content)
         old = self.values.get(name)
-        if source(node)[len(name) :].startswith("+="):
+        if source(node)[len(source(target)) :].startswith("+="):
             if isinstance(old, list) and isinstance(assigned, list):
                 assigned = [*old, *assigned]
             elif isinstance(old, Word) and isinstance(assigned, Word):
                 assigned = Word((*old.parts, *assigned.parts), assigned.line)
-        if target.type == "variable_name":  # an element of an array is code
-            self.values[name] = assigned
-        return name, assigned
+            else:
+                assigned = None
+        if isinstance(assigned, Word) and name in assigned.names:
+            assigned = None  # what is before it, only the job knows
+        self.set(name, assigned)
+        return name
 
-    def _content(self, node: Node | None) -> Word | list[Word]:
-        if node is not None and node.type == "array":
-            words = self.words([n for n in node.named_children if n.type != "comment"])
-            if not any(word.parts[0].kind == "code" for word in words if word.parts):
-                return words
-            return Word((Part("code", source(node)),), node.start_point[0] + 1)
-        return self.word(node)
+    def set(self, name: str, assigned: Value) -> None:
+        """Set a variable; None where from here on only the job knows it."""
+        self.values[name] = assigned
+        self.versions[name] += 1
+
+    def is_stale(self, word: Word) -> bool:
+        """Return whether a variable of a word has changed since the word was written."""
+        return any(part.version < self._version(part.text) for part in word.code)
+
+    def _version(self, code: str) -> int:
+        return sum(self.versions[name] for name in names_in(code))
+
+    def _code(self, text: str, is_quoted: bool) -> Part:
+        return Part(text, True, not is_quoted, self._version(text))
 
     def _parts(self, node: Node, is_quoted: bool) -> Iterator[Part]:
         """Yield the parts of one node of a word."""
         text, kind = source(node), node.type
-        if kind in ("word", "number", "variable_name", "command_name") and not node.named_children:
-            yield Part("text", re.sub(r"\\(.)", r"\1", text.replace("\\\n", "")))
+        is_leaf = not node.named_children
+        if is_leaf and kind in ("word", "number", "variable_name", "command_name"):
+            if re.search(r"(?<!\\)[*?]", text) and not is_quoted:  # files' names
+                yield self._code(text, False)
+            else:
+                yield Part(re.sub(r"\\(.)", r"\1", text.replace("\\\n", "")))
         elif kind == "raw_string":
-            yield Part("text", text[1:-1])
+            yield Part(text[1:-1])
         elif kind == "ansi_c_string":
-            yield Part("text", re.sub(r"\\n", "\n", text[2:-1]))
+            yield Part(text[2:-1].replace(r"\n", "\n").replace(r"\t", "\t"))
         elif kind == "arithmetic_expansion" and not names_in(text):
-            number = self.number(Word((Part("code", text),)))
-            yield Part(
-                "code" if number is None else "text", text if number is None else str(number)
-            )
+            number = self.number(Word((Part(text, True),)))
+            yield self._code(text, True) if number is None else Part(str(number))
         elif text in ("$(pwd)", "`pwd`") and isinstance(folder := self.values.get("PWD"), Word):
             yield from folder.parts
         elif kind in ("simple_expansion", "expansion"):
-            yield from self._expanded(node, text, is_quoted)
+            blank = text[: -len(text.lstrip())]  # tree-sitter has it in the node
+            yield from [Part(blank, False, not is_quoted)] if blank else []
+            yield from self._expanded(node, text.lstrip(), is_quoted)
         elif kind in ("string", "concatenation", "command_name", "word"):
             inner = is_quoted or kind == "string"
             at = node.start_byte
@@ -211,84 +263,67 @@ class Scope:
                     yield from self._parts(child, inner)
                 at = child.end_byte
         else:
-            yield Part("code", text, not is_quoted)
+            yield self._code(text, is_quoted or kind == "arithmetic_expansion")
 
     def _expanded(self, node: Node, text: str, is_quoted: bool) -> Iterator[Part]:
-        """Yield the parts of ``$NAME``, ``${NAME}``, ``${NAME:-x}``; of others the code."""
-        if blank := text[: -len(text.lstrip())]:  # tree-sitter has it in the node
-            yield Part("text", blank, not is_quoted)
-            text = text.lstrip()
-        default, plain = _DEFAULT.fullmatch(text), _NAME.fullmatch(text)
-        array = _ARRAY.fullmatch(text)
-        name = next((match[1] or (match[2] if match is plain else None)
-                     for match in (default, plain, array) if match), None)  # fmt: skip
-        if name and name.isdigit() and self.positional is not None:
-            index = int(name) - 1
-            words = self.positional[index : index + 1] if index >= 0 else ()
-            yield from (part for word in words for part in word.parts)
-            return
-        assigned = self.values.get(name or "")
-        if (
-            not name
-            or (name.isdigit() and not default)  # the job has no arguments
-            or (array and isinstance(assigned, Word) and assigned.has_code)
-        ):
-            yield Part("code", text, not is_quoted)
-            return
-        if isinstance(assigned, list):
-            joined = [p for word in assigned for p in (*word.parts, Part("text", " "))][:-1]
-            assigned = Word(tuple(joined))
-        if assigned is not None and not _is_opaque(assigned):
-            self.spliced.add(name)
+        """Yield the parts of ``$NAME``, ``${NAME}``, ``${NAME:-x}``, ``${NAME[@]}``; of others, and
+        of those that only the job knows, the code."""
+        match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
+        name = array[1] if array else (match[1] or match[2]) if match else ""
+        assigned = self.values.get(name)
+        if name.isdigit() and self.arguments is not None:
+            for word in self.arguments[int(name) - 1 : int(name)] if name != "0" else ():
+                yield from word.parts
+        elif isinstance(assigned, list) and (array or not match or not match[3]):
+            words = assigned if array else assigned[:1]
+            for index, word in enumerate(words):
+                yield from [Part(" ", False, not is_quoted)] if index else []
+                yield from (replace(part, splits=not is_quoted) for part in word.parts)
+        elif isinstance(assigned, Word) and _is_readable(assigned, is_quoted):
             yield from (replace(part, splits=not is_quoted) for part in assigned.parts)
-        elif default and assigned is None and not name.startswith("SLURM_"):
-            remaining = [child for child in node.named_children[1:]]
+        elif match and match[3] and self._is_unset(name):
+            remaining = node.named_children[1:]
             for child in remaining:
                 yield from (replace(p, splits=not is_quoted) for p in self._parts(child, is_quoted))
-            if default[2].endswith("=") and remaining:
-                self.values[name] = Word(tuple(p for c in remaining for p in self._parts(c, True)))
+            if match[3].endswith("=") and remaining:
+                self.set(name, Word(tuple(p for c in remaining for p in self._parts(c, True))))
         else:
-            yield Part("name", name, not is_quoted)
+            yield self._code(text, is_quoted)
 
-    def number(self, word: Word | None) -> int | None:
-        """Return the whole number that a word stands for in the job; None where it is not known."""
-        text = self.as_code(word, 0) if word else ""
+    def _is_unset(self, name: str) -> bool:
+        """Return whether a variable is taken to be unset: those of the shell that submits are."""
+        return name not in self.values and not self.is_open and not name.startswith("SLURM_")
+
+    def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:
+        """Return the whole number that a word stands for in the job; None where it is not known.
+        `pending` are variables whose numbers are being looked up: one may refer to itself."""
+
+        def number_of(match: re.Match[str]) -> str:
+            name, assigned = match[1], self.values.get(match[1])
+            if isinstance(assigned, Word) and name not in pending:
+                inner = self.number(assigned, (*pending, name))
+                return name if inner is None else str(inner)
+            return str(self.numbers.get(name, "?"))
+
+        text = word.text if word else ""
         text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)
         text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
-        text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda m: str(self._number_of(m[1])), text)
-        if not re.fullmatch(r"[\d()+*/% -]+", text):
+        text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)
+        if not re.fullmatch(r"[\d()+*/% -]+", text) or "**" in text:
             return None
         try:  # digits and operators alone
             return int(eval(text.replace("/", "//"), {"__builtins__": {}}))
         except (SyntaxError, ArithmeticError, TypeError, ValueError):
             return None
 
-    def as_code(self, word: Word, depth: int) -> str:
-        """Return a word's text with those variables filled in that the script has set."""
-        texts = []
-        for part in word.parts:
-            assigned = self.values.get(part.text) if part.kind == "name" else None
-            if isinstance(assigned, Word) and depth < 9:
-                texts.append(self.as_code(assigned, depth + 1))
-            else:
-                texts.append(Word((part,)).text)
-        return "".join(texts)
 
-    def _number_of(self, name: str) -> int | str:
-        assigned = self.values.get(name)
-        if isinstance(assigned, Word) and name not in self.pending:
-            self.pending.append(name)  # a variable may refer to itself, through others
-            number = self.number(assigned)
-            self.pending.pop()
-            return name if number is None else number
-        return self.numbers.get(name, "?")
-
-
-def _is_opaque(assigned: Word) -> bool:
-    """Return whether a value is one word with code in it: it stays a variable."""
-    return assigned.has_code and not any(
-        part.kind == "text" and re.search(r"\s", part.text.strip()) for part in assigned.parts
-    )
+def _is_readable(assigned: Word, is_quoted: bool) -> bool:
+    """Return whether a value can stand where its variable is used: it is text and names, or a
+    command line; another one stays a variable, as does a pattern of files."""
+    if not is_quoted and any(re.search(r"[*?]", p.text) for p in assigned.parts if not p.is_code):
+        return False
+    blanks = any(re.search(r"\s", p.text.strip()) for p in assigned.parts if not p.is_code)
+    return blanks or all(part.name for part in assigned.code)
 
 
 def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part]:
@@ -299,19 +334,26 @@ def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part
         if text == '"':
             return
     if text:
-        yield Part("text", text)
+        yield Part(text)
 
 
 def _split(word: Word) -> list[Word]:
     """Return the words that one becomes by the shell's splitting at blanks."""
+    parts = [part for part in word.parts if part.is_code or not part.splits]
+    if len(parts) == len(word.parts):
+        return [word] if parts else []
+    return separated(word, r"(?:\s|\\\n)+", only_split=True)
+
+
+def separated(word: Word, separator: str, only_split: bool = False) -> list[Word]:
+    """Return the words between separators, a regular expression, in the text of one; `only_split`
+    looks only where the shell splits."""
     groups: list[list[Part]] = [[]]
     for part in word.parts:
-        if part.kind != "text" or not part.splits:
+        if part.is_code or (only_split and not part.splits):
             groups[-1].append(part)
             continue
-        for piece in re.split(r"((?:\s|\\\n)+)", part.text):
-            if re.match(r"\s|\\\n", piece):
-                groups.append([])
-            elif piece:
-                groups[-1].append(Part("text", piece))
+        for index, piece in enumerate(re.split(separator, part.text)):
+            groups += [[]] if index else []
+            groups[-1] += [Part(piece)] if piece else []
     return [Word(tuple(group), word.line) for group in groups if group]

@@ -2,356 +2,276 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hpc_ddp.core.job.checks import SECRET_NAME, URL_WITH_PASSWORD
 from hpc_ddp.core.job.variables import OF_A_RANK, is_of_hpc_ddp
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launch import Launch
-from hpc_ddp.submission.job_script.shell import Word, names_in
+from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
+from hpc_ddp.submission.job_script.shell import Value, Word
 from hpc_ddp.submission.job_script.statements import Reader, Statement
 
 # A job has these whatever its script does.
 _OF_A_JOB = re.compile(
     rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
 )
-_OF_RENDEZVOUS = re.compile(
-    r"(RDZV|RDVZ)_?\w*|MASTER\w*|(?i:head_node\w*|nodes?_?(list|array|rank)?)"
-)
-_DANGEROUS = re.compile(r"\brm\s+-\w*[rf]|\b(pkill|killall|scancel|ssh|pdsh|clush)\s|^kill\s")
-_SELF_REQUEUE = re.compile(
-    r"scontrol\s+requeue|sbatch\s.*(\$0|BASH_SOURCE)|\bsbatch\b.*--dependency"
-)
-_PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
+_PRINTS = r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b"
 _BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 _OF_PATHS = re.compile(r"(\w*PATH|\w*_(HOME|ROOT|DIR|PREFIX|LIB)|LD_\w+)")
-_NO_SECRET = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~-]"
-_SECRET = re.compile(
-    rf"(?:hf_|ghp_|sk-)\w{{16,}}|AKIA\w{{16}}|wandb\s+login\s+(?:--\w+ )*\w{{16,}}"
-    rf"|{URL_WITH_PASSWORD}|\b\w*(?i:{SECRET_NAME})(?:=|\s+)[\"']?(?!{_NO_SECRET})[^\s\"']{{4,}}"
+# A line that names a file from the folder where it runs; an environment's name is none.
+_RELATIVE = re.compile(
+    r"\$\{?PWD\b|\bpwd\b|^(?!module|ml|conda|spack|echo|printf|export|\w+=).*?"
+    r"(?:[\s\"'(](?![-/~$])[\w.-]+/[\w.]|\b(?:bash|python3?|mkdir|cp|cat)\s+(?![-/~$\"'])[\w.]"
+    r"|>\s*\w)|^(?:source|\.)\s+(?!activate\b)[\w.]",
+    re.S,
+)
+_REQUEUES = r"scontrol\s+requeue|sbatch\s.*(\$0|BASH_SOURCE)|\bsbatch\b.*--dependency"
+_BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
+# What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
+_REFUSED = (
+    (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT$)", _AROUND,
+     "a trap: notices reach the workers; clean-up: teardown = […]"),
+    (r".*=[\"']?<[^<>\n|&;()]+>", _AROUND, "a placeholder: write your own"),
+    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel|ssh|pdsh|clush)\s)|kill\s",
+     _AROUND, "it deletes or ends something: setup or teardown, if needed"),
+    (r".*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
+     "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
+    ("exit", _BEFORE, "here the job script ends, before its launch"),
+)  # fmt: skip
+_DECIDED = (
+    (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),
+    (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
+    (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
 )
 
 
 class Sorter:
-    """Sorts statements into set-up lines, variables, and the rest."""
+    """Sorts statements into set-up lines, variables, and the rest.
 
-    def __init__(
-        self, reader: Reader, result: Conversion, numbers: Mapping[str, int], cwd: Path,
-        environ: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        self.result = result
-        self._statements = reader.statements
-        self._numbers, self._cwd, self._environ = numbers, cwd, environ
-        self._assigned = {s.name for s in self._statements if s.name}
-        self._static = {s.name for s in self._statements if _is_static(s.assigned)}
-        self._spliced = reader.scope.spliced
-        result.unknown |= reader.of_nodes
-        self._brought = False  # after a line that brings variables of its own
+    A line stays if it does something, an assignment if it is exported, or if a line that stays or
+    the launch needs its variable: so those of the rendezvous go.
+    """
+
+    def __init__(self, reader: Reader, result: Conversion, cwd: Path) -> None:
+        self.result, self._cwd = result, str(cwd)
         self.launch: Launch | None = None
+        self._statements, self._of_nodes = reader.statements, reader.of_nodes
+        self._nodes = reader.scope.numbers.get("SLURM_NNODES", 1)
+        self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
+        self._inner = {s.name for s in self._statements if s.name and s.inside}
+        self._commands = {s.name for s in self._statements if s.name and _is_command(s.assigned)}
         self._at = len(self._statements)
         self._needed: set[str] = set()
         self._needed_after: set[str] = set()  # by clean-up lines: a shell of their own
-        self._inner = {s.name for s in self._statements if s.name and s.inside}
+        self._in_launch: set[str] = set()  # variables that stand in it with their values
+        brings = (i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text))
+        self._brought_at = next(brings, self._at)  # from here on there are variables of others
 
     def take_statements(self) -> None:
         """Take all statements: the launch, what it needs, what comes before and after it."""
-        self.result.unknown |= {s.name for s in self._statements if s.name and s.lost}
         self._choose()
-        brings = [i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text)]
-        lines: list[tuple[Statement, str, str]] = []
-        for index in range(len(self._statements) - 1, -1, -1):
-            statement = self._statements[index]
-            self._brought = any(i < index for i in brings)
-            if statement.launch is not None and statement.launch is self.launch:
-                self._mark(statement, TAKEN, "the launch")
-                continue
-            key, line = self._sort(statement, index)
-            if key:
-                lines.append((statement, key, line))
-        for statement, key, line in reversed(lines):
-            self.result.append(key, line, statement.lines[0])
+        self._refuse()
+        for word in self.launch.words if self.launch else ():
+            self._needed |= {n for n in word.names if not is_of_hpc_ddp(n) or n in self._assigned}
+        lines: list[tuple[str, str, int]] = []
+        for index, statement in reversed([*enumerate(self._statements)]):
+            if statement.launch is None or statement.lost:
+                group, reason, text = self._sort(statement, index)
+                self.result.mark(*statement.lines, group, reason)
+                lines += [(reason, text, statement.lines[0])] if text else []
+            elif statement.launch is self.launch:
+                self._in_launch = statement.names
+                self.result.mark(*statement.lines, TAKEN, "the launch")
+        for key, text, line in reversed(lines):
+            self.result.append(key, text, line)
         self.result.env = dict(reversed(self.result.env.items()))
 
     def _choose(self) -> None:
         """Choose the launch that is the training; others are lost, but for the same on other
-        nodes and plain Python before it."""
-        launches = [(i, s) for i, s in enumerate(self._statements) if s.launch and not s.lost]
+        nodes, and for preparations before it."""
+        launches = [(i, s, s.launch) for i, s in enumerate(self._statements)
+                    if s.launch and not s.lost]  # fmt: skip
         if not launches:
-            self.result.notes.append((0, "no launch of a training was found: name the script with"
-                                      " script = …"))  # fmt: skip
+            text = "no launch of a training was found: name the script with script = …"
+            self.result.notes.append((0, text))
             return
-        best = max(s.launch.weight for _, s in launches if s.launch)
-        same = [(i, s) for i, s in launches if s.launch and s.launch.weight == best]
+        best = max(launch.weight for _, _, launch in launches)
+        same = [entry for entry in launches if entry[2].weight == best]
+        partial = [entry for entry in same if self._is_partial(entry[2])]
         # One on the first node and others elsewhere, each with words of its own, are no training.
-        heads = [
-            s for _, s in same if s.launch and self._is_partial(s.launch) and s.launch.node_words
-        ]
-        complete = [(i, s) for i, s in same if s.launch and not self._is_partial(s.launch)]
-        complete = [] if heads else complete
-        self._at, chosen = (complete or same)[0]
-        self.launch = chosen.launch
-        assert self.launch is not None
-        for index, statement in launches:
-            if statement is chosen or statement.launch is None:
-                continue
-            is_small = statement.launch.weight < best or (index, statement) not in complete
-            if index < self._at and is_small and not self._is_partial(self.launch):
+        is_split = any(launch.node_words for _, _, launch in partial)
+        complete = [] if is_split else [entry for entry in same if entry not in partial]
+        self._at, chosen, self.launch = (complete or same)[0]
+        twins = [s for _, s, launch in launches if launch.identity == self.launch.identity]
+        for index, statement, launch in launches:
+            if statement in twins[1:]:
+                self.result.mark(*statement.lines, OURS, "the same launch on other nodes")
+            elif index < self._at and complete and (index, statement, launch) not in complete:
                 statement.launch = None  # a preparation
-            elif statement.launch.identity == self.launch.identity:
-                self.launch.node_words = True
-                self._mark(statement, OURS, "the same launch on other nodes")
-            else:
-                statement.lost = (
-                    "a second launch: a job has one; submit this one as a job of its own"
-                )
-        nodes = self._numbers.get("SLURM_NNODES", 1)
-        only = self.launch.nodes or (0 if self.launch.step else 1)
-        twin = any(s.launch and s is not chosen and not s.lost for _, s in launches)
-        if 0 < only < nodes and not twin and chosen.launch and not self.launch.in_loop:
-            chosen.lost = (f"a launch on {only} of {nodes} nodes: hpc-ddp starts the program on all"
-                           " of them")  # fmt: skip
+            elif statement is not chosen:
+                statement.lost = "a second launch: a job has one; submit this one as its own job"
+        count = self.launch.nodes or (0 if self.launch.step else 1)
+        if 0 < count < self._nodes and len(twins) == 1 and not self.launch.in_loop:
+            text = f"a launch on {count} of {self._nodes} nodes: hpc-ddp starts it on all of them"
+            self.result.notes.append((chosen.lines[0], text))
             if self.launch.step:
-                self._mark(chosen, LOST, chosen.lost)
-                self.launch = None
-                return
-            self.result.notes.append((chosen.lines[0], chosen.lost))
-            chosen.lost = ""
-        words = [*self.launch.args, *self.launch.env.values()]
-        words += [word for entries in self.launch.settings.values() for word in entries]
-        words += [self.launch.program] if self.launch.program else []
-        self._needed = {name for word in words for name in word.names if name in self._assigned}
+                chosen.lost, self.launch = text, None
         if chosen.output:
-            self.result.notes.append((chosen.lines[0], f"its output is in the run's log, not in"
-                                      f" {chosen.output}: hpc-ddp logs"))  # fmt: skip
+            text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
+            self.result.notes.append((chosen.lines[0], text))
 
     def _is_partial(self, launch: Launch) -> bool:
         """Return whether a launch has fewer tasks than the job has nodes, and is no node's part."""
-        nodes = self._numbers.get("SLURM_NNODES", 1)
-        count = launch.nodes or (launch.tasks if not launch.kind else None) or nodes
-        return count < nodes and not launch.in_loop
+        count = launch.nodes or (launch.tasks if not launch.kind else None) or self._nodes
+        return count < self._nodes and not launch.in_loop
 
-    def _mark(self, statement: Statement, group: str, text: str) -> None:
-        self.result.mark(*statement.lines, group, text)
+    def _refuse(self) -> None:
+        """Note what can't be taken over, in the order of the script, and what needs it."""
+        unknown = dict.fromkeys(self._of_nodes, "a loop")
+        for index, statement in enumerate(self._statements):
+            if statement.launch and not statement.lost:
+                continue
+            if not (statement.lost or statement.defines):
+                statement.lost = _first(_REFUSED, statement, index > self._at)
+                if looks_secret(statement.text) and not statement.name:
+                    statement.lost = "it has what looks like a secret: pass it on with --env NAME"
+            for name in sorted(statement.names & unknown.keys()):
+                statement.lost = statement.lost or f"it needs {name}, of {unknown[name]}"
+            for name in {*statement.sets, statement.name, statement.defines} - {""}:
+                if statement.lost:
+                    unknown[name] = f"line {statement.lines[0]}"
+                elif statement.name:
+                    unknown.pop(name, None)
+        self.result.unknown = unknown
 
-    def _sort(self, statement: Statement, index: int) -> tuple[str, str]:
-        """Note what becomes of a statement, and return the key and line of a set-up line; '' for
-        another."""
+    def _sort(self, statement: Statement, index: int) -> tuple[str, str, str]:
+        """Return the group of a statement, the key that it goes to or another reason, and the text
+        of a set-up line, '' for another statement."""
         is_after = index > self._at
-        if statement.launch is not None and not statement.lost:
-            return "", ""  # noted by `_choose`
+        is_print = bool(re.match(_PRINTS, statement.text))
         if statement.lost:
-            self._mark(statement, LOST, statement.lost)
-        elif statement.name:
-            return self._assignment(statement, is_after)
-        elif statement.defines:
-            if statement.defines in self._needed:
-                return self._keep(statement, is_after)
-            self._mark(statement, OURS, "a function that nothing calls")
-        elif statement.assigns and all(is_of_hpc_ddp(name) for name in statement.assigns):
-            self._mark(statement, OURS, "it changes what hpc-ddp decides")
-        elif _SELF_REQUEUE.search(statement.text):
-            self._mark(statement, OURS, "the job is requeued until it has finished")
-        elif statement.first == "trap":
-            self._mark(
-                statement, LOST, "a trap: notices reach the workers; clean-up: teardown = […]"
-            )
-        elif _DANGEROUS.search(statement.text):
-            self._mark(
-                statement, LOST, "it deletes or ends something: setup or teardown, if needed"
-            )
-        elif statement.first in ("wait", "exit") or (is_after and statement.first == "sleep"):
-            self._mark(statement, OURS, "hpc-ddp waits for the workers, and ends the job")
-        elif re.fullmatch(r"cd \S*SLURM_SUBMIT_DIR\S{,2}", statement.text):
-            self._mark(statement, OURS, "the job runs where it is submitted")
-        elif statement.first == "cd" and (folder := self._folder(statement, index)):
+            return LOST, statement.lost, ""
+        if statement.name:
+            return self._assignment(statement, index)
+        if statement.sets and all(map(is_of_hpc_ddp, statement.sets)):
+            return OURS, "it changes what hpc-ddp decides", ""
+        if statement.defines and statement.defines not in self._needed:
+            return OURS, "a function that nothing calls", ""
+        if reason := _first(_DECIDED, statement, is_after):
+            return OURS, reason, ""
+        if is_print and (self._prints_ours(statement) or (statement.inside and is_after)):
+            return OURS, "it prints what hpc-ddp decides", ""
+        if statement.inside and is_after:
+            return LOST, "after the program, in each task: there is no such key", ""
+        folder = self._folder(statement, index)
+        if folder == self._cwd:
+            return OURS, "the job runs where it is submitted", ""
+        if folder:
             self.result.values["chdir"] = folder, statement.lines[0]
-            self._mark(statement, TAKEN, "chdir")
-        elif statement.first == "cd" and "chdir" in self.result.values and not is_after:
-            self._mark(statement, OURS, "a later cd counts")
-        elif (
-            _PRINTS.match(statement.text)
-            and not statement.inside
-            and self._dropped(statement.names)
-        ):
-            self._mark(statement, OURS, "it prints what hpc-ddp decides")
-        else:
-            return self._keep(statement, is_after)
-        return "", ""
+            return TAKEN, "chdir", ""
+        return self._keep(statement, statement.text, is_after)
 
-    def _keep(self, statement: Statement, is_after: bool, text: str = "") -> tuple[str, str]:
-        """Return the key and the text of a set-up or clean-up line, and note what it needs."""
-        text = text or statement.text
-        if _SECRET.search(text):
-            self._mark(
-                statement, LOST, "it has what looks like a secret: pass it on with --env NAME"
-            )
-            return "", ""
+    def _keep(self, statement: Statement, text: str, is_after: bool) -> tuple[str, str, str]:
+        """Return group, key and text of a set-up or clean-up line, and note what it needs."""
         key = "teardown" if is_after else "setup"
         if statement.inside:
             key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
-            if is_after:
-                self._mark(statement, LOST, "after the program, in each task: there is no such key")
-                return "", ""
-        self._needed |= {*statement.names}
-        if is_after:
-            self._needed_after |= {*statement.names}
-        for name in statement.names if statement.inside else ():  # of the batch script: exported
-            is_job_s = _OF_A_JOB.fullmatch(name) or name in (statement.first, *self._inner)
-            if not is_job_s and f"${name}" in text.replace("{", ""):
-                self.result.append("expand", name, statement.lines[0])
-        self._mark(statement, TAKEN, key)
-        return key, text
+            for name in sorted(statement.names - self._inner):  # exported for the task
+                if not _OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
+                    self.result.append("expand", name, statement.lines[0])
+        self._needed |= statement.names
+        self._needed_after |= statement.names if is_after else set()
+        return TAKEN, key, text
 
-    def _dropped(self, names: Iterable[str]) -> bool:
-        """Return whether one of some variables is one that hpc-ddp decides, and nothing else
-        needs."""
-        return any(
-            name in self._assigned and name not in self._static and name not in self._needed
-            for name in names
-        ) or any(is_of_hpc_ddp(name) and not name.startswith("SLURM") for name in names)
+    def _prints_ours(self, statement: Statement) -> bool:
+        """Return whether a message has a variable that hpc-ddp decides, or that nothing needs."""
+        values = {name: s.assigned for name, s in self._assigned.items() if not s.exported}
+        return not re.search(r">|\btee\b", statement.text) and any(
+            (name in self._in_launch & self._commands)
+            or (is_of_hpc_ddp(name) and not name.startswith("SLURM"))
+            or (name in values.keys() - self._needed and not _is_known(values[name]))
+            for name in statement.names
+        )
 
     def _folder(self, statement: Statement, index: int) -> str:
-        """Return the folder of a ``cd``, where it is known and no set-up line before it has a
-        relative path; '' for another one."""
-        if len(statement.words) != 2 or index > self._at or "chdir" in self.result.values:
+        """Return the folder of a ``cd`` that is known, the only one before the launch, where no
+        line before it names a file from its own folder; '' for another statement."""
+        before = self._statements[: self._at]
+        moves = [s for s in before if re.search(r"(^|[\s;&])(cd|pushd|popd)\b", s.text)]
+        match = re.fullmatch(r"cd (\S+?)/?(\s*\|\|\s*(exit|\{).*)?", statement.text, re.S)
+        if not match or moves != [statement] or statement.inside or len(statement.words) != 2:
             return ""
         word = statement.words[1]
         text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
-        users = ("source", ".", "bash", "mkdir", "cp", "python")
-        before = [s.words[1:] for s in self._statements[:index] if s.first in users]
-        relative = any(re.match(r"(?!activate)[\w.]+", w.text) for words in before for w in words)
-        is_known = (word.is_static and "=" not in text) or text.startswith("~")
-        return "" if relative or not is_known or "$" in text else text
-
-    def _assignment(self, statement: Statement, is_after: bool) -> tuple[str, str]:
-        """Take an assignment: a variable of the job, a set-up line, or what others have used."""
-        name, assigned, line = statement.name, statement.assigned, statement.lines[0]
-        text = f"export {statement.text}" if statement.exported else statement.text
-        text = text.replace("export export", "export")
-        content = assigned.text if isinstance(assigned, Word) else ""
-        is_secret = bool(re.search(SECRET_NAME, name, re.I))
-        if (is_secret and content and not re.match(_NO_SECRET, content)) or content.startswith("<"):
-            if statement.exported or name in self._needed:
-                self.result.append("env-names", name, line)
-            self._mark(statement, LOST, _secret(name))
-            return "", ""
-        is_ours = is_of_hpc_ddp(name) or (
-            bool(_OF_RENDEZVOUS.fullmatch(name)) and not statement.inside
-        )
-        if (is_ours and (name not in self._needed or is_of_hpc_ddp(name))) or (
-            is_after and is_ours
+        if any(_RELATIVE.search(s.text) for s in before[:index] if not s.name) and (
+            text != self._cwd
         ):
-            if name not in self._needed or statement.inside or self._only_in_launch(name):
-                self._mark(statement, OURS, f"workers have hpc-ddp's {name}, if any")
-                return "", ""
-            return self._keep(statement, is_after, text)
-        is_spliced = name in self._spliced and bool(re.search(r"\s", content.strip()))
-        if is_spliced and name not in self._needed:
-            self._mark(statement, TAKEN, "its value, where it is used")
-            return "", ""
-        if statement.exported or statement.inside:
-            if (
-                isinstance(assigned, Word)
-                and not statement.inside
-                and self._is_for_env(name, assigned)
-            ):
-                if _SECRET.search(assigned.text):
-                    self.result.append("env-names", name, line)
-                    self._mark(statement, LOST, _secret(name))
-                    return "", ""
-                if is_secret:  # [env] has no such name
-                    return self._keep(statement, is_after, text)
-                self.result.env.setdefault(name, (assigned.text, line))
-                for variable in assigned.names:
-                    self.result.append("expand", variable, line)
-                self._mark(statement, TAKEN, "env")
-                return "", ""
-            if statement.inside and name in self._needed and not text.startswith("export"):
-                text = f"export {text}"
-            return self._keep(statement, is_after, text)
-        if name in self._needed:
-            is_exported = name in self._needed_after and not is_after
-            return self._keep(statement, is_after, f"export {text}" if is_exported else text)
-        if name in self._spliced or _is_static(assigned):
-            self._mark(statement, TAKEN, "its value, where it is used")
-        else:
-            reason = "nothing that is left needs it"
-            self._mark(statement, OURS, reason)
-        return "", ""
+            return ""
+        return text if "$" not in text and (word.is_static or text[:1] == "~") else ""
 
-    def _only_in_launch(self, name: str) -> bool:
-        """Return whether nothing but the launch needs a variable of hpc-ddp's own."""
-        return is_of_hpc_ddp(name) and not any(
-            name in s.names for s in self._statements
-            if s.launch is None and not s.name and not _PRINTS.match(s.text) and not s.lost
-        )  # fmt: skip
+    def _assignment(self, statement: Statement, index: int) -> tuple[str, str, str]:
+        """Return the group, the key or reason, and the text of an assignment: a variable of the
+        job, a set-up line, or what others have used."""
+        name, assigned, line = statement.name, statement.assigned, statement.lines[0]
+        content = assigned.text if isinstance(assigned, Word) else ""
+        is_only_there = name in self._in_launch & self._commands and not statement.inside
+        self._in_launch |= statement.names if name in self._in_launch else set()
+        is_used = (statement.exported and not is_only_there) or name in self._needed
+        if is_secret(name, content) or content.startswith("<"):
+            if is_used:
+                self.result.append("env-names", name, line)
+            return LOST, MARK.format(name), ""
+        if statement.exported and re.match(r"(SLURM|SBATCH|SRUN_CPUS)_", name):
+            if name.endswith("CPUS_PER_TASK"):
+                return OURS, "the step has the job's CPUs", ""
+            return LOST, f"{name} would change hpc-ddp's step: an option of srun in its place", ""
+        if is_of_hpc_ddp(name) and (name not in self._needed or statement.inside):
+            return OURS, f"workers have hpc-ddp's {name}, if any", ""
+        if is_used and self._is_for_env(statement, index) and isinstance(assigned, Word):
+            self.result.env.setdefault(name, (content, line))
+            for variable in assigned.names:
+                self.result.append("expand", variable, line)
+            return TAKEN, "env", ""
+        if is_used or statement.inside:
+            is_after = index > self._at
+            later = name in self._needed_after and not is_after
+            is_exported = statement.exported or later or statement.inside
+            text = f"export {statement.text}" if is_exported else statement.text
+            return self._keep(statement, text, is_after)
+        if not statement.of_script:
+            return TAKEN, "the launch", ""
+        if _is_known(assigned):
+            return TAKEN, "its value, where it is used", ""
+        return OURS, "nothing that is left needs it", ""
 
-    def _is_for_env(self, name: str, assigned: Word) -> bool:
-        """Return whether an exported value can stand in ``[env]``, which comes before the set-up
-        lines."""
-        if assigned.has_code or (self._brought and _OF_PATHS.fullmatch(name)):
-            return False
-        outer = [
-            n
-            for n in assigned.names
-            if not _OF_A_JOB.fullmatch(n) or n in self._assigned or n == name
-        ]
-        return not outer
-
-    def take_secrets_out(self) -> None:
-        """Take secrets out of arguments and variables; the name of each becomes one that is passed
-        on from the shell."""
-        result, before = self.result, ""
-        result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
-        for position, (text, line) in enumerate(result.lists.get("args", [])):
-            option, _, inline = text.partition("=")
-            name, assigned = (option, inline) if inline else (before, text)
-            variable = re.sub(r"\W", "_", name.lstrip("-")).upper()
-            is_secret = name.startswith("-") and re.search(rf"(?:{SECRET_NAME})$", name, re.I)
-            is_plain = not assigned or re.match(_NO_SECRET, assigned)
-            if not is_plain and (is_secret or _SECRET.match(assigned)):
-                variable = variable if is_secret else "SECRET"
-                result.lists["args"][position] = (
-                    f"{option}=${variable}" if inline else f"${variable}", line)  # fmt: skip
-                result.append("env-names", variable, line)
-                result.append("expand", variable, line)
-                result.mark(line, line, LOST, _secret(variable))
-            before = text
-        for name, (text, line) in [*result.env.items()]:
-            if re.search(SECRET_NAME, name, re.I) or re.search(URL_WITH_PASSWORD, text):
-                del result.env[name]
-                result.append("env-names", name, line)
-                result.mark(line, line, LOST, _secret(name))
-        for name in {n for text, _ in result.lists.get("args", []) for n in names_in(text)}:
-            set_up = any(f"{name}=" in line for line, _ in result.lists.get("setup", []))
-            is_known = _OF_A_JOB.fullmatch(name) or set_up or name in self._assigned
-            is_known = is_known or self._brings_any()
-            if not is_known and name in [
-                assigned for assigned, _ in result.lists.get("expand", [])
-            ]:
-                result.append("env-names", name, 0)
-                result.notes.append(
-                    (0, f"${name} is not set in the script: export it before you submit")
-                )
-
-    def _brings_any(self) -> bool:
-        return any(s.words and _BRINGS.match(s.text) for s in self._statements)
+    def _is_for_env(self, statement: Statement, index: int) -> bool:
+        """Return whether a value can stand in ``[env]``, which comes before the set-up lines."""
+        assigned, name = statement.assigned, statement.name
+        is_brought = index > self._brought_at and _OF_PATHS.fullmatch(name)
+        is_ready = statement.exported and not statement.inside and not is_brought
+        return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
+            _OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned}
+            for n in (part.name for part in assigned.code)  # type: ignore[union-attr]
+        )
 
 
-def _is_static(assigned: Word | list[Word] | None) -> bool:
-    if isinstance(assigned, list):
-        return all(word.is_static for word in assigned)
-    return assigned is not None and assigned.is_static
+def _first(rules: tuple[tuple[str, tuple[bool, ...], str], ...], statement: Statement,
+           is_after: bool) -> str:  # fmt: skip
+    """Return the reason of the first rule that fits a statement; '' without."""
+    return next((reason for pattern, places, reason in rules
+                 if is_after in places and re.match(pattern, statement.text, re.S)), "")  # fmt: skip
 
 
-def home_of(text: str, environ: Mapping[str, str]) -> str:
-    """Return a path with the home folder for ``~`` and ``$HOME``."""
-    text = re.sub(r"^\$\{?HOME\}?(?=/|$)", environ.get("HOME", "~"), text)
-    return os.path.expanduser(text)
+def _is_command(assigned: Value) -> bool:
+    """Return whether a value is a text of several words."""
+    is_text = isinstance(assigned, Word) and assigned.parts and not assigned.parts[0].is_code
+    return bool(is_text and re.search(r"\S\s+\S", assigned.text))  # type: ignore[union-attr]
 
 
-def _secret(name: str) -> str:
-    return f"a secret's value is not written: export {name} in your shell; as --env {name}"
+def _is_known(assigned: Value) -> bool:
+    """Return whether a value stands where its variable is used: it is text and names, or more than
+    one word."""
+    if isinstance(assigned, Word):
+        return _is_command(assigned) or all(part.name for part in assigned.code)
+    return assigned is not None and any(word.is_static for word in assigned)

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_ddp.submission.job_script.conditions import assigned_in, code_of, commands_of, truth_of
+from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.submission.job_script import shell
+from hpc_ddp.submission.job_script.conditions import commands_of, set_in, truth_of
 from hpc_ddp.submission.job_script.launch import Launch
 from hpc_ddp.submission.job_script.launchers import read_launch
-from hpc_ddp.submission.job_script.shell import (
-    Node,
-    Scope,
-    Word,
-    is_positional,
-    literal,
-    names_in,
-    parse,
-    source,
-)
+from hpc_ddp.submission.job_script.shell import Node, Part, Scope, Word, parse, source
 
-# What is sourced of these sets no variable that a job script asks for.
-_OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)$")
+# A file that is sourced sets any variable; these set none that a job script asks for.
+_SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
+_OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
+_ON_NODES = re.compile(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)")
+_FROM_ZERO = re.compile(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )")
+_OF_ARGUMENTS = "it uses the job script's own arguments"
 
 
 @dataclass
 class Statement:
-    """One statement: an assignment (`name` and `assigned`), a launch, or another command or block.
+    """One statement of a script: an assignment (to `name`), a launch, a function (`defines`), or
+    another command or block.
 
     `lines` are the first and last one in the script; `inside` says that it runs in each task, in
     ``bash -c``; `output` is the file that it writes to; `lost` why it can't be taken over.
@@ -38,350 +37,314 @@ class Statement:
     lines: tuple[int, int]
     words: list[Word] = field(default_factory=list)
     name: str = ""
-    assigned: Word | list[Word] | None = None
+    assigned: shell.Value = None
     exported: bool = False
     launch: Launch | None = None
     inside: bool = False
     output: str = ""
     lost: str = ""
-    defines: str = ""  # a function
-    assigns: list[str] = field(default_factory=list)  # by a block that does nothing else
+    defines: str = ""
+    sets: set[str] = field(default_factory=set)
+    of_script: bool = True  # and not made of a part of a word
 
     @property
     def first(self) -> str:
         return self.words[0].text if self.words else ""
 
     @property
-    def names(self) -> list[str]:
-        """The variables, and the functions, that it needs."""
+    def names(self) -> set[str]:
+        """The variables and the functions that it needs."""
         quoted = re.sub(r"(?<!\\)'[^']*'", "", self.text)
-        assigned = [self.name] if self.name else []
-        mentioned = [
-            *names_in(quoted),
-            *re.findall(r"[A-Za-z_]\w*", quoted if self.words else "")[:1],
-        ]
-        names = [name for name in mentioned if name not in assigned]
-        return names + [name for name in assigned if re.search(rf"\$\{{?{name}\b", quoted)]
+        called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", quoted)
+        names = {*shell.names_in(quoted), *called}
+        is_own = self.name and not re.search(rf"\$\{{?{self.name}\b", quoted)
+        return names - {self.name} if is_own else names
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a text stands that is looked into: its lines in the script, or the shift from its own
+    lines to the script's; whether it runs in each task, what starts these, and in a loop."""
+
+    lines: tuple[int, int] | None = None
+    shift: int | None = None
+    inside: bool = False
+    step: str = ""
+    in_loop: bool = False
 
 
 class Reader:
     """Reads a script, and notes its statements.
 
     `resolved` are lines that only choose among others (``if``, ``fi``), with what was chosen;
-    `skipped` are those that do not run.
+    `skipped` are those that do not run; `of_nodes` are variables of loops over the nodes.
     """
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.statements: list[Statement] = []
         self.resolved: dict[int, str] = {}
-        self.of_nodes: set[str] = set()  # variables of loops over the nodes
-        self.skipped: dict[int, str] = {}
+        self.skipped: set[int] = set()
+        self.of_nodes: set[str] = set()
         self._functions: dict[str, tuple[Node, Statement]] = {}
-        self._lines: tuple[int, int] | None = None  # of the text that is looked into
-        self._shift: int | None = None  # from its lines to the script's
-        self._inside = False
-        self._step = ""  # what starts the tasks of the text that is looked into
-        self._loop = False
+        self._place = _Place()
         self._exports_all = False
 
     def read(self, text: str) -> None:
-        """Read the text of a whole script."""
+        """Read the text of a script."""
         self._walk(parse(text))
 
     def _walk(self, node: Node) -> None:
-        handlers: dict[str, Any] = {
-            "comment": lambda _: None,
-            "variable_assignment": self._assignment,
-            "variable_assignments": self._each,
-            "declaration_command": self._declaration,
-            "command": self._command,
-            "if_statement": self._if,
-            "for_statement": self._loop_of,
-            "c_style_for_statement": self._loop_of,
-            "while_statement": self._loop_of,
-            "function_definition": self._function,
-            **dict.fromkeys(("program", "compound_statement", "subshell", "do_group"), self._each),
-            **dict.fromkeys(("list", "pipeline", "redirected_statement"), self._compound),
-        }
-        handler = handlers.get(node.type)
-        if handler:
+        kind = node.type
+        if kind in ("program", "compound_statement", "subshell", "do_group"):
+            self._each(node)
+        elif handler := getattr(self, f"_{kind}", None):
             handler(node)
-        elif node.is_named:
-            reason = "bash can't read it: is a quote missing?" if node.type == "ERROR" else ""
-            if not reason and self._has_launch(node):
-                reason = "what only the job knows chooses a launch"
-            self._add(node, lost=reason)
-
-    def _forget(self, names: Iterable[str]) -> None:
-        """Note that from here on only the job knows some variables."""
-        for name in names:
-            self.scope.values[name] = Word((code_of(name),))
+        elif kind == "ERROR":
+            self._add(node, lost="bash can't read it: is a quote missing?")
+        elif node.is_named and kind != "comment":
+            reason = "only the job knows which launch it chooses: a job for each"
+            self._add(node, lost=reason if self._has_launch(node) else "")
 
     def _each(self, node: Node) -> None:
-        for child in node.named_children:
-            self._walk(child)
-        if node.type in ("compound_statement", "subshell", "do_group"):
+        for child in node.children:
+            if child.is_named:
+                self._walk(child)
+            elif child.type == "&" and self.statements:
+                self.statements[-1].text += " &"
+        if node.type != "program":
             for line in (node.start_point[0] + 1, node.end_point[0] + 1):
                 self.resolved.setdefault(line, "its lines were taken one by one")
 
-    def _at(self, node: Node) -> tuple[int, int]:
-        end = node.end_point[0] + (1 if node.end_point[1] else 0)
-        first = node.start_point[0] + 1
-        if self._lines and self._shift is not None:
-            first, end = first + self._shift, end + self._shift
-        elif self._lines:
-            return self._lines
-        return first, max(first, end)
+    _variable_assignments = _each
 
-    def _add(self, node: Node, **known_facts: Any) -> Statement:
-        text = source(node).strip()
-        if node.type not in ("variable_assignment", "declaration_command", "command"):
-            self._forget(assigned_in(node))
-        statement = Statement(text, self._at(node), inside=self._inside, **known_facts)
-        if self.scope.positional is None and is_positional(text) and not statement.launch:
-            statement.lost = statement.lost or "it uses the job script's own arguments"
+    def _at(self, node: Node) -> tuple[int, int]:
+        """Return the first and the last line of a node in the script."""
+        shift, first = self._place.shift or 0, node.start_point[0] + 1
+        last = max(first, node.end_point[0] + (1 if node.end_point[1] else 0))
+        if self._place.lines and self._place.shift is None:
+            return self._place.lines
+        return first + shift, last + shift
+
+    def _add(self, node: Node, text: str = "", **known_facts: Any) -> Statement:
+        """Note a statement, and what the scope no longer knows after it."""
+        text = text or source(node).strip()
+        statement = Statement(text, self._at(node), inside=self._place.inside, **known_facts)
+        if not (statement.name or statement.launch or statement.defines):
+            statement.sets = set_in(node)
+            for name in statement.sets:
+                self.scope.set(name, None)
+            if any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text)):
+                self.scope.is_open = True
+            if statement.first != "cd" and re.search(r"(^|[\s;&])(cd|pushd|popd)\b", text):
+                self.scope.set("PWD", None)
+        is_read_later = statement.launch or statement.defines or self.scope.arguments is not None
+        if not is_read_later and shell.uses_arguments(text):
+            statement.lost = statement.lost or _OF_ARGUMENTS
         self.statements.append(statement)
         return statement
 
-    def _assignment(self, node: Node, exported: bool = False) -> None:
-        name, assigned = self.scope.assign(node)
-        exported = exported or self._exports_all
-        self._add(node, name=name, assigned=assigned, exported=exported)
+    def _variable_assignment(self, node: Node, exported: bool = False) -> None:
+        name, exported = self.scope.assign(node), exported or self._exports_all
+        self._add(node, name=name, assigned=self.scope.values[name], exported=exported)
 
-    def _declaration(self, node: Node) -> None:
-        exported = source(node).startswith("export") or " -x" in source(node)[:12]
-        for child in node.named_children:
-            if child.type == "variable_assignment":
-                self._assignment(child, exported)
-            elif child.type == "variable_name" and exported:
-                name = source(child)
-                assigned = self.scope.values.get(name)
-                self._add(node, name=name, assigned=assigned, exported=True)
-        if not any(c.type in ("variable_assignment", "variable_name") for c in node.named_children):
+    def _declaration_command(self, node: Node) -> None:
+        text, kinds = source(node), {child.type for child in node.named_children}
+        exported = bool(re.match(r"export\b|\w+\s+-\w*x", text)) or self._exports_all
+        start = re.match(r"\w+\s+(-\w+\s+)*(?=\w+=)", text)
+        if re.match(r"\w+\s+-\w*A", text) or not kinds & {"variable_assignment", "variable_name"}:
             self._add(node)
+        elif "concatenation" in kinds and start:  # "a"b=$c"d" is not read as one word there
+            text = re.sub(r"=\$([A-Za-z_]\w*)", r"=${\1}", text[start.end() :])
+            before, self._exports_all = self._exports_all, exported
+            self.read("\n" * node.start_point[0] + text)
+            self._exports_all = before
+        else:
+            for child in node.named_children:
+                if child.type == "variable_assignment":
+                    self._variable_assignment(child, exported)
+                elif child.type == "variable_name" and exported:
+                    name = source(child)
+                    self._add(child, name=name, assigned=self.scope.values.get(name), exported=True)
 
     def _command(self, node: Node, output: str = "", around: Node | None = None) -> None:
         """Note a command: `around` is the pipeline around it."""
-        name_node = node.child_by_field_name("name")
         before = [c for c in node.named_children if c.type == "variable_assignment"]
-        nodes = [c for c in node.named_children if c.type not in ("variable_assignment", "comment")]
-        line = self._at(node)[0] if self._lines else None
-        words = self.scope.words(nodes, line)
+        nodes = [c for c in node.named_children if c not in before and c.type != "comment"]
+        at = self._at(node)[0]
+        words = self.scope.words(nodes, at if self._place.lines else None)
         first = words[0].text if words else ""
         if first in self._functions and self._has_launch(self._functions[first][0]):
             self._call(first, words[1:], node)
             return
-        if first == "eval":
-            self._look_into(" ".join(word.script for word in words[1:]), node, self._inside)
+        code = " ".join(word.script for word in words[1:]) if first == "eval" else ""
+        if code and self._has_launch(code):
+            self._look_into(code, node, self._place.step)
             return
-        if first in ("shift", "getopts") or (name_node is None and not before):
-            self._add(node, words=words, lost="it uses the job script's own arguments")
-            return
-        if first in ("source", ".") and not _OF_SYSTEM.match(words[-1].text):
-            self.scope.is_open = True
-        if first in ("read", "mapfile", "readarray"):
-            self._forget(w.text for w in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", w.text))
-        if first in ("pushd", "popd") or (first == "cd" and not all(w.is_static for w in words)):
-            self._forget(["PWD"])
-        elif first == "cd" and len(words) == 2:
-            folder = self.scope.values.get("PWD")
-            place = os.path.join(folder.text if isinstance(folder, Word) else "", words[1].text)
-            self.scope.values["PWD"] = literal(place)
+        if first == "cd":
+            known = [self.scope.values.get("PWD"), *words[1:]]
+            texts = [w.text for w in known if isinstance(w, Word) and w.is_static]
+            path = os.path.normpath(os.path.join(*texts)) if len(texts) == 2 else ""
+            self.scope.set("PWD", shell.literal(path) if path else None)
         if first == "set" and re.search(r"\s-\w*a|allexport", source(node)):
             self._exports_all = True
-        launch = read_launch(words, self.scope, self._step)
-        launch.line = self._at(node)[0]
-        working = self.scope.values.get("PWD")
-        launch.folder = working.text if isinstance(working, Word) and working.is_static else None
+        launch = read_launch(words, self.scope, self._place.step)
+        folder = self.scope.values.get("PWD")
+        launch.line, launch.in_loop = at, self._place.in_loop
+        launch.folder = folder.text if isinstance(folder, Word) else None
         for child in before:
             assigned = self.scope.word(child.child_by_field_name("value"))
-            launch.env[source(child.child_by_field_name("name"))] = assigned
-        if launch.inner is not None:
-            if self._launches(launch.inner.script, launch.step):
-                self._inner(launch, node, output)
-                return
-            launch.weight = 0
-        if launch.weight:
-            launch.in_loop = self._loop
-            self._add(around or node, words=words, launch=launch, output=output)
+            launch.env[source(child.child_by_field_name("name"))] = replace(assigned, line=at)
+        if launch.inner is not None and self._has_launch(launch.inner.script, launch.step):
+            self._inner(launch, node, output)
+        elif not launch.weight or launch.inner is not None:
+            lost = _OF_ARGUMENTS if first in ("shift", "getopts") or not (words or before) else ""
+            self._add(around or node, words=words, output=output, lost=lost)
         else:
-            self._add(around or node, words=words, output=output)
+            if any(self.scope.is_stale(word) for word in launch.words):
+                launch.lost.append((at, "a variable in it was set anew before it is used"))
+            self._add(around or node, words=words, launch=launch, output=output)
 
     def _inner(self, outer: Launch, node: Node, output: str) -> None:
         """Read the text of ``bash -c``; its launch has the options of the outer one, too."""
         assert outer.inner is not None
         count = len(self.statements)
-        inside = outer.step != "" or self._inside
-        before, self._step = self._step, outer.step or self._step
-        self._look_into(outer.inner.script, node, inside, outer.inner.line)
-        self._step = before
-        first, last = self._at(node)
-        for line in range(first, last + 1):
-            self.resolved.setdefault(line, "the launch")
+        text = self._bound(outer.inner, node)
+        self._look_into(text, node, outer.step or self._place.step, outer.inner.line)
+        self._resolve(node, "the launch")
         for statement in self.statements[count:]:
-            launch = statement.launch
-            if launch is None:
-                continue
-            if not launch.kind and outer.step:
-                launch.weight = 3 if launch.weight == 1 else launch.weight
-            launch.step = launch.step or outer.step
-            for key in ("nodes", "tasks", "tasks_per_node"):
-                setattr(launch, key, getattr(launch, key) or getattr(outer, key))
-            launch.gpus = outer.gpus | launch.gpus
-            launch.env = outer.env | launch.env
-            launch.node_words |= outer.node_words
-            launch.in_loop |= self._loop
-            launch.ours, launch.lost = [*outer.ours, *launch.ours], [*outer.lost, *launch.lost]
-            for key, words in outer.settings.items():
-                launch.settings[key] = [*words, *launch.settings.get(key, [])]
-            statement.output = statement.output or output
+            if statement.launch is not None:
+                statement.launch.take_from(outer)
+                statement.output, statement.text = statement.output or output, source(node)
 
-    def _look_into(self, text: str, node: Node, inside: bool, line: int = 0) -> None:
-        """Read a text of the script as a script: its lines are those from `line` on, where it is
-        one word of `node`, else all of `node`'s."""
-        before = self._lines, self._inside, self._shift
-        last = list(node.named_children)[-1]
-        is_one = last.type in ("string", "raw_string") and source(last).count("\n") == text.count(
-            "\n"
-        )
-        is_one = is_one and line == last.start_point[0] + 1 and self._lines is None
-        self._lines, self._inside = self._at(node), inside
-        self._shift = line - 1 if is_one and line else None
-        self._walk(parse(text))
-        self._lines, self._inside, self._shift = before
+    def _bound(self, word: Word, node: Node) -> str:
+        """Return the text of ``bash -c`` as the task has it: code that the batch script runs is the
+        value of a variable there."""
+        parts = list(word.parts)
+        for index, part in enumerate(parts):
+            is_ours = is_of_hpc_ddp(part.name) and part.name in self.scope.values
+            if part.is_code and (not part.name or is_ours):
+                count = sum(name.startswith("VALUE_") for name in self.scope.values)
+                name = f"VALUE_{count + 1}"
+                self.scope.set(name, None)
+                text, place = f'{name}="{part.text}"', self._place
+                self._place = replace(place, inside=False)
+                self._add(node, text, name=name, of_script=False)
+                parts[index], self._place = Part(f"${{{name}}}", True), place
+        return Word(tuple(parts)).script
 
-    def _launches(self, text: str, step: str = "") -> bool:
-        return self._has_launch(parse(text), True, step)
+    def _look_into(self, text: str, node: Node, step: str, line: int = 0) -> None:
+        """Read a text of the script as a script, in tasks that `step` starts: its lines are those
+        from `line` on, where it is one word of `node`, else all of `node`'s."""
+        before, folder, last = self._place, self.scope.values.get("PWD"), node.named_children[-1]
+        is_one = before.lines is None and line == last.start_point[0] + 1
+        is_one = is_one and source(last).count("\n") == text.count("\n")
+        shift = line - 1 if is_one and last.type in ("string", "raw_string") else None
+        self._place = _Place(self._at(node), shift, bool(step), step, before.in_loop)
+        self.read(text)
+        self._place, self.scope.values["PWD"] = before, folder
 
-    def _has_launch(self, node: Node, is_inner: bool = False, step: str = "") -> bool:
-        """Return whether a part of the script may start the training; nothing is noted."""
-        reader = Reader(Scope(dict(self.scope.values), self.scope.numbers, []))
-        step = step or self._step
-        reader._functions = {} if node.type == "function_definition" else self._functions
-        body = node.child_by_field_name("body") if node.type == "function_definition" else node
-        for child in commands_of(body):
-            nodes = [
-                c for c in child.named_children if c.type not in ("variable_assignment", "comment")
-            ]
-            words = reader.scope.words(nodes)
-            launch = read_launch(words, reader.scope, step)
-            if launch.weight > (0 if is_inner or step else 1):
-                return True
-            if launch.inner and self._launches(launch.inner.script, launch.step):
-                return True
-            called = reader._functions.get(words[0].text) if words else None
-            if called and self._has_launch(called[0]):
-                return True
-            if words and words[0].text == "eval":
-                return self._launches(" ".join(word.script for word in words[1:]))
-        return False
+    def _has_launch(self, part: Node | str, step: str = "") -> bool:
+        """Return whether a part of the script, or the text of one, may start the training; plain
+        Python does so in a task alone. Nothing is noted here."""
+        probe = Reader(replace(self.scope, values=self.scope.values.copy(), versions=Counter()))
+        probe._place, probe._functions = _Place(step=step or self._place.step), self._functions
+        node = parse(part) if isinstance(part, str) else part
+        for command in commands_of(node.child_by_field_name("body") or node):
+            probe._command(command)
+        least = 0 if isinstance(part, str) or probe._place.step else 1
+        return any(s.launch is not None and s.launch.weight > least for s in probe.statements)
 
-    def _compound(self, node: Node) -> None:
+    def _list(self, node: Node) -> None:
         """Note a pipeline, a list or a command with redirections, or the launch in it."""
-        if node.type == "list" and self._has_launch(node):
+        commands = [child for child in commands_of(node) if self._has_launch(child)]
+        first = node.named_children[0]
+        if commands and node.type == "list":
             for child in node.named_children:
                 self._walk(child)
-            return
-        commands = [child for child in commands_of(node) if self._has_launch(child)]
-        if commands or (node.type == "redirected_statement" and _is_block(node)):
+        elif commands and node.type == "redirected_statement" and first.type != "command":
+            self._walk(first)  # a block
+        elif commands:
             targets = re.findall(r"(?:>>?|\btee (?:-a )?)\s*([^\s&|;>]+)", source(node))
-            if commands:
-                self._command(commands[0], next((t for t in targets if t != "1"), ""), node)
-            else:
-                self._walk(node.named_children[0])
-            return
-        words = (
-            self.scope.words(commands_of(node)[:1][0].named_children) if commands_of(node) else []
-        )
-        self._add(node, words=words)
+            self._command(commands[0], next((t for t in targets if t != "1"), ""), node)
+        elif first.type == "command" and re.match(r"cd\s[^;&]*\|\|", source(node)):
+            self._command(first, "", node)
+        else:
+            self._add(node)
+
+    _pipeline = _redirected_statement = _list
 
     def _call(self, name: str, words: list[Word], node: Node) -> None:
         """Read a function's body where it is called."""
         definition, statement = self._functions[name]
-        for line in range(statement.lines[0], statement.lines[1] + 1):
-            self.resolved.setdefault(line, f"the function {name}, read where it is called")
+        self._resolve(definition, f"the function {name}, read where it is called")
         self.resolved.setdefault(self._at(node)[0], f"calls {name}")
-        if statement in self.statements:
-            self.statements.remove(statement)
-        before = self.scope.positional
-        self.scope.positional = words
+        self.statements = [s for s in self.statements if s is not statement]
+        before, self.scope.arguments = self.scope.arguments, words
         self._walk(definition.child_by_field_name("body"))
-        self.scope.positional = before
+        self.scope.arguments = before
 
-    def _function(self, node: Node) -> None:
-        name = source(node.child_by_field_name("name"))
-        before, self.scope.positional = self.scope.positional, []
-        self._functions[name] = node, self._add(node, defines=name)
-        self.scope.positional = before
-
-    def _if(self, node: Node) -> None:
-        """Take the branch that is known to run; keep the whole where that is not known."""
-        branches: list[tuple[Node, list[Node]]] = []
-        condition: Node = None
-        body: list[Node] = []
-        for child in [*node.named_children, None]:
-            if child is None or child.type in ("elif_clause", "else_clause"):
-                branches.append((condition, body))
-                if child is not None:
-                    inner = list(child.named_children)
-                    is_else = child.type == "else_clause"
-                    condition, body = (None, inner) if is_else else (inner[0], inner[1:])
-            elif condition is None and not body:
-                condition = child
-            else:
-                body.append(child)
-        chosen: list[Node] | None = []
-        for test, lines in branches:
-            truth = True if test is None else truth_of(test, self.scope)
-            if truth is None:
-                chosen = None
-                break
-            if truth:
-                chosen = lines
-                break
-        if chosen is None:
-            launches = self._has_launch(node)
-            lost = (
-                "a condition that only the job knows chooses between launches" if launches else ""
-            )
-            names = list(assigned_in(node))
-            only = all(re.match(r"\[|test\b", source(c)) for c in commands_of(node))
-            self._add(node, lost=lost, assigns=names if only else [])
-            return
+    def _resolve(self, node: Node, text: str) -> None:
         first, last = self._at(node)
         for line in range(first, last + 1):
-            self.resolved.setdefault(line, "its condition is known")
+            self.resolved.setdefault(line, text)
+
+    def _function_definition(self, node: Node) -> None:
+        name = source(node.child_by_field_name("name"))
+        self._functions[name] = node, self._add(node, defines=name)
+
+    def _if_statement(self, node: Node) -> None:
+        """Take the branch that is known to run; keep the whole where that is not known."""
+        has_launch, chosen = self._has_launch(node), None
+        branches = list(_branches(node))
+        for condition, lines in branches:
+            is_true = True if condition is None else truth_of(condition, self.scope, has_launch)
+            if is_true is None:
+                lost = "a condition that only the job knows chooses a launch" if has_launch else ""
+                self._add(node, lost=lost)
+                return
+            chosen = lines if is_true and chosen is None else chosen
+            if chosen is not None:
+                break
+        self._resolve(node, "its condition is known")
         for _, lines in branches:
             for child in lines if lines is not chosen else ():
-                low, high = self._at(child)
-                for line in range(low, high + 1):
-                    self.skipped[line] = "the condition is false: it never runs"
-        for child in chosen:
+                first, last = self._at(child)
+                self.skipped |= {*range(first, last + 1)}
+        for child in chosen or ():
             self._walk(child)
 
-    def _loop_of(self, node: Node) -> None:
+    def _for_statement(self, node: Node) -> None:
         """Keep a loop; of one over the nodes that starts the training take its launch."""
-        if not self._has_launch(node):
-            self._add(node)
-            return
         text = source(node)
-        if not re.search(r"\b(ssh|pdsh|clush)\b|srun[^\n;]*(\\\n[^\n;]*)*(\s-w|nodelist)", text):
-            self._add(node, lost="a loop of launches: hpc-ddp sweep, or a job for each")
+        if not self._has_launch(node) or not _ON_NODES.search(text):
+            reason = "a loop of launches: hpc-ddp sweep, or a job for each"
+            self._add(node, lost=reason if self._has_launch(node) else "")
             return
-        variables = re.findall(r"for\s+(?:\(\(\s*)?(\w+)", text)[:1]
-        self._forget(variables)
-        self.of_nodes.update(variables)
-        first, last = self._at(node)
-        for line in range(first, last + 1):
-            self.resolved.setdefault(line, "a loop over the nodes: hpc-ddp starts all of them")
-        self._loop, before = True, self._loop
+        for name in set_in(node):
+            self.scope.set(name, None)
+            self.of_nodes.add(name)
+        if counter := _FROM_ZERO.match(text):  # it is the node's number, which each task knows
+            name = counter[1] or counter[2]
+            self.scope.set(name, Word((Part("$SLURM_NODEID", True),)))
+            self.of_nodes.discard(name)
+        self._resolve(node, "a loop over the nodes: hpc-ddp starts all of them")
+        before, self._place = self._place, replace(self._place, in_loop=True)
         self._walk(node.child_by_field_name("body"))
-        self._loop = before
+        self._place = before
+
+    _c_style_for_statement = _while_statement = _for_statement
 
 
-def _is_block(node: Node) -> bool:
-    return bool(node.named_children) and node.named_children[0].type in (
-        "compound_statement",
-        "subshell",
-    )
+def _branches(node: Node) -> Iterable[tuple[Node | None, list[Node]]]:
+    """Yield condition and lines of each branch of an ``if``; an ``else`` has no condition."""
+    condition: Node | None = node.named_children[0]
+    lines: list[Node] = []
+    for child in node.named_children[1:]:
+        if child.type in ("elif_clause", "else_clause"):
+            yield condition, lines
+            lines = list(child.named_children)
+            condition = None if child.type == "else_clause" else lines.pop(0)
+        else:
+            lines.append(child)
+    yield condition, lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.sweep import trial_args
-from hpc_ddp.core.job.variables import is_of_worker, names_in
+from hpc_ddp.core.job.variables import array_exports, is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
@@ -72,12 +73,18 @@ def node_env(spec: JobSpec) -> dict[str, str]:
     their set-up lines, the names of ``--expand``, and those of the variables of ``env`` whose
     values a worker alone knows. {} for a job without these."""
     texts = {
-        "HPC_DDP_NODE_SETUP": "\n".join(w for w in spec.node_setup if w not in spec.without),
-        "HPC_DDP_WORKER_SETUP": "\n".join(w for w in spec.worker_setup if w not in spec.without),
+        "HPC_DDP_NODE_SETUP": _inner_lines(spec.node_setup, spec),
+        "HPC_DDP_WORKER_SETUP": _inner_lines(spec.worker_setup, spec),
         "HPC_DDP_EXPAND": " ".join(spec.expand),
         "HPC_DDP_EXPAND_ENV": " ".join(worker_env(spec)),
     }
     return {name: text for name, text in texts.items() if text}
+
+
+def _inner_lines(lines: Sequence[str], spec: JobSpec) -> str:
+    """Return set-up lines of a node or a worker, and what passes on the arrays that they fill."""
+    remaining = [line for line in lines if line not in spec.without]
+    return "\n".join([*remaining, array_exports(spec.expand)] if remaining else []).rstrip("\n")
 
 
 def worker_env(spec: JobSpec) -> list[str]:
@@ -128,6 +135,8 @@ class Rendering:
             "env": {**self.environment, **node_env(spec)},
             "batch_env": self.environment.keys() - worker_env(spec),
             "expand": spec.expand,
+            "exports": [name for name in spec.expand if not name.endswith("]")],
+            "array_exports": array_exports(spec.expand),
             "step_names": self._names_of_step(),
             "workdir": spec.chdir,
             "output": output_word(output_file(spec, run), spec.chdir),

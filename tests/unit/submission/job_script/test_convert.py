@@ -16,7 +16,7 @@ NAMES = sorted(path.stem for path in SAMPLES.glob("*.sbatch"))
 
 
 def converted(name: str, folder: Path = SAMPLES) -> Conversion:
-    return convert((SAMPLES / f"{name}.sbatch").read_text(), folder, folder, {})
+    return convert((SAMPLES / f"{name}.sbatch").read_text(), folder, folder)
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def of_text(*lines: str) -> Conversion:
-    return convert("\n".join(("#!/bin/bash", *lines)) + "\n", SAMPLES, SAMPLES, {})
+    return convert("\n".join(("#!/bin/bash", *lines)) + "\n", SAMPLES, SAMPLES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -196,7 +196,8 @@ def test_conditions_here_documents_and_eval() -> None:
     result = conversion.settings()
     assert result["env"] == {"PRECISION": "bf16"}
     assert conversion.group(8) == (OURS, "the condition is false: it never runs")
-    assert result["args"] == ["--data", "$DATA", "--lr", "0.1", "--precision", "bf16"]
+    assert result["args"] == ["--data", "${ARGUMENTS_1[@]}", "--lr", "0.1", "--precision", "bf16"]
+    assert (result["expand"], result["setup"][-1]) == (["ARGUMENTS_1[@]"], "ARGUMENTS_1=(${DATA})")
     assert any(line.startswith("if [ -d /opt/data ]") for line in result["setup"])
     assert "cat > hosts.txt <<END\nhead of $SLURM_JOB_ID\nEND" in result["setup"]
     assert conversion.group(18) == (OURS, "a function that nothing calls")
@@ -212,7 +213,7 @@ def test_deepspeed_and_ssh_are_reported() -> None:
     conversion = converted("deepspeed")
     assert conversion.settings()["args"][0] == "--local_rank=$LOCAL_RANK"
     assert conversion.group(4)[0] == LOST
-    assert any("deepspeed" in note for _, note in conversion.notes)
+    assert "the launcher deepspeed: torchrun starts the workers" in conversion.group(5)[1]
 
 
 @pytest.mark.parametrize(
@@ -270,8 +271,8 @@ def test_arithmetic_is_done_here_or_in_the_job() -> None:
     result = of_text(
         "#SBATCH --nodes=2", "srun python train.py --a $((40 + 2)) --b $((SLURM_NNODES * 4))x"
     ).settings()
-    assert result["args"] == ["--a", "42", "--b", "$ARGUMENT_1"]
-    assert result["setup"] == ['ARGUMENT_1="$((SLURM_NNODES * 4))"x']
+    assert result["args"] == ["--a", "42", "--b", "${ARGUMENTS_1[@]}"]
+    assert result["setup"] == ['ARGUMENTS_1=("$((SLURM_NNODES * 4))"x)']
     assert "env-names" not in result
 
 
@@ -291,25 +292,92 @@ def test_a_clean_up_line_has_the_variables_of_the_set_up() -> None:
     assert conversion.settings()["teardown"] == ['ls "$OUT"']
 
 
-def test_what_a_loop_has_changed_only_the_job_knows() -> None:
-    conversion = of_text(
+def test_an_array_that_a_loop_fills_is_filled_by_a_set_up_line() -> None:
+    lines = ("FILES=()", "for part in a b; do FILES+=($(ls $part)); done")
+    result = of_text(
         "#SBATCH --nodes=2",
-        "FILES=()",
-        "for part in a b; do FILES+=($(ls $part)); done",
-        "srun python train.py \\",
-        '    --files "${FILES[@]}"',
-    )
-    assert conversion.settings()["args"] == ["--files"]
-    assert conversion.group(6)[0] == LOST
+        *lines,
+        'srun python train.py --files "${FILES[@]}" $(cat "more words")',
+    ).settings()
+    assert result["args"] == ["--files", "${ARGUMENTS_1[@]}", "${ARGUMENTS_2[@]}"]
+    arrays = ['ARGUMENTS_1=("${FILES[@]}")', 'ARGUMENTS_2=($(cat "more words"))']
+    assert result["setup"] == [*lines, *arrays]
+    assert result["expand"] == ["ARGUMENTS_1[@]", "ARGUMENTS_2[@]"]
+
+
+@pytest.mark.parametrize("outer", ["A=$(echo 'x y')", "[ -d /x ] && A='x y'"])
+def test_the_text_of_bash_c_has_what_the_batch_script_has_put_into_it(outer: str) -> None:
+    """As it is read there a second time: with its quotes."""
+    result = of_text("#SBATCH --nodes=2", outer, 'srun bash -c "python train.py $A"').settings()
+    assert result["args"] == ["${ARGUMENTS_1[@]}"]
+    assert result["worker-setup"] == ['eval "ARGUMENTS_1=(${A})"']
+    assert (result["setup"], result["expand"]) == ([outer], ["A", "ARGUMENTS_1[@]"])
+
+
+def test_a_variable_of_hpc_ddp_has_the_script_s_value_in_an_argument() -> None:
+    lines = ("WORLD_SIZE=$((SLURM_NNODES * 8))", "srun python train.py --world $WORLD_SIZE")
+    result = of_text("#SBATCH --nodes=2", *lines).settings()
+    assert result["args"] == ["--world", "${ARGUMENTS_1[@]}"]
+    assert result["setup"] == [lines[0], "ARGUMENTS_1=(${WORLD_SIZE})"]
+
+
+def test_a_variable_that_was_set_anew_is_reported() -> None:
+    lines = ('CMD="train.py --out $OUT"', "OUT=$(pwd -P)", "srun python $CMD")
+    assert of_text("#SBATCH --nodes=2", *lines).group(5)[0] == LOST
+
+
+def test_what_runs_in_the_background_stays_there() -> None:
+    result = of_text("#SBATCH --nodes=2", "monitor.sh &", "srun python train.py").settings()
+    assert result["setup"] == ["monitor.sh &"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("exit 1", "here the job script ends"),
+        ("export SLURM_HOSTFILE=hosts", "an option of srun in its place"),
+        ("export A=<yours>", "a placeholder"),
+        ("srun $(cat options) torchrun other.py", "only the job knows it"),
+    ],
+)
+def test_what_would_change_the_launch_is_reported(line: str, reason: str) -> None:
+    conversion = of_text("#SBATCH --nodes=2", line, "srun torchrun train.py")
+    assert conversion.group(3)[0] == LOST
+    assert reason in conversion.group(3)[1]
+
+
+def test_what_asks_how_the_launch_ended_is_reported() -> None:
+    lines = ("srun python train.py", "CODE=$?", "if [ $CODE -ne 0 ]; then echo bad; fi")
+    conversion = of_text("#SBATCH --nodes=2", *lines)
+    assert "how the launch ended" in conversion.group(4)[1]
+    assert conversion.group(5) == (LOST, "it needs CODE, of line 4")
+    assert "teardown" not in conversion.settings()
+
+
+def test_a_launch_that_a_variable_of_the_shell_chooses_is_the_one_without_it() -> None:
+    lines = ('if [ -z "$MODE" ]; then export A=1; fi',
+             'if [ -n "$MODE" ]; then srun torchrun a.py; else srun torchrun b.py; fi')  # fmt: skip
+    conversion = of_text("#SBATCH --nodes=2", *lines)
+    assert (conversion.settings()["script"], conversion.settings()["env"]) == ("b.py", {"A": "1"})
+    assert conversion.notes[-1][1].startswith("$MODE is taken to be unset")
+
+
+@pytest.mark.parametrize(
+    "directives", [("--gres=gpu:2", "--gpus-per-node=1"), ("-c 12", "--gpus-per-node=1")]
+)
+def test_two_numbers_of_one_thing_are_reported(directives: tuple[str, ...]) -> None:
+    lines = (f"#SBATCH -N 2 {' '.join(directives)}", "srun -c 4 python train.py")
+    conversion = of_text(*lines)
+    assert any(conversion.group(line)[0] == LOST for line in (2, 3))
 
 
 def test_a_program_below_a_folder_that_the_script_enters(tmp_path: Path) -> None:
     text = "#!/bin/bash\n#SBATCH --nodes=2\nsource env.sh\ncd {}\nsrun torchrun train.py\n"
-    result = convert(text.format("/data/code"), tmp_path, tmp_path, {}).settings()
+    result = convert(text.format("/data/code"), tmp_path, tmp_path).settings()
     assert (result["script"], result["setup"][-1]) == ("/data/code/train.py", "cd /data/code")
-    result = convert(text.format("src"), tmp_path, tmp_path, {}).settings()
+    result = convert(text.format("src"), tmp_path, tmp_path).settings()
     assert result["script"] == "src/train.py"
-    result = convert(text.format("$CODE"), tmp_path, tmp_path, {}).settings()
+    result = convert(text.format("$CODE"), tmp_path, tmp_path).settings()
     assert (result["script"], result["no-python"]) == ("python", True)
     assert result["args"] == ["train.py"]
 
@@ -328,19 +396,18 @@ def test_lines_of_each_task_have_variables_of_the_batch_script() -> None:
     assert result["expand"] == ["CODE"]
 
 
-def test_a_condition_on_what_a_file_sets_stays_one() -> None:
+def test_a_condition_on_what_the_script_does_not_set_stays_one() -> None:
     lines = ("#SBATCH --nodes=2", 'if [ -n "$DATA" ]; then export A=1; fi', "srun python train.py")
-    assert "setup" not in of_text(*lines).settings()
+    assert of_text(*lines).settings()["setup"] == [lines[1]]
     assert of_text(lines[0], "source ./own.sh", *lines[1:]).settings()["setup"][1] == lines[1]
 
 
-def test_the_number_of_a_node_in_a_loop_is_reported() -> None:
-    conversion = of_text(
-        "#SBATCH --nodes=2",
-        "for ((i = 0; i < 2; i++)); do",
-        "    srun -N1 -n1 -w node$i python train.py \\",
-        "        --node $i &",
-        "done",
-    )
-    assert conversion.settings()["args"] == ["--node"]
-    assert conversion.group(5)[0] == LOST
+def test_the_number_of_a_node_in_a_loop() -> None:
+    """From 0 it is the task's number of its node; another one is reported."""
+    lines = ("    srun -N1 -n1 -w node$i python train.py \\", "        --node $i &", "done")
+    for start in (0, 1):
+        loop = f"for ((i = {start}; i < 2; i++)); do"
+        conversion = of_text("#SBATCH --nodes=2", loop, *lines)
+        args = conversion.settings()["args"]
+        assert args == (["--node"] if start else ["--node", "$SLURM_NODEID"])
+        assert (conversion.group(5)[0] == LOST) is bool(start)

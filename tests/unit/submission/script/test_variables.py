@@ -72,7 +72,9 @@ def _rendering(**values: Any) -> Rendering:
     return Rendering(spec, RunFolder(Path("/r")), Path("/c"), Path("/c/train.py"))
 
 
-def _worker(rendering: Rendering, folder: Path, launcher: str) -> tuple[list[str], dict[str, str]]:
+def _worker(
+    rendering: Rendering, folder: Path, launcher: str, lines: str = ""
+) -> tuple[list[str], dict[str, str]]:
     """Run the script's blocks in bash, and start what srun is given as a worker: its sys.argv and
     os.environ."""
     show = folder / "show.py"
@@ -86,6 +88,7 @@ def _worker(rendering: Rendering, folder: Path, launcher: str) -> tuple[list[str
             "sleep() { :; }",
             rendering.block("settings"),
             "find_python() { :; }; node_side=(true) node=/n SLURM_NNODES=1 SLURM_CPUS_PER_TASK=1",
+            lines,
             rendering.block("attempt"),
             rendering.block("step"),
         ]
@@ -122,6 +125,26 @@ def test_a_worker_gets_exactly_the_text_with_the_named_variables(
     assert argv == [_expected(text, VALUES) for text in args]
     assert {n: environ[n] for n in env} == {n: _expected(t, VALUES) for n, t in env.items()}
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_the_elements_of_an_array_are_words(launcher: str, tmp_path: Path) -> None:
+    """It may have none."""
+    names = ("FILES[@]", "NONE[@]")
+    args = ("--files", "${FILES[@]}", "${NONE[@]}", "x", "${OTHER[@]}")
+    rendering = _rendering(args=args, expand=names, launcher=launcher)
+    lines = "FILES=(a '' 'b  c' $'d\\n\\'é*') NONE=()"
+    argv, _ = _worker(rendering, tmp_path, launcher, lines)
+    assert argv[:5] == ["--files", "a", "", "b  c", "d\n'é*"]
+    assert argv[6:] == ["${OTHER[@]}"]
+
+
+def test_a_line_of_each_worker_fills_an_array(tmp_path: Path) -> None:
+    rendering = _rendering(worker_setup=("FILES=(a 'b c')",), expand=("FILES[@]", "GONE[@]"))
+    text = rendering.block("settings")
+    shell = f'{text}\neval "$HPC_DDP_WORKER_SETUP"; printf %s "$HPC_DDP_WORDS_FILES"'
+    done = subprocess.run(["bash", "-c", shell], env=dict(os.environ), capture_output=True)
+    assert done.stdout.split(b"\x1f") == [b"", b"a", b"b c"]
 
 
 def test_a_worker_says_which_variable_is_not_set(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Secrets of a job script, which are neither written nor printed."""
+
+from __future__ import annotations
+
+import re
+
+from hpc_ddp.core.job.checks import SECRET_NAME, URL_WITH_PASSWORD
+from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+
+MARK = "a secret's value is not written: export {0} in your shell; as --env {0}"
+_PLAIN = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~-]"
+_FORM = re.compile(
+    rf"\b(?:hf_|ghp_|sk-)[A-Za-z0-9]{{16,}}|AKIA\w{{16}}|wandb\s+login\s+(?:--\w+ )*\w{{16,}}"
+    rf"|{URL_WITH_PASSWORD}|(?:\b\w*(?i:{SECRET_NAME})=|-[\w-]*(?i:{SECRET_NAME})(?:=|\s+))"
+    rf"[\"']?(?!{_PLAIN})[^\s\"']{{4,}}"
+)
+
+
+def looks_secret(text: str) -> bool:
+    """Return whether a line, or a value, has the form of a secret."""
+    return bool(_FORM.search(text))
+
+
+def is_secret(name: str, value: str | None = None) -> bool:
+    """Return whether a variable's or an option's value is a secret, by its name or its form; with
+    the name alone whether it may be one."""
+    is_named = bool(re.search(SECRET_NAME, name, re.I))
+    if value is None:
+        return is_named
+    return looks_secret(value) or (is_named and bool(value) and not re.match(_PLAIN, value))
+
+
+def take_out(result: Conversion) -> None:
+    """Take secrets out of arguments and variables; the name of each becomes one that is passed on
+    from the shell."""
+    result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
+    before = ""
+    for position, (text, line) in enumerate(result.lists.get("args", [])):
+        option, _, inline = text.partition("=")
+        option, value = (option, inline) if inline else (before, text)
+        is_named = option.startswith("-") and re.search(rf"(?:{SECRET_NAME})$", option, re.I)
+        if is_secret(option if is_named else "", value):
+            name = re.sub(r"\W", "_", option.lstrip("-")).upper() if is_named else "SECRET"
+            hidden = f"{option}=${name}" if inline else f"${name}"
+            result.lists["args"][position] = hidden, line
+            result.append("expand", name, line)
+            _hide(result, name, line)
+        before = text
+    for name, (text, line) in [*result.env.items()]:
+        if is_secret(name) or is_secret(name, text):
+            del result.env[name]
+            _hide(result, name, line)
+
+
+def _hide(result: Conversion, name: str, line: int) -> None:
+    result.append("env-names", name, line)
+    result.mark(line, line, LOST, MARK.format(name))
