@@ -159,7 +159,7 @@ class JobSpec(ResourceOptions):
     expand: tuple[str, ...] = option(
         (),
         "$NAME in arguments, env, image and container is the job's value of this variable;"
-        " repeatable. All else is literal.",
+        " repeatable. 'NAME[@]': all elements of an array, in arguments. All else is literal.",
         group=ENVIRONMENT,
         metavar="NAME",
         is_local=True,

@@ -64,6 +64,17 @@ def set_in(node: Node) -> set[str]:
     return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
 
 
+def reads_input(node: Node, command: Node) -> bool:
+    """Return whether a command that is in `node` has a file, a text or another command for its
+    standard input."""
+    is_first = node.type != "pipeline" or commands_of(node)[0].start_byte == command.start_byte
+    kinds = ("heredoc_redirect", "herestring_redirect")
+    return not is_first or any(
+        inner.type in kinds or (inner.type == "file_redirect" and source(inner)[0] == "<")
+        for inner in _descend(node)
+    )
+
+
 def _descend(node: Node) -> Iterator[Node]:
     """Yield all nodes but those of substitutions, and of assignments for one command alone."""
     yield node

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from hpc_ddp.submission.job_script import program, secrets
-from hpc_ddp.submission.job_script.conversion import OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import Conversion
 from hpc_ddp.submission.job_script.directives import read_directives, sizes, take_directives
 from hpc_ddp.submission.job_script.shell import Scope, literal
 from hpc_ddp.submission.job_script.sorting import Sorter
@@ -21,10 +21,12 @@ def convert(text: str, cwd: Path, folder: Path) -> Conversion:
     """
     directives = read_directives(text)
     numbers = sizes(directives)
-    here = literal(str(cwd))
+    folder_word = literal(str(cwd))
     guesses: set[str] = set()
     for _ in range(2):  # what chooses a launch holds for the whole script
-        scope = Scope({"PWD": here, "SLURM_SUBMIT_DIR": here}, numbers, guesses=guesses)
+        scope = Scope(
+            {"PWD": folder_word, "SLURM_SUBMIT_DIR": folder_word}, numbers, guesses=guesses
+        )
         reader = Reader(scope)
         reader.read(text)
     result = Conversion()
@@ -38,11 +40,9 @@ def convert(text: str, cwd: Path, folder: Path) -> Conversion:
     chosen = (s for s in reader.statements if s.launch and s.launch is converter.launch)
     statement = next(chosen, Statement("", (0, 0)))
     program.take(statement, result, directives, reader, cwd, folder)
-    for line in reader.skipped:
-        result.marks[line] = [(OURS, "the condition is false: it never runs")]
-    for line, reason in reader.resolved.items():
-        if line not in result.marks:
-            result.mark(line, line, TAKEN, reason)
+    converter.check()
+    for line, mark in reader.resolved.items():
+        result.marks.setdefault(line, [mark])
     for name in sorted(guesses):
         result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
     secrets.take_out(result)

@@ -98,7 +98,7 @@ def take_directives(directives: Directives, result: Conversion) -> None:
             continue
         text = f"--{name}={operand}" if operand else f"--{name}"
         group, reason = _use(name, operand)
-        if _PLACEHOLDER.fullmatch(operand):
+        if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
         result.mark(line, line, group, reason or text)
         if group != TAKEN or name in _LATER:

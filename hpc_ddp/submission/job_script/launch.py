@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from hpc_ddp.submission.job_script.conversion import LOST, OURS
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal, separated
 
 # Options of srun and sbatch without a value.
@@ -24,8 +26,15 @@ LETTERS = {
     **{"t": "time", "u": "unbuffered", "v": "verbose", "w": "nodelist", "W": "wait"},
     **{"x": "exclude", "O": "overcommit", "E": "preserve-env", "r": "relative", "S": "core-spec"},
 }
-# Patterns of options' names, and what becomes of them: `Launch.take_options`.
-Rules = Mapping[str, str]
+
+
+class Options(NamedTuple):
+    """The options of a launcher: patterns of their names, with what becomes of them
+    (`Launch.take_options`), those without a value, and names by letter."""
+
+    uses: Mapping[str, str]
+    flags: re.Pattern[str]
+    letters: Mapping[str, str] | None = None
 
 
 @dataclass
@@ -42,8 +51,9 @@ class Launch:
         per node, in all, of a task, and the request for GPUs, as the launch has them
     options, settings
         (value, line) by the name of a launcher's option; words by the key of hpc-ddp's
-    ours, notes, lost
-        (line, text) of options that hpc-ddp decides itself, for the user, and of what can't be said
+    marks
+        (line, group, text) of options that hpc-ddp decides itself, and of what can't be said; a
+        note for the user has no group
     """
 
     line: int
@@ -65,12 +75,13 @@ class Launch:
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
     inner: Word | None = None  # of bash -c
-    ours: list[tuple[int, str]] = field(default_factory=list)
-    notes: list[tuple[int, str]] = field(default_factory=list)
-    lost: list[tuple[int, str]] = field(default_factory=list)
+    marks: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, key: str, *words: Word) -> None:
         self.settings.setdefault(key, []).extend(words)
+
+    def mark(self, line: int, group: str, text: str) -> None:
+        self.marks.append((line, group, text))
 
     def set_variable(self, word: Word) -> bool:
         """Take ``NAME=value`` for the program's environment; return whether it is one."""
@@ -90,35 +101,26 @@ class Launch:
         if remaining:
             self.program, self.args = remaining[0], remaining[1:]
 
-    def take_options(
-        self,
-        words: Sequence[Word],
-        rules: Rules,
-        flags: re.Pattern[str],
-        scope: Scope,
-        letters: Mapping[str, str] | None = None,
-    ) -> list[Word]:
+    def take_options(self, words: Sequence[Word], rules: Options, scope: Scope) -> list[Word]:
         """Take the options that some words after a launcher's name begin with, and return the other
         words. The first of the `rules` whose pattern fits an option says its use:
 
-        ``ours`` (hpc-ddp decides), ``lost``, ``env``, ``#NAME`` (a number, for that attribute),
-        ``=KEY`` (one value), ``!KEY`` (a setting that is true), ``+KEY`` (a list, of
-        ``--name=value``), ``&KEY`` (a list, in words of their own), ``%KEY`` (a list, as it is),
-        ``later`` (the caller takes it).
+        ``ours`` (hpc-ddp decides), ``lost``, ``later`` (the caller takes it), ``env``, ``#NAME``
+        (a number, for that attribute), ``=KEY`` (one value), ``!KEY`` (a setting that is true),
+        ``+KEY`` (a list, of ``--name=value``), ``&KEY`` (a list, in words of their own), ``%KEY``
+        (a list, as it is).
         """
         launcher, remaining = words[0].text.rsplit("/", 1)[-1], list(words[1:])
         while remaining and re.match(r"-{1,2}[A-Za-z]", remaining[0].text):
             word = remaining.pop(0)
-            name, operand = option_name(word, letters)
-            if operand is None and not flags.fullmatch(name) and remaining:
+            name, operand = option_name(word, rules.letters)
+            if operand is None and not rules.flags.fullmatch(name) and remaining:
                 operand = remaining.pop(0)
             self.options[name] = operand, word.line
-            use = next(use for pattern, use in rules.items() if re.fullmatch(pattern, name))
+            use = next(use for pattern, use in rules.uses.items() if re.fullmatch(pattern, name))
             kind, key = use[0], use[1:]
-            if use == "later":
-                pass
-            elif use == "lost":
-                self.lost.append((word.line, f"{launcher} {word.text}: see {launcher}'s own page"))
+            if use == "lost":
+                self.mark(word.line, LOST, f"{launcher} {word.text}: see {launcher}'s own page")
             elif use == "env":
                 for pair in separated(operand, ",") if operand else ():
                     self.set_variable(pair)
@@ -130,8 +132,8 @@ class Launch:
                          "&": [word, operand] if operand and "=" not in word.text else [word],
                          "%": [joined(word, " ", operand) if operand else word]}  # fmt: skip
                 self.add(key, *(part for part in parts[kind] if part))
-            elif key != "workers":
-                self.ours.append((word.line, f"{launcher} --{name}"))
+            elif use != "later" and key != "workers":
+                self.mark(word.line, OURS, f"{launcher} --{name}")
             if kind == "#":
                 setattr(self, key, scope.number(operand))
             if operand and re.match(r"gres|gpus", name):
@@ -147,8 +149,7 @@ class Launch:
             setattr(self, key, getattr(self, key) or getattr(outer, key))
         self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env
         self.node_words |= outer.node_words
-        self.notes += outer.notes
-        self.ours, self.lost = [*outer.ours, *self.ours], [*outer.lost, *self.lost]
+        self.marks = [*outer.marks, *self.marks]
         for key, words in outer.settings.items():
             self.settings[key] = [*words, *self.settings.get(key, [])]
 
@@ -160,9 +161,9 @@ class Launch:
         return [*program, *self.args, *self.env.values(), *lists]
 
     @property
-    def identity(self) -> tuple[str, ...]:
+    def identity(self) -> list[str]:
         """The program and its arguments: two launches of one training have the same."""
-        return (self.program.text if self.program else "", *(word.text for word in self.args))
+        return [word.text for word in (self.program, *self.args) if word]
 
 
 def option_name(word: Word, letters: Mapping[str, str] | None) -> tuple[str, Word | None]:

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
-from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, Launch
+from hpc_ddp.submission.job_script.conversion import LOST, OURS
+from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, Launch, Options
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
 
-_SRUN = {
+_SRUN_USES = {
     "container-image": "=image",
     "(no-)?container-.*": "+container-options",
     "export": "env",
@@ -17,27 +18,29 @@ _SRUN = {
     "ntasks": "#tasks",
     "ntasks-per-node": "#tasks_per_node",
     "cpus-per-task": "#cpus",
-    "distribution|output|error|input|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
+    "multi-prog|het-group|input": "lost",
+    "distribution|output|error|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
     "|nodelist|relative|partition|account|time|job-name|mem|gres|gpus|gpus-per-(node|task)"
     "|unbuffered|quiet|verbose|exclusive": "ours",
     ".*": "+srun",
 }
-_MPIRUN = {
+_SRUN = Options(_SRUN_USES, FLAGS, LETTERS)
+_MPI_FLAGS = "(g|prte)?mca .*|allow-run-as-root|oversubscribe|tag-output|report-bindings"
+_MPIRUN_USES = {
     "x": "env",
     "np?|c": "#tasks",
     "N|npernode|ppn|ntasks-per-node": "#tasks_per_node",
     "map-by|rank-by|H|hosts?|hostfile|f|machinefile": "ours",
-    "(g|prte)?mca .*|bind-to|allow-run-as-root|oversubscribe|tag-output|report-bindings": "%mpirun",
+    f"bind-to|{_MPI_FLAGS}": "%mpirun",
     ".*": "lost",
 }
-_MPIRUN_FLAGS = re.compile(
-    r"(g|prte)?mca .*|allow-run-as-root|oversubscribe|tag-output|report-bindings"
-)
-_IMAGE = {"nv|rocm": "ours", "env": "env", ".*": "&container-options"}
+_MPIRUN = Options(_MPIRUN_USES, re.compile(_MPI_FLAGS))
 _IMAGE_FLAGS = re.compile(
     r"nv|rocm|nvccli|cleanenv|e|contain|c|containall|C|no-home|writable-tmpfs|fakeroot|f|userns|u"
     r"|ipc|i|pid|p|writable|w|no-init|rm"
 )
+_IMAGE = Options({"nv|rocm": "ours", "env": "env", ".*": "&container-options"}, _IMAGE_FLAGS)
+_SHIFTER = Options({"image": "=image", ".*": "+container-options"}, re.compile("gpu"))
 _TORCHRUN = {
     "nproc-per-node|n|nproc|num-gpus": "#workers",
     "module|m": "!module",
@@ -50,7 +53,7 @@ _TORCHRUN = {
     ".*": "+torchrun",
 }
 _TORCHRUN_FLAGS = re.compile("standalone|module|m|no-python|run-path|use-env")
-_ACCELERATE = {
+_ACCELERATE_USES = {
     "module|m": "!module",
     "no-python": "!no-python",
     "num-processes": "#tasks",
@@ -64,11 +67,12 @@ _ACCELERATE_FLAGS = re.compile(
     "multi-gpu|cpu|tpu|use-(deepspeed|fsdp|megatron-lm|xpu|mps-device)|same-network|module|m"
     "|no-python|debug|quiet"
 )
+_ACCELERATE = Options(_ACCELERATE_USES, _ACCELERATE_FLAGS)
 # The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
 _VARIABLE = re.compile(
-    r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|(?P<zero>zero_stage|offload_(optimizer|param)_device|zero3_init"
-    r"|zero3_save_16bit_model)(?:_flag)?|mixed_precision|gradient_(accumulation_steps|clipping)"
-    r"|use_(fsdp|deepspeed)|deepspeed_config_file"
+    r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|mixed_precision|use_fsdp"
+    r"|(?P<zero>zero_stage|offload_(optimizer|param)_device|zero3_init|zero3_save_16bit_model)"
+    r"(?:_flag)?|gradient_(accumulation_steps|clipping)|use_deepspeed|deepspeed_config_file"
 )
 _NO_TRAINING = re.compile(
     r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
@@ -98,26 +102,26 @@ def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
 
 def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     launch.step = "srun"
-    remaining = launch.take_options(words, _SRUN, FLAGS, scope, LETTERS)
+    remaining = launch.take_options(words, _SRUN, scope)
     while len(remaining) > 1 and remaining[0].parts[0].splits and _goes_on(remaining[1].text):
         unknown = remaining[0]
         is_set = {*unknown.names} & scope.values.keys() or scope.is_open
         if is_set or not all(part.name for part in unknown.parts):
             text = f"srun {unknown.text}: only the job knows it: srun = […]"
-            launch.lost.append((unknown.line, text))
+            launch.mark(unknown.line, LOST, text)
         else:
-            launch.notes.append((unknown.line, f"{unknown.text} is taken to be unset: srun = […]"))
+            launch.mark(unknown.line, "", f"{unknown.text} is taken to be unset: srun = […]")
         words = [words[0], *remaining[1:]]
-        remaining = launch.take_options(words, _SRUN, FLAGS, scope, LETTERS)
+        remaining = launch.take_options(words, _SRUN, scope)
     if "image" in launch.settings:
         launch.settings["container-tool"] = [literal("pyxis", words[0].line)]
     return remaining
 
 
-def _goes_on(text: str) -> bool:
+def _goes_on(text: str, or_option: bool = True) -> bool:
     """Return whether a word is an option of srun's, or a launcher: no argument of a program."""
     name = text.rsplit("/", 1)[-1]
-    return text.startswith("-") or name in _HANDLERS or name.startswith("python")
+    return (or_option and text[:1] == "-") or name in _HANDLERS or name.startswith("python")
 
 
 def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -128,11 +132,15 @@ def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             word = joined(pairs[-2], " ", pairs[-1], " ", word)
             del pairs[-2:]
         pairs.append(word)
-    return launch.take_options(pairs, _MPIRUN, _MPIRUN_FLAGS, scope)
+    return launch.take_options(pairs, _MPIRUN, scope)
 
 
 def _command(words: list[Word], launch: Launch) -> None:
     """Take a command that is no launcher as the program of each task."""
+    inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
+    if any(re.fullmatch(inner, word.text) for word in words[1:]):
+        text = f"{words[0].text} around another launcher: hpc-ddp starts the workers"
+        launch.mark(words[0].line, LOST, text)
     if not _NO_TRAINING.fullmatch(words[0].text):
         launch.weight, launch.program, launch.args = 2, words[0], words[1:]
         launch.add("no-python", words[0])
@@ -152,12 +160,11 @@ def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take Singularity, Apptainer or Shifter: the image is behind the options, or one of them."""
     tool = words[0].text.rsplit("/", 1)[-1]
     if tool == "shifter":
-        rules = {"image": "=image", ".*": "+container-options"}
-        remaining = launch.take_options(words, rules, re.compile("gpu"), scope)
+        remaining = launch.take_options(words, _SHIFTER, scope)
     elif len(words) < 3 or words[1].text not in ("exec", "run"):
         return []
     else:
-        remaining = launch.take_options(words[1:], _IMAGE, _IMAGE_FLAGS, scope)
+        remaining = launch.take_options(words[1:], _IMAGE, scope)
         launch.settings["image"] = [remaining.pop(0)] if remaining else []
     launch.settings["container-tool"] = [literal(tool, words[0].line)]
     return remaining
@@ -172,11 +179,14 @@ def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take a tool before the program, as numactl or uv: a command of each task."""
+    """Take a tool before the program, as numactl or uv: a command of each task, or lost."""
     if launch.step and (words[0].text != "uv" or [w.text for w in words[1:2]] == ["run"]):
         _command(words, launch)
         launch.weight = 3
-    return []
+    at = next((i for i, word in enumerate(words) if i and _goes_on(word.text, False)), len(words))
+    if at < len(words) and not launch.step:
+        launch.mark(words[0].line, LOST, f"{words[0].text} before the launch: there is no such key")
+    return words[at:]
 
 
 def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -184,10 +194,12 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     the program follows."""
     launch.kind, launch.weight = "torchrun", 4
     name, line = words[0].text.rsplit("/", 1)[-1], words[0].line
-    rules = _TORCHRUN | ({".*": "lost"} if name in ("composer", "deepspeed") else {})
-    launch.take_program(launch.take_options(words, rules, _TORCHRUN_FLAGS, scope))
+    uses = _TORCHRUN | ({".*": "lost"} if name in ("composer", "deepspeed") else {})
+    launch.take_program(launch.take_options(words, Options(uses, _TORCHRUN_FLAGS), scope))
     options = launch.options
     nodes, at = options.get("nnodes", (None, 0))
+    if scope.number(nodes) not in (None, scope.numbers.get("SLURM_NNODES")):
+        launch.mark(at, LOST, f"{name} --nnodes is another number than the job's nodes")
     if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
         launch.add("nodes", literal(nodes.text.replace(":", "-"), at))
         launch.add("elastic", nodes)
@@ -198,12 +210,12 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         count, at = options.get(option, (literal("gpu"), 0))
         if scope.number(count) is None and (not count or count.text not in ("gpu", "auto")):
             text = "only the job knows it: nproc-per-node = N"
-            launch.lost.append((at, f"{name} --{option}: {text}"))
+            launch.mark(at, LOST, f"{name} --{option}: {text}")
     if name == "composer":
         launch.add("worker-setup", literal("export NODE_RANK=$GROUP_RANK", line))
     if name == "deepspeed":
         text = "torchrun starts the workers; its options but for the number of workers are gone"
-        launch.lost.append((line, f"the launcher deepspeed: {text}"))
+        launch.mark(line, LOST, f"the launcher deepspeed: {text}")
     if name in ("launch", "deepspeed") and launch.program and "use-env" not in options:
         launch.args.insert(0, literal("--local_rank=$LOCAL_RANK", line))
         launch.add("expand", literal("LOCAL_RANK", line))
@@ -214,12 +226,13 @@ def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     if [word.text for word in words[1:2]] != ["launch"]:
         return []
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
-    launch.take_program(launch.take_options(words[1:], _ACCELERATE, _ACCELERATE_FLAGS, scope))
+    launch.take_program(launch.take_options(words[1:], _ACCELERATE, scope))
     for name, (operand, line) in launch.options.items():
         if variable := accelerate_variable(name, operand.text if operand else "true"):
-            launch.env[variable[0]] = literal(variable[1], line)
-        elif name != "config-file" and (line, f"launch --{name}") not in launch.ours:
-            launch.lost.append((line, f"accelerate --{name}: set it in Accelerator(…)"))
+            value = operand if operand and operand.code else literal(variable[1], line)
+            launch.env[variable[0]] = value
+        elif name != "config-file" and (line, OURS, f"launch --{name}") not in launch.marks:
+            launch.mark(line, LOST, f"accelerate --{name}: set it in Accelerator(…)")
     return []
 
 
@@ -245,7 +258,7 @@ def _python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         if flag.text in ("-W", "-X") and remaining:
             remaining.pop(0)
         if flag.text != "-u":
-            launch.lost.append((flag.line, f"python {flag.text}: a variable, as PYTHONWARNINGS"))
+            launch.mark(flag.line, LOST, f"python {flag.text}: a variable, as PYTHONWARNINGS")
     module = remaining[1].text if len(remaining) > 1 and remaining[0].text == "-m" else ""
     if module in ("torch.distributed.run", "torch.distributed.launch"):
         start = literal(module.rsplit(".")[-1], remaining[1].line)
@@ -268,5 +281,5 @@ _HANDLERS: dict[str, Callable[[list[Word], Launch, Scope], list[Word]]] = {
     **dict.fromkeys(("bash", "sh"), _shell),
     **dict.fromkeys(("singularity", "apptainer", "shifter"), _image),
     "singularity_wrapper": _wrapper,
-    **dict.fromkeys(("numactl", "nsys", "taskset", "uv", "poetry"), _tool),
+    **dict.fromkeys(("numactl", "nsys", "taskset", "uv", "timeout", "stdbuf", "nice"), _tool),
 }

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
 from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
@@ -112,10 +111,13 @@ def take(
         else:  # [env] comes before the set-up lines
             result.append("setup", f"export {name}={word.bash()}", at)
     busy = {launch.line, *(word.line for word in launch.words)}
-    result.marks |= {at: [(OURS, text)] for at, text in launch.ours if at not in busy}
-    result.notes += launch.notes
-    for at, text in launch.lost:
-        result.mark(at or launch.line, at or launch.line, LOST, text)
+    for at, group, text in launch.marks:
+        if group == LOST:
+            result.mark(at or launch.line, at or launch.line, LOST, text)
+        elif not group:
+            result.notes.append((at, text))
+        elif at not in busy:
+            result.marks[at] = [(OURS, text)]
     if config := launch.options.get("config-file", (None, 0))[0]:
         _take_yaml(launch, config, result, cwd)
     _take_sizes(launch, result, directives, reader.scope.numbers)
@@ -159,15 +161,10 @@ def _of_home(text: str) -> str:
 def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
     """Take a configuration of Accelerate: its keys become the variables that its launcher sets."""
     path, line = Path(cwd, os.path.expanduser(word.text)), word.line or launch.line
-    try:
-        import yaml
+    import yaml
 
+    try:
         read: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
-    except ImportError:
-        raise UsageError(
-            f"{path} is YAML, and its parser is not installed; accepted: hpc-ddp[import]",
-            hint="pip install pyyaml",
-        ) from None
     except (OSError, ValueError) as error:
         text = f"{word.text} can't be read ({type(error).__name__}): put it there and import again"
         text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"

@@ -130,6 +130,7 @@ def parse(text: str) -> Node:
     try:
         import tree_sitter
         import tree_sitter_bash
+        import yaml  # noqa: F401  which Accelerate's configuration needs
     except ImportError:
         raise UsageError(
             "import needs a parser of bash, which is not installed; accepted: hpc-ddp[import]",

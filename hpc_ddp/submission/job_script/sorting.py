@@ -9,7 +9,7 @@ from hpc_ddp.core.job.variables import OF_A_RANK, is_of_hpc_ddp
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launch import Launch
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
-from hpc_ddp.submission.job_script.shell import Value, Word
+from hpc_ddp.submission.job_script.shell import Value, Word, names_in
 from hpc_ddp.submission.job_script.statements import Reader, Statement
 
 # A job has these whatever its script does.
@@ -29,17 +29,18 @@ _RELATIVE = re.compile(
 _REQUEUES = r"scontrol\s+requeue|sbatch\s.*(\$0|BASH_SOURCE)|\bsbatch\b.*--dependency"
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
-_REFUSED = (
+Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
+_REFUSED: Rules = (
     (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT$)", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
     (r".*=[\"']?<[^<>\n|&;()]+>", _AROUND, "a placeholder: write your own"),
     (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel|ssh|pdsh|clush)\s)|kill\s",
      _AROUND, "it deletes or ends something: setup or teardown, if needed"),
-    (r".*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
+    (r"(?!exit\b|wait\b).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     ("exit", _BEFORE, "here the job script ends, before its launch"),
 )  # fmt: skip
-_DECIDED = (
+_DECIDED: Rules = (
     (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),
     (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
     (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
@@ -62,6 +63,7 @@ class Sorter:
         self._inner = {s.name for s in self._statements if s.name and s.inside}
         self._commands = {s.name for s in self._statements if s.name and _is_command(s.assigned)}
         self._at = len(self._statements)
+        self._kept: set[str] = set()  # variables and functions of lines that stay
         self._needed: set[str] = set()
         self._needed_after: set[str] = set()  # by clean-up lines: a shell of their own
         self._in_launch: set[str] = set()  # variables that stand in it with their values
@@ -86,6 +88,18 @@ class Sorter:
         for key, text, line in reversed(lines):
             self.result.append(key, text, line)
         self.result.env = dict(reversed(self.result.env.items()))
+
+    def check(self) -> None:
+        """Report each variable of the script that something uses and nothing sets any more."""
+        lists = (entries for key, entries in self.result.lists.items() if key != "env-names")
+        texts = [text for entries in lists for text, _ in entries]
+        used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
+        outer = [s for s in self._statements if not s.inside and s.launch is None]
+        for statement in outer:
+            for name in sorted({statement.name, *statement.sets} & used - self._kept):
+                if not is_of_hpc_ddp(name) and not (statement.lost or name in self.result.unknown):
+                    text = f"not taken over: ${name}, which a line that is left uses"
+                    self.result.notes.append((statement.lines[0], text))
 
     def _choose(self) -> None:
         """Choose the launch that is the training; others are lost, but for the same on other
@@ -180,6 +194,7 @@ class Sorter:
             for name in sorted(statement.names - self._inner):  # exported for the task
                 if not _OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
+        self._kept |= {statement.name, statement.defines, *statement.sets}
         self._needed |= statement.names
         self._needed_after |= statement.names if is_after else set()
         return TAKEN, key, text
@@ -230,6 +245,7 @@ class Sorter:
             return OURS, f"workers have hpc-ddp's {name}, if any", ""
         if is_used and self._is_for_env(statement, index) and isinstance(assigned, Word):
             self.result.env.setdefault(name, (content, line))
+            self._kept.add(name)
             for variable in assigned.names:
                 self.result.append("expand", variable, line)
             return TAKEN, "env", ""
@@ -256,11 +272,10 @@ class Sorter:
         )
 
 
-def _first(rules: tuple[tuple[str, tuple[bool, ...], str], ...], statement: Statement,
-           is_after: bool) -> str:  # fmt: skip
+def _first(rules: Rules, statement: Statement, is_after: bool) -> str:
     """Return the reason of the first rule that fits a statement; '' without."""
-    return next((reason for pattern, places, reason in rules
-                 if is_after in places and re.match(pattern, statement.text, re.S)), "")  # fmt: skip
+    fitting = (rule for rule in rules if re.match(rule[0], statement.text, re.S))
+    return next((reason for _, places, reason in fitting if is_after in places), "")
 
 
 def _is_command(assigned: Value) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import shell
-from hpc_ddp.submission.job_script.conditions import commands_of, set_in, truth_of
+from hpc_ddp.submission.job_script.conditions import commands_of, reads_input, set_in, truth_of
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN
 from hpc_ddp.submission.job_script.launch import Launch
 from hpc_ddp.submission.job_script.launchers import read_launch
 from hpc_ddp.submission.job_script.shell import Node, Part, Scope, Word, parse, source
@@ -56,7 +57,8 @@ class Statement:
         """The variables and the functions that it needs."""
         quoted = re.sub(r"(?<!\\)'[^']*'", "", self.text)
         called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", quoted)
-        names = {*shell.names_in(quoted), *called}
+        exported = quoted.split()[2:] if quoted.startswith("export -f") else []
+        names = {*shell.names_in(quoted), *called, *exported}
         is_own = self.name and not re.search(rf"\$\{{?{self.name}\b", quoted)
         return names - {self.name} if is_own else names
 
@@ -76,15 +78,15 @@ class _Place:
 class Reader:
     """Reads a script, and notes its statements.
 
-    `resolved` are lines that only choose among others (``if``, ``fi``), with what was chosen;
-    `skipped` are those that do not run; `of_nodes` are variables of loops over the nodes.
+    `resolved` has the group and the reason of lines that are no part of a statement: they only
+    choose among others (``if``, ``fi``), or do not run; `of_nodes` are variables of loops over the
+    nodes.
     """
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.statements: list[Statement] = []
-        self.resolved: dict[int, str] = {}
-        self.skipped: set[int] = set()
+        self.resolved: dict[int, tuple[str, str]] = {}
         self.of_nodes: set[str] = set()
         self._functions: dict[str, tuple[Node, Statement]] = {}
         self._place = _Place()
@@ -113,8 +115,7 @@ class Reader:
             elif child.type == "&" and self.statements:
                 self.statements[-1].text += " &"
         if node.type != "program":
-            for line in (node.start_point[0] + 1, node.end_point[0] + 1):
-                self.resolved.setdefault(line, "its lines were taken one by one")
+            self._resolve(node, "its lines were taken one by one")
 
     _variable_assignments = _each
 
@@ -150,9 +151,10 @@ class Reader:
 
     def _declaration_command(self, node: Node) -> None:
         text, kinds = source(node), {child.type for child in node.named_children}
+        has_names = bool(kinds & {"variable_assignment", "variable_name"})
         exported = bool(re.match(r"export\b|\w+\s+-\w*x", text)) or self._exports_all
         start = re.match(r"\w+\s+(-\w+\s+)*(?=\w+=)", text)
-        if re.match(r"\w+\s+-\w*A", text) or not kinds & {"variable_assignment", "variable_name"}:
+        if re.match(r"\w+\s+-\w*[Af]", text) or not has_names:
             self._add(node)
         elif "concatenation" in kinds and start:  # "a"b=$c"d" is not read as one word there
             text = re.sub(r"=\$([A-Za-z_]\w*)", r"=${\1}", text[start.end() :])
@@ -170,7 +172,8 @@ class Reader:
     def _command(self, node: Node, output: str = "", around: Node | None = None) -> None:
         """Note a command: `around` is the pipeline around it."""
         before = [c for c in node.named_children if c.type == "variable_assignment"]
-        nodes = [c for c in node.named_children if c not in before and c.type != "comment"]
+        kinds = ("variable_assignment", "comment", "herestring_redirect")
+        nodes = [child for child in node.named_children if child.type not in kinds]
         at = self._at(node)[0]
         words = self.scope.words(nodes, at if self._place.lines else None)
         first = words[0].text if words else ""
@@ -181,9 +184,14 @@ class Reader:
         if code and self._has_launch(code):
             self._look_into(code, node, self._place.step)
             return
+        if first == "shift" and self.scope.arguments is not None:
+            count = self.scope.number(words[1]) if words[1:] else 1
+            self.scope.arguments = self.scope.arguments[count or 1 :]
+            self._resolve(node, "the arguments of a function")
+            return
         if first == "cd":
-            known = [self.scope.values.get("PWD"), *words[1:]]
-            texts = [w.text for w in known if isinstance(w, Word) and w.is_static]
+            way = [self.scope.values.get("PWD"), *words[1:]]
+            texts = [w.text for w in way if isinstance(w, Word) and w.is_static]
             path = os.path.normpath(os.path.join(*texts)) if len(texts) == 2 else ""
             self.scope.set("PWD", shell.literal(path) if path else None)
         if first == "set" and re.search(r"\s-\w*a|allexport", source(node)):
@@ -195,6 +203,8 @@ class Reader:
         for child in before:
             assigned = self.scope.word(child.child_by_field_name("value"))
             launch.env[source(child.child_by_field_name("name"))] = replace(assigned, line=at)
+        if reads_input(around or node, node):
+            launch.mark(at, LOST, "its standard input: the program has none")
         if launch.inner is not None and self._has_launch(launch.inner.script, launch.step):
             self._inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
@@ -202,14 +212,19 @@ class Reader:
             self._add(around or node, words=words, output=output, lost=lost)
         else:
             if any(self.scope.is_stale(word) for word in launch.words):
-                launch.lost.append((at, "a variable in it was set anew before it is used"))
+                launch.mark(at, LOST, "a variable in it was set anew before it is used")
             self._add(around or node, words=words, launch=launch, output=output)
 
     def _inner(self, outer: Launch, node: Node, output: str) -> None:
         """Read the text of ``bash -c``; its launch has the options of the outer one, too."""
         assert outer.inner is not None
         count = len(self.statements)
-        text = self._bound(outer.inner, node)
+        word = self._bound(outer.inner, node)
+        text = word.script
+        for name in word.names:  # bash has put its value there
+            if re.search(rf"'[^']*\$\{{{name}\}}[^']*'", text):
+                reason = f"${name} in single quotes of bash -c: write it into args"
+                outer.mark(outer.inner.line, LOST, reason)
         self._look_into(text, node, outer.step or self._place.step, outer.inner.line)
         self._resolve(node, "the launch")
         for statement in self.statements[count:]:
@@ -217,7 +232,7 @@ class Reader:
                 statement.launch.take_from(outer)
                 statement.output, statement.text = statement.output or output, source(node)
 
-    def _bound(self, word: Word, node: Node) -> str:
+    def _bound(self, word: Word, node: Node) -> Word:
         """Return the text of ``bash -c`` as the task has it: code that the batch script runs is the
         value of a variable there."""
         parts = list(word.parts)
@@ -231,7 +246,7 @@ class Reader:
                 self._place = replace(place, inside=False)
                 self._add(node, text, name=name, of_script=False)
                 parts[index], self._place = Part(f"${{{name}}}", True), place
-        return Word(tuple(parts)).script
+        return Word(tuple(parts))
 
     def _look_into(self, text: str, node: Node, step: str, line: int = 0) -> None:
         """Read a text of the script as a script, in tasks that `step` starts: its lines are those
@@ -266,7 +281,8 @@ class Reader:
             self._walk(first)  # a block
         elif commands:
             targets = re.findall(r"(?:>>?|\btee (?:-a )?)\s*([^\s&|;>]+)", source(node))
-            self._command(commands[0], next((t for t in targets if t != "1"), ""), node)
+            default = "a pipe" if node.type == "pipeline" else ""
+            self._command(commands[0], next((t for t in targets if t != "1"), default), node)
         elif first.type == "command" and re.match(r"cd\s[^;&]*\|\|", source(node)):
             self._command(first, "", node)
         else:
@@ -278,16 +294,16 @@ class Reader:
         """Read a function's body where it is called."""
         definition, statement = self._functions[name]
         self._resolve(definition, f"the function {name}, read where it is called")
-        self.resolved.setdefault(self._at(node)[0], f"calls {name}")
+        self._resolve(node, f"calls {name}")
         self.statements = [s for s in self.statements if s is not statement]
         before, self.scope.arguments = self.scope.arguments, words
         self._walk(definition.child_by_field_name("body"))
         self.scope.arguments = before
 
-    def _resolve(self, node: Node, text: str) -> None:
+    def _resolve(self, node: Node, text: str, group: str = TAKEN) -> None:
         first, last = self._at(node)
         for line in range(first, last + 1):
-            self.resolved.setdefault(line, text)
+            self.resolved.setdefault(line, (group, text))
 
     def _function_definition(self, node: Node) -> None:
         name = source(node.child_by_field_name("name"))
@@ -306,11 +322,10 @@ class Reader:
             chosen = lines if is_true and chosen is None else chosen
             if chosen is not None:
                 break
-        self._resolve(node, "its condition is known")
         for _, lines in branches:
             for child in lines if lines is not chosen else ():
-                first, last = self._at(child)
-                self.skipped |= {*range(first, last + 1)}
+                self._resolve(child, "the condition is false: it never runs", OURS)
+        self._resolve(node, "its condition is known")
         for child in chosen or ():
             self._walk(child)
 

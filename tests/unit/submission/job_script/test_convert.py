@@ -321,6 +321,12 @@ def test_a_variable_of_hpc_ddp_has_the_script_s_value_in_an_argument() -> None:
     assert result["setup"] == [lines[0], "ARGUMENTS_1=(${WORLD_SIZE})"]
 
 
+def test_a_function_that_shifts_its_arguments() -> None:
+    lines = ('run() { name=$1; shift; srun torchrun "$@" --name $name; }', "run first a.py --x 1")
+    result = of_text("#SBATCH --nodes=2", *lines).settings()
+    assert (result["script"], result["args"]) == ("a.py", ["--x", "1", "--name", "first"])
+
+
 def test_a_variable_that_was_set_anew_is_reported() -> None:
     lines = ('CMD="train.py --out $OUT"', "OUT=$(pwd -P)", "srun python $CMD")
     assert of_text("#SBATCH --nodes=2", *lines).group(5)[0] == LOST
@@ -338,10 +344,17 @@ def test_what_runs_in_the_background_stays_there() -> None:
         ("export SLURM_HOSTFILE=hosts", "an option of srun in its place"),
         ("export A=<yours>", "a placeholder"),
         ("srun $(cat options) torchrun other.py", "only the job knows it"),
+        ("srun torchrun other.py < words.txt", "its standard input"),
+        ("echo yes | srun torchrun other.py", "its standard input"),
+        ("timeout 1h srun torchrun other.py", "timeout before the launch"),
+        ("srun numactl -N 0 torchrun other.py", "numactl around another launcher"),
+        ("srun torchrun --nnodes 1 other.py", "another number than the job's nodes"),
+        ("""srun bash -c "torchrun other.py '$(date)'\"""", "in single quotes of bash -c"),
     ],
 )
 def test_what_would_change_the_launch_is_reported(line: str, reason: str) -> None:
-    conversion = of_text("#SBATCH --nodes=2", line, "srun torchrun train.py")
+    lines = (line,) if "other.py" in line else (line, "srun torchrun train.py")
+    conversion = of_text("#SBATCH --nodes=2", *lines)
     assert conversion.group(3)[0] == LOST
     assert reason in conversion.group(3)[1]
 
