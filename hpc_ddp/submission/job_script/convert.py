@@ -21,12 +21,10 @@ def convert(text: str, cwd: Path, folder: Path) -> Conversion:
     """
     directives = read_directives(text)
     numbers = sizes(directives)
-    folder_word = literal(str(cwd))
+    start = literal(str(cwd))
     guesses: set[str] = set()
     for _ in range(2):  # what chooses a launch holds for the whole script
-        scope = Scope(
-            {"PWD": folder_word, "SLURM_SUBMIT_DIR": folder_word}, numbers, guesses=guesses
-        )
+        scope = Scope({"PWD": start, "SLURM_SUBMIT_DIR": start}, numbers, guesses=guesses)
         reader = Reader(scope)
         reader.read(text)
     result = Conversion()

@@ -229,8 +229,8 @@ def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     launch.take_program(launch.take_options(words[1:], _ACCELERATE, scope))
     for name, (operand, line) in launch.options.items():
         if variable := accelerate_variable(name, operand.text if operand else "true"):
-            value = operand if operand and operand.code else literal(variable[1], line)
-            launch.env[variable[0]] = value
+            setting = operand if operand and operand.code else literal(variable[1], line)
+            launch.env[variable[0]] = setting
         elif name != "config-file" and (line, OURS, f"launch --{name}") not in launch.marks:
             launch.mark(line, LOST, f"accelerate --{name}: set it in Accelerator(…)")
     return []

@@ -21,13 +21,13 @@ def looks_secret(text: str) -> bool:
     return bool(_FORM.search(text))
 
 
-def is_secret(name: str, value: str | None = None) -> bool:
+def is_secret(name: str, content: str | None = None) -> bool:
     """Return whether a variable's or an option's value is a secret, by its name or its form; with
     the name alone whether it may be one."""
     is_named = bool(re.search(SECRET_NAME, name, re.I))
-    if value is None:
+    if content is None:
         return is_named
-    return looks_secret(value) or (is_named and bool(value) and not re.match(_PLAIN, value))
+    return looks_secret(content) or (is_named and bool(content) and not re.match(_PLAIN, content))
 
 
 def take_out(result: Conversion) -> None:
@@ -37,9 +37,9 @@ def take_out(result: Conversion) -> None:
     before = ""
     for position, (text, line) in enumerate(result.lists.get("args", [])):
         option, _, inline = text.partition("=")
-        option, value = (option, inline) if inline else (before, text)
+        option, content = (option, inline) if inline else (before, text)
         is_named = option.startswith("-") and re.search(rf"(?:{SECRET_NAME})$", option, re.I)
-        if is_secret(option if is_named else "", value):
+        if is_secret(option if is_named else "", content):
             name = re.sub(r"\W", "_", option.lstrip("-")).upper() if is_named else "SECRET"
             hidden = f"{option}=${name}" if inline else f"${name}"
             result.lists["args"][position] = hidden, line
