@@ -6,6 +6,7 @@ stays as it is, for bash in the job. tree-sitter parses; decision 018 has the re
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections import Counter
@@ -172,7 +173,7 @@ class Scope:
         result: list[Word] = []
         for node in nodes:
             text, at = source(node), line or node.start_point[0] + 1
-            match = _ARRAY.fullmatch(text.strip('"'))
+            match = _ARRAY.fullmatch(text.strip('"') if "@" in text else text)
             array = self.values.get(match[1]) if match else None
             if isinstance(array, list):
                 result += [replace(word, line=word.line if line is None else at) for word in array]
@@ -239,10 +240,11 @@ class Scope:
             if re.search(r"(?<!\\)[*?]", text) and not is_quoted:  # files' names
                 yield self._code(text, False)
             else:
-                yield Part(re.sub(r"\\(.)", r"\1", text.replace("\\\n", "")))
+                home = os.path.expanduser(text) if re.match(r"~(/|$)", text) else text
+                yield Part(re.sub(r"\\(.)", r"\1", home.replace("\\\n", "")))
         elif kind == "raw_string":
             yield Part(text[1:-1])
-        elif kind == "ansi_c_string":
+        elif kind == "ansi_c_string" and not re.search(r"\\[^nt]", text):
             yield Part(text[2:-1].replace(r"\n", "\n").replace(r"\t", "\t"))
         elif kind == "arithmetic_expansion" and not names_in(text):
             number = self.number(Word((Part(text, True),)))
@@ -280,9 +282,13 @@ class Scope:
             for index, word in enumerate(words):
                 yield from [Part(" ", False, not is_quoted)] if index else []
                 yield from (replace(part, splits=not is_quoted) for part in word.parts)
-        elif isinstance(assigned, Word) and _is_readable(assigned, is_quoted):
+        elif (
+            isinstance(assigned, Word)
+            and _is_readable(assigned, is_quoted)
+            and (not (match and match[3]) or (assigned.text and assigned.is_static))
+        ):
             yield from (replace(part, splits=not is_quoted) for part in assigned.parts)
-        elif match and match[3] and self._is_unset(name):
+        elif match and match[3] and self._is_unset(name, match[3]):
             remaining = node.named_children[1:]
             for child in remaining:
                 yield from (replace(p, splits=not is_quoted) for p in self._parts(child, is_quoted))
@@ -291,9 +297,14 @@ class Scope:
         else:
             yield self._code(text, is_quoted)
 
-    def _is_unset(self, name: str) -> bool:
-        """Return whether a variable is taken to be unset: those of the shell that submits are."""
-        return name not in self.values and not self.is_open and not name.startswith("SLURM_")
+    def _is_unset(self, name: str, operator: str) -> bool:
+        """Return whether a variable is empty, for an operator with a colon, or taken to be unset:
+        those of the shell that submits are."""
+        if name in self.values:
+            assigned = self.values[name]
+            is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
+            return is_empty and operator[0] == ":"
+        return not self.is_open and not name.startswith("SLURM_")
 
     def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:
         """Return the whole number that a word stands for in the job; None where it is not known.

@@ -36,7 +36,7 @@ _REFUSED: Rules = (
     (r".*=[\"']?<[^<>\n|&;()]+>", _AROUND, "a placeholder: write your own"),
     (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel|ssh|pdsh|clush)\s)|kill\s",
      _AROUND, "it deletes or ends something: setup or teardown, if needed"),
-    (r"(?!exit\b|wait\b).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
+    (r"(?!exit\b|wait\b|\w+=\$!$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     ("exit", _BEFORE, "here the job script ends, before its launch"),
 )  # fmt: skip

@@ -22,6 +22,7 @@ _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
 _OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
 _ON_NODES = re.compile(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)")
 _FROM_ZERO = re.compile(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )")
+_CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
 
 
@@ -98,7 +99,9 @@ class Reader:
 
     def _walk(self, node: Node) -> None:
         kind = node.type
-        if kind in ("program", "compound_statement", "subshell", "do_group"):
+        if kind in ("program", "do_group") or (
+            kind in ("compound_statement", "subshell") and self._has_launch(node)
+        ):
             self._each(node)
         elif handler := getattr(self, f"_{kind}", None):
             handler(node)
@@ -135,7 +138,8 @@ class Reader:
             statement.sets = set_in(node)
             for name in statement.sets:
                 self.scope.set(name, None)
-            if any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text)):
+            evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text)
+            if evaluates or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text)):
                 self.scope.is_open = True
             if statement.first != "cd" and re.search(r"(^|[\s;&])(cd|pushd|popd)\b", text):
                 self.scope.set("PWD", None)
@@ -275,8 +279,16 @@ class Reader:
         commands = [child for child in commands_of(node) if self._has_launch(child)]
         first = node.named_children[0]
         if commands and node.type == "list":
-            for child in node.named_children:
-                self._walk(child)
+            last, is_alternative = node.named_children[-1], "||" in [c.type for c in node.children]
+            is_test = re.match(r"(\[|test\b|!)", source(first)) or is_alternative
+            if is_test and not self._has_launch(first):
+                self._add(node, lost=_CHOOSES)
+                return
+            self._walk(first)
+            if self._has_launch(first) and not re.match("exit|wait", source(last)):
+                self._add(last, lost="it asks how the launch ended: see hpc-ddp's verdict")
+            else:
+                self._walk(last)
         elif commands and node.type == "redirected_statement" and first.type != "command":
             self._walk(first)  # a block
         elif commands:
@@ -316,8 +328,7 @@ class Reader:
         for condition, lines in branches:
             is_true = True if condition is None else truth_of(condition, self.scope, has_launch)
             if is_true is None:
-                lost = "a condition that only the job knows chooses a launch" if has_launch else ""
-                self._add(node, lost=lost)
+                self._add(node, lost=_CHOOSES if has_launch else "")
                 return
             chosen = lines if is_true and chosen is None else chosen
             if chosen is not None:

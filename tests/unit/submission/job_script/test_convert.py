@@ -321,6 +321,21 @@ def test_a_variable_of_hpc_ddp_has_the_script_s_value_in_an_argument() -> None:
     assert result["setup"] == [lines[0], "ARGUMENTS_1=(${WORLD_SIZE})"]
 
 
+def test_what_bash_does_to_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    lines = ("EMPTY=", "FILES=(a 'b c')", "KIND=$(uname)")
+    words = (
+        """~/x '~/y' ${EMPTY:-d} ${EMPTY-e} "${FILES[*]}" "${FILES[@]}" $'a\\tb' ${KIND:-f} \\$X"""
+    )
+    result = of_text("#SBATCH --nodes=2", *lines, f"srun python train.py {words}").settings()
+    array, star, default = (f"${{ARGUMENTS_{n}[@]}}" for n in (1, 2, 3))
+    plain = ["/home/me/x", "~/y", "d", array, "a b c", "a", "b c", "a\tb"]
+    assert result["args"] == [*plain, star, "$X"]
+    assert default not in result["args"]
+    arrays = ["ARGUMENTS_1=(${EMPTY-e})", "ARGUMENTS_2=(${KIND:-f})"]
+    assert result["setup"] == ["EMPTY=", "KIND=$(uname)", *arrays]
+
+
 def test_a_function_that_shifts_its_arguments() -> None:
     lines = ('run() { name=$1; shift; srun torchrun "$@" --name $name; }', "run first a.py --x 1")
     result = of_text("#SBATCH --nodes=2", *lines).settings()
@@ -332,9 +347,10 @@ def test_a_variable_that_was_set_anew_is_reported() -> None:
     assert of_text("#SBATCH --nodes=2", *lines).group(5)[0] == LOST
 
 
-def test_what_runs_in_the_background_stays_there() -> None:
-    result = of_text("#SBATCH --nodes=2", "monitor.sh &", "srun python train.py").settings()
-    assert result["setup"] == ["monitor.sh &"]
+@pytest.mark.parametrize("line", ["monitor.sh &", "(cd data && ./unpack.sh)", "{ a; b; } > log"])
+def test_a_line_stays_as_it_is(line: str) -> None:
+    result = of_text("#SBATCH --nodes=2", line, "srun python train.py").settings()
+    assert result["setup"] == [line]
 
 
 @pytest.mark.parametrize(
@@ -345,6 +361,9 @@ def test_what_runs_in_the_background_stays_there() -> None:
         ("export A=<yours>", "a placeholder"),
         ("srun $(cat options) torchrun other.py", "only the job knows it"),
         ("srun torchrun other.py < words.txt", "its standard input"),
+        ("[ -d /data ] && srun torchrun other.py", "only the job knows chooses a launch"),
+        ("prepare || srun torchrun other.py", "only the job knows chooses a launch"),
+        ("srun torchrun other.py || mail me", "how the launch ended"),
         ("echo yes | srun torchrun other.py", "its standard input"),
         ("timeout 1h srun torchrun other.py", "timeout before the launch"),
         ("srun numactl -N 0 torchrun other.py", "numactl around another launcher"),
