@@ -29,19 +29,27 @@ def test_a_command_with_variables_and_set_up_lines(
 ) -> None:
     """What `setup` sets without an export is known in arguments, and a node has its own name."""
     use(cluster)
-    names = ("SLURM_JOB_ID", "DATA", "SLURMD_NODENAME")
+    names = ("SLURM_JOB_ID", "DATA", "SLURMD_NODENAME", "FILES[@]", "MORE[@]")
     words = [word for name in names for word in ("--expand", name)]
     words += ["--env", "OUT=/x/$SLURM_JOB_ID", "--env", "AT=$SLURMD_NODENAME"]
-    words += ["--setup", "DATA='a  b'", "--node-setup", "export NODE=$SLURMD_NODENAME"]
+    words += [
+        "--setup",
+        "DATA='a  b'",
+        "--setup",
+        "FILES=(c 'd  e')",
+        "--node-setup",
+        "export NODE=$SLURMD_NODENAME",
+    ]
     words += ["--worker-setup", "export LEVEL=$((RANK + 5))", "--worker-setup", "false"]
-    program = ("--no-python", "bash", "-c", 'echo "$1|$2|$OUT|$AT|$NODE|$LEVEL"', "it")
-    job = hpc.submit(
-        "--backend", backend, *TWO_BY_ONE, *words, *program, "$DATA", "$SLURM_JOB_ID$X"
-    )
+    words += ["--worker-setup", "MORE=()"]
+    show = 'echo "$1|$2|$OUT|$AT|$NODE|$LEVEL|$3|$4|$#"'
+    arguments = ("$DATA", "$SLURM_JOB_ID$X", "${FILES[@]}", "${MORE[@]}")
+    program = ("--no-python", "bash", "-c", show, "it", *arguments)
+    job = hpc.submit("--backend", backend, *TWO_BY_ONE, *words, *program)
     assert job.end() == "COMPLETED", job.output()
     for rank, node in enumerate(job.run.attempts()[0].node_names):
         text = job.run.attempt(0).node(node).rank_log(rank).read_text()
-        assert f"a  b|{job.id}$X|/x/{job.id}|{node}|{node}|{rank + 5}\n" in text
+        assert f"a  b|{job.id}$X|/x/{job.id}|{node}|{node}|{rank + 5}|c|d  e|4\n" in text
         assert "this set-up command failed with code 1: false" in text
 
 
@@ -93,7 +101,7 @@ def test_an_old_script_is_imported_preempted_and_resumed(
         "#SBATCH --time=5\n#SBATCH --array=0-3%1\nexport OMP_NUM_THREADS=1\nMARK=set-up-line\n"
         'echo "$MARK of $SLURM_JOB_ID"\n'
         "head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)\n"
-        f"ARGS=({' '.join(DIGITS_ARGS)})\n"
+        f"ARGS=()\nfor word in {' '.join(DIGITS_ARGS)}; do ARGS+=($word); done\n"
         'srun bash -c "torchrun --nnodes=$SLURM_NNODES --nproc_per_node=1 --rdzv_backend=c10d'
         ' --rdzv_endpoint=$head:29400 train.py ${ARGS[*]}"\n'
         'echo "after $MARK"\n'
