@@ -265,7 +265,8 @@ class Sorter:
         """Return whether a value can stand in ``[env]``, which comes before the set-up lines."""
         assigned, name = statement.assigned, statement.name
         is_brought = index > self._brought_at and _OF_PATHS.fullmatch(name)
-        is_ready = statement.exported and not statement.inside and not is_brought
+        is_earlier = any(name in s.names | s.sets for s in self._statements[:index])
+        is_ready = statement.exported and not (statement.inside or is_brought or is_earlier)
         return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
             _OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned}
             for n in (part.name for part in assigned.code)  # type: ignore[union-attr]

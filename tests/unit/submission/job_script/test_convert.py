@@ -336,6 +336,11 @@ def test_what_bash_does_to_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["setup"] == ["EMPTY=", "KIND=$(uname)", *arrays]
 
 
+def test_a_variable_that_an_earlier_line_has_stays_behind_it() -> None:
+    lines = ('[ -n "$A" ] || B=1', "export A=1", "srun python train.py")
+    assert of_text("#SBATCH --nodes=2", *lines).settings()["setup"] == [*lines[:2]]
+
+
 def test_a_function_that_shifts_its_arguments() -> None:
     lines = ('run() { name=$1; shift; srun torchrun "$@" --name $name; }', "run first a.py --x 1")
     result = of_text("#SBATCH --nodes=2", *lines).settings()
