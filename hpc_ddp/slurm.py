@@ -245,9 +245,9 @@ def release(job: JobRef) -> None:
     _patiently(["scontrol", *_at(job), "release", _id(job)])
 
 
-def exclude(job_id: str, nodes: Sequence[str]) -> None:
-    """Keep a waiting job off `nodes`, and no others; raises as `forbid_requeue`."""
-    _patiently(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
+def update(job_id: str, setting: str) -> None:
+    """Change a waiting job, as by ``TimeLimit=60``; raises as `forbid_requeue`."""
+    _patiently(["scontrol", "update", f"JobId={job_id}", setting])
 
 
 def why_refused(script: Path, *options: str) -> str:

@@ -17,13 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from simulator import (  # type: ignore[import-not-found]  # noqa: E402
+from simulator import (
     Cluster,
     Job,
     Settings,
     TimeMin,
 )
-from traces import TRACES, read_jobs, submits  # type: ignore[import-not-found]  # noqa: E402
+from traces import TRACES, read_jobs, submits
 
 HOUR = 3600
 LIMIT_S = 12 * HOUR

@@ -14,6 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 
 SUBMIT, END, BACKFILL = 1, 0, 2  # ends first, and the backfill sees both
 
@@ -288,7 +289,7 @@ class _Plan:
         for span_begin_s, span_end_s, free in self.spans:
             cuts = [cut for cut in (begin_s, end_s) if span_begin_s < cut < span_end_s]
             edges = [span_begin_s, *cuts, span_end_s]
-            for left_s, right_s in zip(edges, edges[1:], strict=False):
+            for left_s, right_s in pairwise(edges):
                 is_taken = begin_s <= left_s < end_s
                 spans.append((left_s, right_s, free & ~mask if is_taken else free))
         self.spans = spans

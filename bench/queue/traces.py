@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from simulator import Job  # type: ignore[import-not-found]
+from simulator import Job
 
 WINDOWS = 20
 LEAST_A_DAY = 10  # submits: a trace begins with the first day that has more
@@ -47,7 +47,7 @@ def read_jobs(name: str, path: Path) -> list[Job]:
     trace, content = TRACES[name], path.read_bytes()
     if hashlib.sha256(content).hexdigest() != trace.sha256:
         raise ValueError(f"{path} is not the {name} trace of protocol.md: another checksum")
-    jobs = []
+    jobs: list[Job] = []
     for line in content.decode(errors="replace").splitlines():
         if not line or line.startswith(";"):
             continue

@@ -254,6 +254,7 @@ def test_the_options_are_these() -> None:
         *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
         *(
             "--nproc-per-node",
+            "--time-min",
             "--partition",
             "--preflight",
             "--python",

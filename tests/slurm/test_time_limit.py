@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from cluster import Cluster
 from harness import BACKENDS, ONE_BY_TWO, WALK, Hpc, Job, in_one_go, same_weights, use
@@ -63,6 +65,27 @@ def test_the_lead_is_learned(limited: dict[str, Job], walked: Job) -> None:
     _goes_on_like(job, walked)
     assert {event["reason"] for event in job.events("stopped")} == {"deadline"}
     assert min(event["write_s"] for event in job.events("checkpoint")) > 18  # the lead
+
+
+def test_a_hole_in_the_queue_is_taken(cluster: Cluster, tmp_path: Path) -> None:
+    use(cluster)
+    cluster.reset()
+    sleep = ("--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    cluster.run("sbatch", "--nodes=3", "--time=10", *sleep)
+    cluster.run("sbatch", "--nodes=4", "--time=10", *sleep)  # waits, and has a reservation
+    hpc = Hpc(cluster, tmp_path)
+    words = ("--time", "60", "--gpus-per-node", "1", str(WALK), "--step-seconds", "0.1")
+    whole = hpc.submit(*words)
+    job = hpc.submit("--time-min", "2", *words)
+    job.at_step(2)
+    assert whole.state() == "PENDING"
+    in_the_hole = ("00:02:00", "00:09:00", "00:08:00")  # the least, or with Slurm 26.05 all of it
+    assert job.show()["TimeLimit"] in in_the_hole
+    cluster.run("scancel", "--signal=TERM", job.id)
+    job.until(lambda: job.show()["TimeLimit"] == "01:00:00", "the whole limit of a waiting job")
+    job.at_step(2, attempt=1)
+    assert job.show()["TimeLimit"] in in_the_hole
+    assert whole.state() == "PENDING"
 
 
 @pytest.fixture(scope="module")

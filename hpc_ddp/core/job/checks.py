@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.option_declaration import key_of
-from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
+from hpc_ddp.core.job.slurm_values import (
+    array_indexes,
+    check_time_min,
+    parse_signal,
+    parse_time,
+)
 from hpc_ddp.core.job.sweep import check_sweep
 
 if TYPE_CHECKING:
@@ -65,6 +70,10 @@ _SBATCH_REFUSED = {
     ),
     ("test-only", 2): ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
     ("wait", 4): ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
+    ("time-min", 6): (
+        "would leave the time limit at what one attempt got; accepted: --time-min",
+        "--time-min 1:00:00",
+    ),
     ("wrap", 2): ("submits something else; accepted: SCRIPT", "--setup, or SCRIPT"),
 }
 
@@ -118,6 +127,7 @@ def check(spec: JobSpec) -> None:
         raise UsageError(
             f"time {spec.time!r} is zero; accepted: a positive Slurm time", hint="--time 1:00:00"
         )
+    check_time_min(spec.time_min, spec.time, spec.warn_s)
     try:
         shlex.split(spec.resume_args)
     except ValueError as error:

@@ -362,6 +362,11 @@ class JobSpec(ResourceOptions):
         """The time limit in seconds, None when it is left to the site."""
         return None if self.time is None else parse_time(self.time)
 
+    @property
+    def time_min_s(self) -> int | None:
+        """The least limit that an attempt may get, in seconds; None for no other than `time`."""
+        return None if self.time_min is None else parse_time(self.time_min)
+
     def to_json(self) -> str:
         """Return the job as the text of a ``job.json``."""
         return json.dumps(asdict(self), indent=1) + "\n"

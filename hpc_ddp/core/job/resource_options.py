@@ -72,6 +72,12 @@ class ResourceOptions:
         metavar="TIME",
         is_sbatch=True,
     )
+    time_min: str | None = option(
+        None,
+        "The least limit of an attempt that Slurm may give, to fit it into a hole of the queue.",
+        metavar="TIME",
+        is_sbatch=True,
+    )
     partition: str | None = option(None, "Partition.", group=COMMON, letter="p", is_sbatch=True)
     account: str | None = option(None, "Account.", group=COMMON, letter="A", is_sbatch=True)
     qos: str | None = option(None, "Quality of service.", letter="q", is_sbatch=True)

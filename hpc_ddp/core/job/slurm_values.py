@@ -10,6 +10,7 @@ from hpc_ddp.core.errors import UsageError
 SIGNALS = ("TERM", "INT", "USR1", "USR2")
 # The largest array; a site's MaxArraySize is mostly 1,001, and never above 4,000,001.
 MOST_TASKS = 100_000
+LEAST_ATTEMPT_S = 120  # in which a script can start, step and save
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
@@ -34,6 +35,31 @@ def parse_time(text: str) -> int:
     if match["c"] is not None:
         return a * 3600 + b * 60 + c
     return a * 60 + b
+
+
+def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
+    """Check the least time limit of an attempt beside the most, both Slurm times or None, and how
+    many seconds before its end the notice comes.
+
+    Raise UsageError for one that is no Slurm time, has no larger limit beside it, or leaves no time
+    before the notice.
+    """
+    if least is None:
+        return
+    least_s = parse_time(least)
+    if most is None or least_s > parse_time(most):
+        raise UsageError(
+            f"time-min is {least} and time {most or 'not set'};"
+            " accepted: a time-min up to time, which stays the most",
+            hint=f"--time 12:00:00 --time-min {least}",
+        )
+    if least_s < max(LEAST_ATTEMPT_S, 2 * warn_s):
+        raise UsageError(
+            f"time-min {least} leaves no time for steps: the notice comes {warn_s} s before the"
+            f" end; accepted: {LEAST_ATTEMPT_S // 60} minutes, twice the seconds of --signal, or"
+            " more",
+            hint="--time-min 1:00:00",
+        )
 
 
 def parse_signal(text: str) -> tuple[str, int]:

@@ -27,7 +27,7 @@ def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
     if nodes is None:
         return
     try:
-        slurm.exclude(job_id, nodes)
+        slurm.update(job_id, f"ExcNodeList={','.join(nodes)}")
     except HpcDdpError as error:
         say(error.message)
     else:

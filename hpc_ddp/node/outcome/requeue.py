@@ -18,6 +18,7 @@ from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_seconds
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.chain import own_id, queue_next_link
@@ -146,8 +147,21 @@ def _requeue(
             is_refused, job = True, None
         else:
             keep_off(run, job_id, give_up)
+            if not job.preempted:  # such a job can't be changed before its next start
+                _restore_limit(facts.spec, job_id)
             return 0  # at once: Slurm would wait KillWait for a shell that lives on
     return _left_to_the_user(run)
+
+
+def _restore_limit(spec: JobSpec, job_id: str) -> None:
+    """Let a waiting job have its whole time limit again, of which Slurm gave it a part; a refusal
+    is printed. Slurm keeps the part, and lets the user raise the limit only while the job waits."""
+    if not spec.time_min or spec.time is None:
+        return
+    try:
+        slurm.update(job_id, f"TimeLimit={spec.time}")
+    except HpcDdpError as error:
+        say(error.message)
 
 
 def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:

@@ -147,6 +147,8 @@ def _time_limit(facts: RunFacts) -> Explanation:
     on."""
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
+    if facts.spec.get("time_min"):
+        limit = None  # Slurm gave any limit between the two
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
     if _was_outlasted(facts):
         text += " It did not end by itself, and was killed."

@@ -33,7 +33,7 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
     also in sbatch's variable, there is ours. Raise UsageError for a raw option of another form, and
     for one that hpc-ddp refuses.
     """
-    warn_s = min(spec.warn_s, (spec.time_s or 3600) // 10)
+    warn_s = min(spec.warn_s, (spec.time_min_s or spec.time_s or 3600) // 10)
     pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
     continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
     return [

@@ -55,7 +55,7 @@ def test_changes_of_a_job_call_slurms_commands(slurm_commands: Slurm, tmp_path: 
     for command in ("scontrol", "sbatch", "scancel"):
         slurm_commands.answer(command)
     slurm.requeue("7")
-    slurm.exclude("7", ["n1", "n2"])
+    slurm.update("7", "ExcNodeList=n1,n2")
     assert slurm.why_refused(Path("job"), "--exclude=n1") == ""
     slurm.cancel(["7", "8_1"])
     assert slurm_commands.calls("scontrol") == [

@@ -84,7 +84,7 @@ def test_an_option_of_sbatch_without_effect_is_an_error(
 
 
 def test_what_says_the_same_or_more_is_accepted() -> None:
-    _rendering(sbatch=("--open-mode=append", "--hint=a", "--hint=b", "--time-min=5"), time="60")
+    _rendering(sbatch=("--open-mode=append", "--hint=a", "--hint=b"), time="60")
     _rendering(sbatch=("--requeue=expedite", "--gpus=8"), gpus_per_node="4", nodes=2)
     mounts = "--container-mounts=/a:/a"
     values: dict[str, Any] = {"image": "a", "container_tool": "pyxis", "srun": (mounts,)}

@@ -44,7 +44,8 @@ def end(run: RunFolder, clock: Clock, printed: list[str]) -> Callable[..., int]:
     """Go on after the run's attempt."""
 
     def call(decided: Verdict = GO_ON, lost: tuple[str, ...] = (), **values: Any) -> int:
-        spec = {name: values.pop(name) for name in ("continue_by",) if name in values}
+        options = ("continue_by", "time", "time_min")
+        spec = {name: values.pop(name) for name in options if name in values}
         attempt, facts = run.attempt(0), facts_of(run, lost, **spec)
         return go_on(run, attempt, job_environ(**values), facts, decided)
 

@@ -50,6 +50,24 @@ def test_a_job_that_is_not_requeued_ends_with_its_code(
     assert slurm_commands.calls("scontrol") == []
 
 
+def test_a_job_that_got_a_part_of_its_time_may_have_all_of_it_again(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    assert end(time="12:00:00") == 0
+    assert end(time="12:00:00", time_min="30") == 0
+    requeued = ["requeue", "7"]
+    assert changes_of(slurm_commands) == [
+        *(requeued, requeued),
+        ["update", "JobId=7", "TimeLimit=12:00:00"],
+    ]
+    assert printed == []
+    refusal = "case $1 in update) echo Access denied >&2; exit 1;; esac; "
+    slurm_commands.answer_by("scontrol", refusal + RUNNING)
+    assert end(time="12:00:00", time_min="30") == 0
+    assert printed == ["scontrol refused: Access denied"]
+
+
 def test_an_allocation_is_left_to_its_owner(
     slurm_commands: Slurm, end: Callable[..., int], printed: list[str], run: RunFolder
 ) -> None:
