@@ -1,6 +1,7 @@
-"""The table and the picture of the queue measurement, from the rows of replay.py.
+"""The tables and the picture of the queue measurement, from the rows of replay.py and holes.py.
 
-``python bench/queue/figures.py KTH.csv THETA.csv`` prints the table, and draws bench/results/NAME.
+``python bench/queue/figures.py KTH.csv THETA.csv --holes HOLES.csv --ranges RANGES.csv`` prints
+the tables; ``--picture FILE`` draws the first two. HOLES and RANGES are of the KTH trace.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from replay import SCALING
 
 DRAWS = 10_000
 Rows = dict[tuple[int, str], list[dict[str, float]]]  # by nodes and variant, one a window
@@ -35,36 +40,43 @@ def interval(count: int, statistic: Callable[[Sequence[int]], float]) -> tuple[f
     return values[int(DRAWS * 0.025)], values[int(DRAWS * 0.975) - 1]
 
 
-def compare(fixed: list[dict[str, float]], fit: list[dict[str, float]]) -> dict[str, float]:
-    """Return the figures of protocol.md, with their intervals, for one variant."""
-    ratios = [a["hours"] / b["hours"] for a, b in zip(fixed, fit, strict=True)]
+def median_of(ratios: list[float]) -> tuple[float, float, float]:
+    """Return the median of the windows' ratios, and the ends of its interval."""
 
     def median(windows: Sequence[int]) -> float:
         return statistics.median(ratios[window] for window in windows)
+
+    return statistics.median(ratios), *interval(len(ratios), median)
+
+
+def compare(fixed: list[dict[str, float]], fit: list[dict[str, float]]) -> dict[str, float]:
+    """Return the figures of protocol.md, with their intervals, for one variant."""
+    ratios = [a["hours"] / b["hours"] for a, b in zip(fixed, fit, strict=True)]
 
     def others(windows: Sequence[int]) -> float:
         waited = sum(fit[window]["waited_h"] for window in windows)
         return 100 * (waited / sum(fixed[window]["waited_h"] for window in windows) - 1)
 
     every = range(len(ratios))
-    low, high = interval(len(ratios), median)
+    speedup, low, high = median_of(ratios)
     least, most = interval(len(ratios), others)
     return {
         "fixed_h": statistics.median(row["hours"] for row in fixed),
         "fit_h": statistics.median(row["hours"] for row in fit),
         "attempts": statistics.median(row["attempts"] for row in fit),
-        "speedup": median(every),
+        "speedup": speedup,
         "speedup_low": low,
         "speedup_high": high,
-        "best": max(ratios),
         "others": others(every),
         "others_low": least,
         "others_high": most,
     }
 
 
-def work_h(variant: str) -> float:
-    return float(variant.split()[0])
+def least_h(variant: str) -> float:
+    """Return how long a variant's work takes that never waits, by its name."""
+    most = float(variant.split()[-1]) if "nodes x" in variant else 1.0
+    return float(variant.split()[0]) / most**SCALING
 
 
 def base_of(variant: str) -> str:
@@ -75,7 +87,7 @@ def base_of(variant: str) -> str:
 
 def table(rows: Rows) -> str:
     lines = [
-        "| nodes | work, least time, form | fixed, h | `--fit`, h | attempts | ceiling"
+        "| nodes | work, least time, form | fixed, h | `--fit`, h | attempts | ceiling (95 %)"
         " | speed-up (95 %) | others' wait, % (95 %) |",
         "|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
@@ -83,13 +95,34 @@ def table(rows: Rows) -> str:
         if variant.endswith("fixed"):
             continue
         figures = compare(rows[nodes, base_of(variant)], fit)
-        ceiling = figures["fixed_h"] / work_h(variant)
+        fastest = [row["hours"] / least_h(variant) for row in rows[nodes, base_of(variant)]]
+        ceiling, lowest, highest = median_of(fastest)
         lines.append(
             f"| {nodes} | {variant} | {figures['fixed_h']:.1f} | {figures['fit_h']:.1f}"
-            f" | {figures['attempts']:.0f} | {ceiling:.2f} | {figures['speedup']:.2f}"
+            f" | {figures['attempts']:.0f} | {ceiling:.2f} ({lowest:.2f} to {highest:.2f})"
+            f" | {figures['speedup']:.2f}"
             f" ({figures['speedup_low']:.2f} to {figures['speedup_high']:.2f})"
             f" | {figures['others']:+.1f} ({figures['others_low']:+.1f} to"
             f" {figures['others_high']:+.1f}) |"
+        )
+    return "\n".join(lines)
+
+
+def holes_table(holes: Path, rows: Rows) -> str:
+    """Return the table of runs in all holes, beside the fixed request."""
+    lines = ["| nodes | fixed, h | all holes, h | holes | sooner (95 %) |", "|--:|--:|--:|--:|--:|"]
+    by_nodes = defaultdict(list)
+    with holes.open() as file:
+        for row in csv.DictReader(file):
+            by_nodes[int(row["nodes"])].append((float(row["hours"]), float(row["holes"])))
+    for nodes, windows in by_nodes.items():
+        fixed = [row["hours"] for row in rows[nodes, "48 h, fixed"]]
+        ratios = [hours / used_h for hours, (used_h, _) in zip(fixed, windows, strict=True)]
+        sooner, low, high = median_of(ratios)
+        used_h, count = (statistics.median(column) for column in zip(*windows, strict=True))
+        lines.append(
+            f"| {nodes} | {statistics.median(fixed):.1f} | {used_h:.1f} | {count:.0f}"
+            f" | {sooner:.2f} ({low:.2f} to {high:.2f}) |"
         )
     return "\n".join(lines)
 
@@ -140,12 +173,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kth", type=Path)
     parser.add_argument("theta", type=Path)
+    parser.add_argument("--holes", type=Path)
+    parser.add_argument("--ranges", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     named = {"KTH-SP2, 100 nodes": options.kth, "Theta 2023, 4,392 nodes": options.theta}
     rows = {name: read_rows(path) for name, path in named.items()}
     for name, of_trace in rows.items():
         sys.stdout.write(f"## {name}\n{table(of_trace)}\n\n")
+    if options.holes:
+        sys.stdout.write(
+            f"## All holes\n{holes_table(options.holes, rows['KTH-SP2, 100 nodes'])}\n\n"
+        )
+    if options.ranges:
+        sys.stdout.write(f"## Ranges of nodes\n{table(read_rows(options.ranges))}\n")
     if options.picture:
         draw(rows, options.picture)
 

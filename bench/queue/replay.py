@@ -29,6 +29,7 @@ HOUR = 3600
 LIMIT_S = 12 * HOUR
 START_S, STOP_S = 180, 120  # of an attempt: until the first new step, and after the last
 REQUEUE_S = 121
+SCALING = 0.85  # twice the nodes are 1.8 times as fast
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,18 @@ class Variant:
     time_min_s: int = 0
     time_min: TimeMin = TimeMin.EXACT
     is_rank_kept: bool = False
+    range: tuple[float, float] = (1.0, 1.0)  # of nodes, as parts of those of the fixed request
 
 
-def variants() -> Iterator[Variant]:
-    """Yield the variants of protocol.md; each fixed request comes before what is compared to it."""
-    first = "48 h"
-    yield Variant(f"{first}, fixed")
-    for minutes in (60, 30, 120, 240):
+def variants(name: str) -> Iterator[Variant]:
+    """Yield the variants of protocol.md for a trace; each fixed request comes before what is
+    compared to it."""
+    yield Variant("48 h, fixed")
+    for minutes in (60,) if name == "theta" else (60, 30, 120, 240):
         for way in TimeMin:
-            yield Variant(f"{first}, {minutes} min, {way.value}", 48 * HOUR, minutes * 60, way)
+            yield Variant(f"48 h, {minutes} min, {way.value}", 48 * HOUR, minutes * 60, way)
+    if name == "theta":
+        return
     yield Variant("12 h, fixed", 12 * HOUR)
     yield from (Variant(f"12 h, 60 min, {w.value}", 12 * HOUR, HOUR, w) for w in TimeMin)
     yield Variant("48 h, rank kept, fixed", is_rank_kept=True)
@@ -56,21 +60,35 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"48 h, rank kept, 60 min, {way.value}", 48 * HOUR, HOUR, way, True)
 
 
+def ranges() -> Iterator[Variant]:
+    """Yield the variants with a range of nodes."""
+    yield Variant("48 h, fixed")
+    for least, most in ((0.25, 1.0), (0.25, 2.0), (0.25, 4.0)):
+        for way in TimeMin:
+            name = f"48 h, 60 min, {way.value}, nodes x {least:g} to {most:g}"
+            yield Variant(name, 48 * HOUR, HOUR, way, range=(least, most))
+
+
 class Training(Job):
-    """Our run: it works until shortly before the end of its limit, and is requeued."""
+    """Our run: it works until shortly before the end of its limit, and is requeued. On `n` times
+    the nodes of the fixed request it is ``n ** SCALING`` times as fast."""
 
     def __init__(self, number: int, submit_s: float, nodes: int, variant: Variant) -> None:
-        super().__init__(number, submit_s, nodes, 0, LIMIT_S, variant.time_min_s)
+        least, most = (max(1, round(nodes * part)) for part in variant.range)
+        super().__init__(number, submit_s, least, 0, LIMIT_S, variant.time_min_s, most_nodes=most)
+        self.full_nodes = nodes
         self.left_s: float = variant.work_s
         self.attempts = 0
         self.finished_s = -1.0
 
     def on_start(self) -> None:
         self.attempts += 1
+        speed = (self.mask.bit_count() / self.full_nodes) ** SCALING
         useful_s = max(0, self.granted_s - START_S - STOP_S)
-        is_last = useful_s >= self.left_s
-        self.run_s = START_S + self.left_s if is_last else self.granted_s
-        self.left_s -= min(useful_s, self.left_s)
+        needed_s = self.left_s / speed
+        is_last = useful_s >= needed_s
+        self.run_s = START_S + needed_s if is_last else self.granted_s
+        self.left_s = 0.0 if is_last else self.left_s - useful_s * speed
 
     def on_end(self, now: float) -> float | None:
         if self.left_s > 0:
@@ -121,6 +139,7 @@ def main() -> None:
     parser.add_argument("name", choices=TRACES)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--windows", default="0-19")
+    parser.add_argument("--ranges", action="store_true", help="with ranges of nodes")
     options = parser.parse_args()
     jobs = read_jobs(options.name, options.trace)
     trace = TRACES[options.name]
@@ -129,12 +148,12 @@ def main() -> None:
     cluster.submit(copy.copy(job) for job in jobs)
     table = csv.writer(sys.stdout)
     table.writerow(["window", "nodes", "variant", "hours", "attempts", "waited_h", "others"])
-    for window, (*times, end_s) in enumerate(submits(jobs)):
+    for window, (*times, end_s) in enumerate(submits(jobs, trace.places)):
         if not first <= window <= last:
             continue
         frozen = list(queues(cluster, times))
         for nodes in trace.run_sizes:
-            for variant in variants():
+            for variant in ranges() if options.ranges else variants(options.name):
                 plays = [
                     play(queue, submit_s, end_s, nodes, variant)
                     for queue, submit_s in zip(frozen, times, strict=True)

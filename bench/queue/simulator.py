@@ -33,7 +33,8 @@ class TimeMin(Enum):
 @dataclass(slots=True, eq=False)
 class Job:
     """A job: `limit_s` is the time limit asked for, `granted_s` that of its newest start; `mask`
-    has its nodes. `rank`, then `id`, is its place in the queue, the least first."""
+    has its nodes, `nodes` of them or up to `most_nodes`. `rank`, then `id`, is its place in the
+    queue, the least first."""
 
     id: int
     submit_s: float
@@ -45,6 +46,11 @@ class Job:
     start_s: float = -1.0
     granted_s: int = 0
     mask: int = 0
+    most_nodes: int = 0
+
+    def choose(self, free: int) -> int:
+        """Return the nodes to take of those that are free, which suffice."""
+        return lowest(free, max(self.nodes, min(self.most_nodes, free.bit_count())))
 
     @property
     def end_by_limit_s(self) -> float:
@@ -159,7 +165,7 @@ class Cluster:
             free = self.all_nodes & ~self.busy
             if free.bit_count() < job.nodes:
                 break
-            self._start(job, lowest(free, job.nodes), job.limit_s)
+            self._start(job, job.choose(free), job.limit_s)
             count += 1
         del self.pending[:count]
 
@@ -208,7 +214,7 @@ class _Plan:
             if nodes.bit_count() < job.nodes:
                 is_later, earliest_s = later_s is not None, later_s or 0.0
                 continue
-            start_s, mask = self._first_start(nodes, job.nodes)
+            start_s, mask = self._first_start(nodes, job)
             start_s = max(start_s, earliest_s)
             if start_s <= self.now:
                 return mask
@@ -255,28 +261,28 @@ class _Plan:
             nodes &= free
         return nodes, later_s
 
-    def _first_start(self, nodes: int, count: int) -> tuple[float, int]:
-        """Return when `count` of these nodes are free of running jobs, and which.
+    def _first_start(self, nodes: int, waiting: Job) -> tuple[float, int]:
+        """Return when enough of these nodes are free of running jobs, and which are taken.
 
         Slurm removes running jobs in groups, by a window that doubles from 30 s, and takes the end
         of the last of a group.
         """
         busy = self.cluster.busy
         free = nodes & ~busy
-        if free.bit_count() >= count:
-            return self.now, lowest(free, count)
+        if free.bit_count() >= waiting.nodes:
+            return self.now, waiting.choose(free)
         window_s, first_s, last_s = 30, -1.0, self.now
         for job in self.cluster.running:
             if not job.mask & nodes:
                 continue
             if first_s >= 0 and job.end_by_limit_s > first_s + window_s:
-                if free.bit_count() >= count:
+                if free.bit_count() >= waiting.nodes:
                     break
                 window_s, first_s = window_s * 2, -1.0
             free |= job.mask & nodes
             first_s = job.end_by_limit_s if first_s < 0 else first_s
             last_s = job.end_by_limit_s
-        return max(last_s, self.now + 1), lowest(free, count)
+        return max(last_s, self.now + 1), waiting.choose(free)
 
     def _overlaps(self, mask: int, begin_s: float, end_s: float) -> bool:
         return any(

@@ -10,7 +10,6 @@ from simulator import Job
 
 WINDOWS = 20
 LEAST_A_DAY = 10  # submits: a trace begins with the first day that has more
-PLACES = (0.10, 0.25, 0.40)  # of a window, at which our run is submitted
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,7 @@ class Trace:
     sha256: str
     columns: tuple[int, int, int, int]
     run_sizes: tuple[int, ...]
+    places: tuple[float, ...]  # of a window, at which our run is submitted
 
 
 TRACES = {
@@ -29,12 +29,14 @@ TRACES = {
         "df76b94e5f670db52179688a98deec3e1887d10adb39f96c900b8e92abb386ab",
         (1, 3, 7, 8),
         (4, 16, 32),
+        (0.10, 0.25, 0.40),
     ),
     "theta": Trace(
         4392,
         "c1e737e6ef3883f90f4dfb4886cdc4c206b8f5d7714c6087b60138d8bb5b50d2",
         (1, 3, 4, 5),
         (64, 256, 1024),
+        (0.25,),
     ),
 }
 
@@ -63,9 +65,9 @@ def read_jobs(name: str, path: Path) -> list[Job]:
     return jobs[jobs.index(first) :]
 
 
-def submits(jobs: list[Job]) -> list[list[float]]:
+def submits(jobs: list[Job], places: tuple[float, ...]) -> list[list[float]]:
     """Return for each window the times at which our run is submitted, and the window's end."""
     first_s, last_s = jobs[0].submit_s, jobs[-1].submit_s
     length_s = (last_s - first_s) / WINDOWS
     begins = [first_s + length_s * window for window in range(WINDOWS)]
-    return [[*(begin + length_s * place for place in PLACES), begin + length_s] for begin in begins]
+    return [[*(begin + length_s * place for place in places), begin + length_s] for begin in begins]
