@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -48,8 +49,9 @@ def short_trace(jobs: list[Job], place: float) -> list[Job]:
     return short
 
 
-def run_really(jobs: list[Job], suite: str) -> list[float]:
-    """Return the start times, in seconds after the first submit, of jobs on a test cluster."""
+def run_really(jobs: list[Job], suite: str) -> tuple[list[float], float]:
+    """Return the start times of jobs on a test cluster, in seconds after the first submit, and the
+    second of the minute at that submit."""
     machine = real.Cluster.up(size=NODES, accounting=False, suite=suite)
     try:
         began, ids = time.time(), []
@@ -65,16 +67,19 @@ def run_really(jobs: list[Job], suite: str) -> list[float]:
             lines = machine.run("squeue", "-h", "-t", "R,CG,CD,TO", "-o", "%i %S").stdout
             stamps |= dict(line.split() for line in lines.splitlines())
         times = [time.strptime(stamps[number], "%Y-%m-%dT%H:%M:%S") for number in ids]
-        return [time.mktime(start) - began for start in times]
+        return [time.mktime(start) - began for start in times], began % 60
     finally:
         machine.down()
 
 
-def simulate(jobs: list[Job], way: TimeMin) -> list[float]:
+def simulate(jobs: list[Job], way: TimeMin, second: float) -> list[float]:
+    """Return the start times in the model, whose first submit is at that second of a minute: the
+    backfill rounds its reservations down to whole minutes."""
+    jobs = [replace(job, submit_s=job.submit_s + second) for job in jobs]
     model = Cluster(Settings(NODES, bf_interval=2, bf_window=86400, time_min=way))
     model.submit(jobs)
     model.run(lambda: False)
-    return [job.start_s for job in jobs]
+    return [job.start_s - second for job in jobs]
 
 
 def main() -> None:
@@ -84,9 +89,9 @@ def main() -> None:
     parser.add_argument("--suite", default="", help="of Debian, for another Slurm")
     options = parser.parse_args()
     jobs = short_trace(read_jobs("kth", options.trace), options.place)
-    starts = run_really(jobs, options.suite)
+    starts, second = run_really(jobs, options.suite)
     way = TimeMin.STRETCHED if options.suite == "sid" else TimeMin.EXACT
-    modelled = simulate(jobs, way)
+    modelled = simulate(jobs, way, second)
     gaps = [abs(start - model) for start, model in zip(starts, modelled, strict=True)]
     for job, start, model in zip(jobs, starts, modelled, strict=True):
         print(
@@ -96,10 +101,11 @@ def main() -> None:
     waits = [start - job.submit_s for start, job in zip(starts, jobs, strict=True)]
     model_waits = [start - job.submit_s for start, job in zip(modelled, jobs, strict=True)]
     print(
-        f"place {options.place}: {len(jobs)} jobs, {sum(wait > 5 for wait in waits)} waited;"
-        f" mean wait {statistics.mean(waits):.1f} s, model {statistics.mean(model_waits):.1f} s;"
-        f" starts within 5 s: {sum(gap <= 5 for gap in gaps)}, median gap"
-        f" {statistics.median(gaps):.1f} s, largest {max(gaps):.1f} s"
+        f"place {options.place}, second {second:.0f}: {len(jobs)} jobs, of which"
+        f" {sum(wait > 5 for wait in waits)} waited; mean wait {statistics.mean(waits):.1f} s,"
+        f" model {statistics.mean(model_waits):.1f} s; starts within 5 s:"
+        f" {sum(gap <= 5 for gap in gaps)}, median gap {statistics.median(gaps):.1f} s,"
+        f" largest {max(gaps):.1f} s"
     )
 
 

@@ -53,6 +53,10 @@ class Job:
         return lowest(free, max(self.nodes, min(self.most_nodes, free.bit_count())))
 
     @property
+    def planned_s(self) -> int:
+        return self.time_min_s or self.limit_s
+
+    @property
     def end_by_limit_s(self) -> float:
         return self.start_s + self.granted_s
 
@@ -172,23 +176,34 @@ class Cluster:
     def _backfill(self) -> None:
         """Plan the pending jobs in their order, and start those whose plan begins now.
 
-        A plan lasts for one call, so the jobs after the last that could start now are left out.
+        A plan lasts for one call, so it ends before jobs that can't start now: those that need more
+        than is idle, or as much as a job before them, for as long, that could not.
         """
         plan = _Plan(self)
         jobs = self.pending[: self.settings.bf_max_job_test]
-        least_after = [math.inf] * (len(jobs) + 1)
-        for place in range(len(jobs) - 1, -1, -1):
-            least_after[place] = min(least_after[place + 1], jobs[place].nodes)
+        last = len(jobs) - 1
+        refused: list[Job] = []
         began = set()
-        for job, least in zip(jobs, least_after, strict=False):
-            if (self.all_nodes & ~self.busy).bit_count() < least:
+        for place, job in enumerate(jobs):
+            free = (self.all_nodes & ~self.busy).bit_count()
+            while last >= place and _can_not_start(jobs[last], free, refused):
+                last -= 1
+            if place > last:
                 break
             mask = plan.place(job)
             if mask:
                 self._start(job, mask, plan.limit_for(job, mask))
                 began.add(job.id)
+            elif not _can_not_start(job, free, refused):
+                refused.append(job)
         if began:
             self.pending = [job for job in self.pending if job.id not in began]
+
+
+def _can_not_start(job: Job, free: int, refused: list[Job]) -> bool:
+    return job.nodes > free or any(
+        job.nodes >= other.nodes and job.planned_s >= other.planned_s for other in refused
+    )
 
 
 class _Plan:
@@ -207,7 +222,7 @@ class _Plan:
     def place(self, job: Job) -> int:
         """Return the nodes on which a job can start now; else reserve nodes for it, where its start
         lies in the window, and return 0."""
-        limit_s = job.time_min_s or job.limit_s
+        limit_s = job.planned_s
         earliest_s, is_later = self.now, True
         while is_later:
             nodes, later_s = self._unreserved(earliest_s, earliest_s + limit_s)
