@@ -1,7 +1,7 @@
 """The tables and the picture of the queue measurement, from the rows of replay.py and holes.py.
 
-``python bench/queue/figures.py KTH.csv THETA.csv --holes HOLES.csv --ranges RANGES.csv`` prints
-the tables; ``--picture FILE`` draws the first two. HOLES and RANGES are of the KTH trace.
+``python bench/queue/figures.py KTH THETA KTH_HOLES THETA_HOLES KTH_RANGES``, each a CSV, prints the
+tables; ``--picture FILE`` draws the first two.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def compare(fixed: list[dict[str, float]], fit: list[dict[str, float]]) -> dict[
 def least_h(variant: str) -> float:
     """Return how long a variant's work takes that never waits, by its name."""
     most = float(variant.split()[-1]) if "nodes x" in variant else 1.0
-    return float(variant.split()[0]) / most**SCALING
+    return float(float(variant.split()[0]) / most**SCALING)
 
 
 def base_of(variant: str) -> str:
@@ -87,7 +87,7 @@ def base_of(variant: str) -> str:
 
 def table(rows: Rows) -> str:
     lines = [
-        "| nodes | work, least time, form | fixed, h | `--fit`, h | attempts | ceiling (95 %)"
+        "| nodes | work, least time, form | fixed, h | `--time-min`, h | attempts | ceiling (95 %)"
         " | speed-up (95 %) | others' wait, % (95 %) |",
         "|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
@@ -173,20 +173,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kth", type=Path)
     parser.add_argument("theta", type=Path)
-    parser.add_argument("--holes", type=Path)
-    parser.add_argument("--ranges", type=Path)
+    parser.add_argument("holes", type=Path, nargs=2, help="of both traces, by holes.py")
+    parser.add_argument("ranges", type=Path, help="of the KTH trace")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     named = {"KTH-SP2, 100 nodes": options.kth, "Theta 2023, 4,392 nodes": options.theta}
     rows = {name: read_rows(path) for name, path in named.items()}
-    for name, of_trace in rows.items():
-        sys.stdout.write(f"## {name}\n{table(of_trace)}\n\n")
-    if options.holes:
-        sys.stdout.write(
-            f"## All holes\n{holes_table(options.holes, rows['KTH-SP2, 100 nodes'])}\n\n"
-        )
-    if options.ranges:
-        sys.stdout.write(f"## Ranges of nodes\n{table(read_rows(options.ranges))}\n")
+    for (name, of_trace), holes in zip(rows.items(), options.holes, strict=True):
+        sys.stdout.write(f"### {name}\n{table(of_trace)}\n\n")
+        sys.stdout.write(f"### All holes, {name}\n{holes_table(holes, of_trace)}\n\n")
+    sys.stdout.write(f"### Ranges of nodes, KTH-SP2\n{table(read_rows(options.ranges))}\n")
     if options.picture:
         draw(rows, options.picture)
 

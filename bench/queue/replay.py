@@ -61,8 +61,11 @@ def variants(name: str) -> Iterator[Variant]:
 
 
 def ranges() -> Iterator[Variant]:
-    """Yield the variants with a range of nodes."""
+    """Yield the variants with a range of nodes, and fixed requests of more nodes beside them."""
     yield Variant("48 h, fixed")
+    for more in (2.0, 4.0):
+        name = f"48 h, fixed request, nodes x {more:g} to {more:g}"
+        yield Variant(name, range=(more, more))
     for least, most in ((0.25, 1.0), (0.25, 2.0), (0.25, 4.0)):
         for way in TimeMin:
             name = f"48 h, 60 min, {way.value}, nodes x {least:g} to {most:g}"
@@ -154,6 +157,8 @@ def main() -> None:
         frozen = list(queues(cluster, times))
         for nodes in trace.run_sizes:
             for variant in ranges() if options.ranges else variants(options.name):
+                if nodes * variant.range[0] > trace.nodes:
+                    continue
                 plays = [
                     play(queue, submit_s, end_s, nodes, variant)
                     for queue, submit_s in zip(frozen, times, strict=True)
