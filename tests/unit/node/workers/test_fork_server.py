@@ -134,3 +134,27 @@ def test_an_agent_with_threads_is_not_forked(capfd: pytest.CaptureFixture[str]) 
     event.set()
     thread.join()
     assert "torchrun's agent has threads, such as a site's\n" in capfd.readouterr().err
+
+
+def test_the_last_collections_see_what_an_ordinary_end_sees() -> None:
+    """A cycle of the worker's own ends while its module is complete, a frozen one when the modules
+    are taken apart."""
+    script = """
+import atexit, gc
+from hpc_ddp.node.workers import fork_server
+
+class Cycle:
+    def __init__(self, name, write=print):
+        self.me, self.name, self.write = self, name, write
+    def __del__(self):
+        self.write(self.name, globals().get("atexit") is not None)
+
+kept = Cycle("frozen")
+gc.freeze()
+atexit.register(fork_server._end_collections)
+Cycle("own")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    own, frozen = done.stdout.splitlines()
+    assert own == "own True"
+    assert frozen.startswith("frozen ")
