@@ -183,6 +183,8 @@ class _Server:
             self.refusal = str(error)
         if began := process.began_at(self.agent):
             process.imports_ahead = process.ImportsAhead(began, time.time())
+        gc.unfreeze()
+        gc.collect()  # once, beside the rendezvous, in place of at the end of each worker
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
         atexit.register(_end_collections)  # registered first, it is called last
         while True:
@@ -313,7 +315,7 @@ def _end_collections() -> None:
     if gc.isenabled():
         gc.collect()
     gc.unfreeze()
-    gc.disable()
+    gc.disable()  # by which Python leaves out the first
 
 
 def own_folders(script: Path) -> list[Path]:

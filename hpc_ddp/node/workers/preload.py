@@ -40,6 +40,8 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
     with _captured(output), _without_driver(), _rank_unread(are_known):
         for name in names:
             _import_if_there(name)
+    if not are_known:
+        gc.collect()  # what a package has dropped is not to end once in each worker
     for title, value in _state(are_known).items():
         if value != before[title]:
             raise UnfitError(f"an import has changed {title}")
@@ -60,14 +62,17 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
     """Import without Python's collector of cycles, which takes a fifth of the import of torch: it
-    looks at all that is there again and again, and hardly any of it can go. It never looks at what
-    is imported in here; what the imports leave to be collected, some megabytes, stays."""
-    gc.disable()
+    looks at all that is there again and again, and hardly any of it can go. It does not look later
+    either at what is imported in here. Where a package turns it off, or chooses thresholds of its
+    own, that stays."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if not gc.get_threshold()[0]:
+            gc.set_threshold(*thresholds)
 
 
 @contextlib.contextmanager

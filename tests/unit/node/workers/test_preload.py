@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.node.workers.preload import forget_rank
+from hpc_ddp.node.workers.preload import forget_rank, paused_collector
 
 REPO = Path(__file__).parents[4]
 # Imports what the arguments name in a process of its own, and prints the refusal.
@@ -75,11 +76,29 @@ def test_an_import_that_must_be_the_workers_own_is_refused(
     [
         "import subprocess\nos.environ.get('HOME'), subprocess.run(['true'])",
         "t = threading.Thread(target=time.sleep, args=(0,))\nt.start()\nt.join()",
+        "class A:\n pass\na = A()\na.me, a.file = a, open('/dev/null')\ndel a",  # garbage
     ],
 )
 def test_an_import_without_a_trace_is_taken(tmp_path: Path, text: str) -> None:
     lines = _import(tmp_path, f"print('out')\nprint('err', file=sys.stderr)\n{text}")
     assert sorted(lines) == ["", "err", "out"]
+
+
+def test_a_package_may_choose_how_the_collector_works() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        with paused_collector():
+            assert not gc.get_threshold()[0]
+            gc.disable()
+        assert (gc.isenabled(), gc.get_threshold()) == (False, thresholds)
+        gc.enable()
+        with paused_collector():
+            gc.set_threshold(9, 8, 7)
+        assert (gc.isenabled(), gc.get_threshold()) == (True, (9, 8, 7))
+    finally:
+        gc.unfreeze()
+        gc.enable()
+        gc.set_threshold(*thresholds)
 
 
 def test_a_name_that_is_no_module_is_passed_over(tmp_path: Path) -> None:
