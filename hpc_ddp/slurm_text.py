@@ -71,9 +71,9 @@ _PAIR = re.compile(r"(?:^|\s)([A-Z]\w*)=(\S*)")
 class Job:
     """A job as ``scontrol show job`` prints it; times in unix seconds.
 
-    `left_s` is how long the job may still run, inf without a limit, None where Slurm does not say.
-    Unlike `end_time`, which the controller prints by its own clock and in local time, it holds on
-    a host whose clock is off, and in the hour that comes twice a year.
+    `limit_s` is its time limit and `left_s` what is left of that, inf without a limit, None where
+    Slurm does not say. Unlike `end_time`, which the controller prints by its own clock and in local
+    time, they hold on a host whose clock is off, and in the hour that comes twice a year.
 
     `preempted_at` is when a preemption began, or, without a grace time or after it, when it
     ended the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its
@@ -89,6 +89,7 @@ class Job:
     preempted_at: float | None
     end_time: float | None
     left_s: float | None = None
+    limit_s: float | None = None
     expedited: bool = False
     excluded: str = ""
     script: str = ""
@@ -174,6 +175,7 @@ def parse_job(text: str) -> Job:
     anything."""
 
     value = partial(_field, text)
+    limit = value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")
     end = value(r"^\s+StartTime=\S+ EndTime=(\S+)")
     return Job(
         state=_state(value(r"^\s+JobState=(\S+)")),
@@ -181,7 +183,8 @@ def parse_job(text: str) -> Job:
         restarts=int(value(r"^\s+Requeue=\S+ Restarts=(\d+)") or 0),
         preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
         end_time=_unix(end),
-        left_s=_left_s(value(r"^\s+RunTime=(\S+)"), value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")),
+        left_s=_left_s(value(r"^\s+RunTime=(\S+)"), limit),
+        limit_s=_left_s("00:00:00", limit),
         excluded=value(r"^\s+ReqNodeList=\S+ ExcNodeList=(\S+)").replace("(null)", ""),
         expedited=value(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
         script=value(r"^\s+Command=(.+)"),

@@ -149,8 +149,13 @@ def test_a_killed_worker_is_recovered_from(tmp_path: Path) -> None:
     assert "rank 2 on local-" in job.printed()
 
 
-@pytest.mark.more  # a cluster's is in `make test`
-@pytest.mark.parametrize(("trouble", "code"), [("exit-before", 3), ("raise-before", 1)])
+@pytest.mark.parametrize(
+    ("trouble", "code"),
+    [
+        pytest.param("exit-before", 3, marks=pytest.mark.more),  # a cluster's is in `make test`
+        ("raise-before", 1),
+    ],
+)
 def test_an_error_before_the_first_step_ends_it(tmp_path: Path, trouble: str, code: int) -> None:
     job = DryRun(tmp_path / "runs", *TWO_BY_ONE, str(SCRIPTS / "trouble.py"), trouble)
     assert job.end() == code, job.printed()

@@ -76,7 +76,7 @@ def test_a_hole_in_the_queue_is_taken(cluster: Cluster, tmp_path: Path) -> None:
     hpc = Hpc(cluster, tmp_path)
     words = ("--time", "60", "--gpus-per-node", "1", str(WALK), "--step-seconds", "0.1")
     whole = hpc.submit(*words)
-    job = hpc.submit("--time-min", "2", *words)
+    job = hpc.submit("--time-min", "2", "--signal", "TERM@10", *words)
     job.at_step(2)
     assert whole.state() == "PENDING"
     in_the_hole = ("00:02:00", "00:09:00", "00:08:00")  # the least, or with Slurm 26.05 all of it

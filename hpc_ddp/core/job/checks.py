@@ -70,7 +70,7 @@ _SBATCH_REFUSED = {
     ),
     ("test-only", 2): ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
     ("wait", 4): ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
-    ("time-min", 6): (
+    ("time-min", 5): (
         "would leave the time limit at what one attempt got; accepted: --time-min",
         "--time-min 1:00:00",
     ),

@@ -367,6 +367,11 @@ class JobSpec(ResourceOptions):
         """The least limit that an attempt may get, in seconds; None for no other than `time`."""
         return None if self.time_min is None else parse_time(self.time_min)
 
+    @property
+    def parts_of_time(self) -> int:
+        """How many attempts with the least limit take as long as one with the time limit."""
+        return -(-(self.time_s or 0) // (self.time_min_s or self.time_s or 1)) or 1
+
     def to_json(self) -> str:
         """Return the job as the text of a ``job.json``."""
         return json.dumps(asdict(self), indent=1) + "\n"

@@ -51,12 +51,12 @@ def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
         raise UsageError(
             f"time-min is {least} and time {most or 'not set'};"
             " accepted: a time-min up to time, which stays the most",
-            hint=f"--time 12:00:00 --time-min {least}",
+            hint=f"--time-min {most}" if most else f"--time 12:00:00 --time-min {least}",
         )
-    if least_s < max(LEAST_ATTEMPT_S, 2 * warn_s):
+    if least_s < max(LEAST_ATTEMPT_S, 10 * warn_s):  # a notice comes in the last tenth
         raise UsageError(
-            f"time-min {least} leaves no time for steps: the notice comes {warn_s} s before the"
-            f" end; accepted: {LEAST_ATTEMPT_S // 60} minutes, twice the seconds of --signal, or"
+            f"time-min {least} is too little for a notice {warn_s} s before the end; accepted: ten"
+            f" times the seconds of --signal, or {LEAST_ATTEMPT_S // 60} minutes, where that is"
             " more",
             hint="--time-min 1:00:00",
         )

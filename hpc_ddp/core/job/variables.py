@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
+LONGEST_ARRAY = 100_000  # characters of a variable; Linux starts no process beside one of 128 KiB
 # The variables by which torchrun makes a process a rank of a world, as a regular expression.
 OF_A_RANK = r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
 # As `worker.as_task` sets them, also below torchrun.
@@ -83,15 +84,31 @@ def shell_word(text: str, names: Collection[str] = ()) -> str:
 
 
 def array_exports(names: Collection[str]) -> str:
-    """Return the line of bash by which workers have the arrays of `names`, of those that are set:
-    each element behind an ASCII unit separator; '' without an array."""
-    arrays = [name.removesuffix("[@]") for name in names if name.endswith("[@]")]
-    lines = [
-        f"! declare -p {name} >/dev/null 2>&1 || {{ IFS=; export"
-        f" HPC_DDP_WORDS_{name}=\"${{{name}[*]/#/$'\\x1f'}}\"; IFS=$' \\t\\n'; }}"
-        for name in arrays
-    ]
+    """Return the lines of bash by which workers have the arrays of `names`, of those that are set:
+    each element behind an ASCII unit separator; '' without an array. No process could be started
+    beside a longer variable."""
+    lines = []
+    for name in (name.removesuffix("[@]") for name in names if name.endswith("[@]")):
+        words = f"HPC_DDP_WORDS_{name}"
+        message = (
+            f"hpc-ddp: --expand passes on at most {LONGEST_ARRAY} characters; {name} has more."
+            " hint: read them in the script"
+        )
+        lines += [
+            f"! declare -p {name} >/dev/null 2>&1 || {{ IFS=; export"
+            f" {words}=\"${{{name}[*]/#/$'\\x1f'}}\"; IFS=$' \\t\\n'",
+            f'[ "${{#{words}}}" -le {LONGEST_ARRAY} ] ||'
+            f' {{ unset {words}; echo "{message}" >&2; }}; }}',
+        ]
     return "\n".join(lines)
+
+
+def misplaced_array(texts: Sequence[str], args: Sequence[str], names: Collection[str]) -> str:
+    """Return the first array of `names`, as ``NAME[@]``, that stands in one of `texts`, or in an
+    argument that is more than it; '' without one."""
+    arrays = [name for name in names if name.endswith("[@]")]
+    parts = [word for word in args if word[2:-1] not in arrays]
+    return next((name for text in (*texts, *parts) for name in names_in(text, arrays)), "")
 
 
 def literal_names(texts: Sequence[str], names: Collection[str]) -> list[str]:

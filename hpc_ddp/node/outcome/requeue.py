@@ -148,20 +148,23 @@ def _requeue(
         else:
             keep_off(run, job_id, give_up)
             if not job.preempted:  # such a job can't be changed before its next start
-                _restore_limit(facts.spec, job_id)
+                _restore_limit(facts.spec, job_id, job.limit_s)
             return 0  # at once: Slurm would wait KillWait for a shell that lives on
     return _left_to_the_user(run)
 
 
-def _restore_limit(spec: JobSpec, job_id: str) -> None:
-    """Let a waiting job have its whole time limit again, of which Slurm gave it a part; a refusal
-    is printed. Slurm keeps the part, and lets the user raise the limit only while the job waits."""
-    if not spec.time_min or spec.time is None:
+def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
+    """Let a waiting job have its whole time limit again, of which Slurm gave it `limit_s` seconds,
+    None if that is not known; a refusal is printed. Slurm keeps the part, and lets the user raise
+    the limit only while the job waits. One that an operator has raised stays."""
+    if not spec.time_min or spec.time_s is None or (limit_s or 0) >= spec.time_s:
         return
     try:
         slurm.update(job_id, f"TimeLimit={spec.time}")
     except HpcDdpError as error:
-        say(error.message)
+        say(
+            f"the next attempt has the time limit of this one, and not {spec.time}: {error.message}"
+        )
 
 
 def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:

@@ -278,7 +278,7 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
     if facts.here(WorkerStarted) and (reason := _no_progress(facts)):
         return f"{reason}, and without a step (--max-requeues allows more)"
     count = 1 + sum(v.cause == cause for v in again)
-    if count > most_in_a_row(spec):
+    if count > most_in_a_row(spec) * spec.parts_of_time:
         return f"{NOT_SEEN}; {count} attempts have ended so (--max-requeues allows more)"
     return None
 

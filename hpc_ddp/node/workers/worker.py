@@ -203,13 +203,14 @@ def resume_args() -> list[str]:
     return shlex.split(words) if not path or glob.glob(path) else []
 
 
-def value_of(name: str) -> str:
-    """Return the value of a variable that ``--expand`` names; exit with 1 where it is not set."""
+def value_of(name: str, variable: str = "") -> str:
+    """Return the value of a variable that ``--expand`` names, from another `variable` where that is
+    given; exit with 1 where it is not set."""
     if name == "HOSTNAME":  # the batch script's is that of the first node
         return os.uname().nodename
-    for variable in (name, f"HPC_DDP_DRY_{name}"):  # the latter is Slurm's, without a Slurm
-        if variable in os.environ:
-            return os.environ[variable]
+    for source in (variable or name, f"HPC_DDP_DRY_{name}"):  # the latter is Slurm's, without one
+        if source in os.environ:
+            return os.environ[source]
     sys.exit(f"hpc-ddp: --expand names {name}, which is not set in this worker")
 
 
@@ -233,10 +234,10 @@ def fill(command: list[str]) -> list[str]:
 
     for name in os.environ.get("HPC_DDP_EXPAND_ENV", "").split():
         os.environ[name] = fill_in(os.environ[name])
-    arrays = {f"${{{name}}}": f"HPC_DDP_WORDS_{name[:-3]}" for name in names if name[-1] == "]"}
+    arrays = {f"${{{name}}}": (name, f"HPC_DDP_WORDS_{name[:-3]}") for name in names if "[" in name}
     words = command[:3]
     for word in command[3:]:  # the elements of an array are behind a separator each
-        elements = value_of(arrays[word]).split("\x1f")[1:] if word in arrays else [fill_in(word)]
+        elements = value_of(*arrays[word]).split("\x1f")[1:] if word in arrays else [fill_in(word)]
         words += elements
     return words
 

@@ -157,8 +157,8 @@ def test_nodes_and_restarts_follow_the_settings(
         ({"signal": "KILL"}, "signal 'KILL'"),
         ({"time_min": "60"}, "time-min is 60 and time not set"),
         ({"time_min": "61", "time": "1:00:00"}, "time-min is 61 and time 1:00:00"),
-        ({"time_min": "1", "time": "60"}, "accepted: 2 minutes, twice the seconds"),
-        ({"time_min": "9", "time": "60", "signal": "TERM@300"}, "comes 300 s before the end"),
+        ({"time_min": "9", "time": "60"}, "accepted: ten times the seconds of --signal"),
+        ({"time_min": "1", "time": "60", "signal": "TERM@1"}, "or 2 minutes, where that is more"),
         ({"time_min": "x", "time": "60"}, "'x' is not a Slurm time"),
         ({"gpu_request": "x"}, "gpu-request 'x'"),
         ({"step_launcher": "x"}, "step-launcher 'x'"),
@@ -190,7 +190,7 @@ def test_contradicting_values_are_refused(values: dict[str, Any], words: str) ->
         {"continue_by": "resubmit", "torchrun": ("--numa-binding=node",)},
         {"gpu_request": "none", "gpus_per_node": "4"},
         {"time": "60", "time_min": "1:00:00"},
-        {"time": "60", "time_min": "2"},
+        {"time": "60", "time_min": "2", "signal": "TERM@12"},
     ],
 )
 def test_compatible_values_are_accepted(values: dict[str, Any]) -> None:

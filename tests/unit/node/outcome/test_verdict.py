@@ -409,6 +409,8 @@ def test_a_plain_script_at_the_time_limit_starts_over_as_often_as_allowed() -> N
     assert verdict.why.endswith(
         "can't be seen; 10 attempts have ended so (--max-requeues allows more)"
     )
+    parts = replace(JobSpec("t.py"), time="12:00:00", time_min="1:00:00")  # of the same time
+    assert decide_by(job=job, attempt=9, events=nine, spec=parts).action == "requeue"
     more = replace(spec, max_requeues=20)  # the user's word
     assert decide_by(job=job, attempt=9, events=nine, spec=more).action == "requeue"
 

@@ -147,6 +147,28 @@ def test_a_line_of_each_worker_fills_an_array(tmp_path: Path) -> None:
     assert done.stdout.split(b"\x1f") == [b"", b"a", b"b c"]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"args": ("--f=${FILES[@]}",)},
+        {"args": ("$FILES[@]",)},
+        {"env": {"X": "${FILES[@]}"}},
+    ],
+    ids=str,
+)
+def test_an_array_within_a_text_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"FILES\[@\] stands within a text; accepted"):
+        _rendering(expand=("FILES[@]",), **values)
+
+
+def test_an_array_that_no_variable_can_hold_is_left_out(tmp_path: Path) -> None:
+    rendering = _rendering(worker_setup=("FILES=($(seq 30000))",), expand=("FILES[@]",))
+    shell = f'set -u; {rendering.block("settings")}\neval "$HPC_DDP_WORKER_SETUP"; env | wc -c'
+    done = subprocess.run(["bash", "-c", shell], env=dict(os.environ), capture_output=True)
+    assert b"--expand passes on at most 100000 characters; FILES has more" in done.stderr
+    assert int(done.stdout) < 100_000
+
+
 def test_a_worker_says_which_variable_is_not_set(tmp_path: Path) -> None:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     env |= {"GROUP_RANK": "0", "HPC_DDP_RUN": str(tmp_path), "HPC_DDP_NODE_FOLDER": str(tmp_path)}
@@ -158,6 +180,9 @@ def test_a_worker_says_which_variable_is_not_set(tmp_path: Path) -> None:
     assert (tmp_path / "rank-0.log").read_text() == f"['at-{socket.gethostname()}']\n"
     assert subprocess.run([*start, "$GONE"], env=env).returncode == 1
     assert "--expand names GONE, which is not set" in (tmp_path / "rank-0.log").read_text()
+    env["HPC_DDP_EXPAND"] = "NONE[@]"
+    assert subprocess.run([*start, "${NONE[@]}"], env=env).returncode == 1
+    assert "--expand names NONE[@], which is not set" in (tmp_path / "rank-0.log").read_text()
 
 
 def test_a_job_whose_image_has_a_missing_variable_ends_before_its_attempt(tmp_path: Path) -> None:

@@ -65,7 +65,19 @@ def test_a_job_that_got_a_part_of_its_time_may_have_all_of_it_again(
     refusal = "case $1 in update) echo Access denied >&2; exit 1;; esac; "
     slurm_commands.answer_by("scontrol", refusal + RUNNING)
     assert end(time="12:00:00", time_min="30") == 0
-    assert printed == ["scontrol refused: Access denied"]
+    kept = "the next attempt has the time limit of this one, and not 12:00:00"
+    assert printed == [f"{kept}: scontrol refused: Access denied"]
+
+
+def test_a_limit_that_an_operator_has_raised_stays(
+    slurm_commands: Slurm, end: Callable[..., int]
+) -> None:
+    shown = SHOWN_JOB.format("RUNNING", 2) + "   RunTime=00:10:00 TimeLimit={} TimeMin=00:30:00\n"
+    for limit, count in (("1-00:00:00", 0), ("12:00:00", 0), ("00:30:00", 1)):
+        slurm_commands.answer("scontrol", shown.format(limit))
+        assert end(time="12:00:00", time_min="30") == 0
+        updates = [words for words in changes_of(slurm_commands) if words[0] == "update"]
+        assert len(updates) == count
 
 
 def test_an_allocation_is_left_to_its_owner(
