@@ -15,13 +15,15 @@ import click
 
 from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.submission.job_script.conversion import Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.project_file import subtract_site, table, to_toml
 from hpc_ddp.submission.plan import find_mistakes, plan_new
 from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.user import home_folder
+
+_REFUSED = "does not render yet"
 
 
 @click.command("import")
@@ -49,12 +51,16 @@ def import_(job_script: Path, output: Path | None, site: str | None) -> None:
     subtract_site(conversion, of_site.values)
     if site:
         conversion.values["site"] = site, 0
-    written = to_toml(conversion, os.path.relpath(job_script, path.parent))
+    conversion, effect = _check(conversion, path, cwd, home)
     click.echo("\n".join(table(conversion, text)))
     for line, note in sorted(conversion.notes):
         click.echo(f"note{f', line {line}' if line else ''}: {note}")
-    _render(conversion, path, cwd, home)
-    _write(path, written)
+    click.echo("\n".join(effect))
+    written = to_toml(conversion, os.path.relpath(job_script, path.parent))
+    renders = not effect[0].startswith(_REFUSED)
+    _write(path, written if renders else f"# {effect[0]}\n{written}", renders)
+    if not renders:
+        sys.exit(1)
 
 
 def _read(path: Path) -> str:
@@ -74,28 +80,45 @@ def _read(path: Path) -> str:
     return text
 
 
-def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> None:
-    """Render the job that the settings describe, as ``hpc-ddp render`` does, and print what stands
-    in its way."""
-    settings: dict[str, Any] = conversion.settings()
-    settings["env-names"] = [n for n in settings.get("env-names", []) if n in os.environ]
+def _check(
+    conversion: Conversion, path: Path, cwd: Path, home: Path
+) -> tuple[Conversion, list[str]]:
+    """Return a conversion without a setting that hpc-ddp refuses, which is then among the lines
+    that are not taken over; and sentences about the job that it describes."""
     try:
-        checked = config.as_options(settings, str(path))
-        loaded = config.load(checked, Path("/"), home)
-        plan = plan_new(loaded, cwd, runs_root(loaded))
-        warnings = [*plan.rendering.left_out(), *find_mistakes(plan.spec)]
+        return conversion, _render(conversion, path, cwd, home)
     except UsageError as error:
-        click.echo(f"does not render yet: {error.message}")
-        if error.hint:
-            click.echo(f"hint: {error.hint}")
-        return
-    for warning in warnings:
-        click.echo(f"warning: {warning}")
+        refusal = error
+    for trial, name, line in conversion.without_one():
+        try:
+            effect = _render(trial, path, cwd, home)
+        except UsageError:
+            continue
+        trial.mark(line, line, LOST, f"{name}: {refusal.message}")
+        return trial, effect
+    hint = [f"hint: {refusal.hint}"] if refusal.hint else []
+    return conversion, [f"{_REFUSED}: {refusal.message}", *hint]
+
+
+def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[str]:
+    """Render the job that a conversion describes, as ``hpc-ddp render`` does, and return sentences
+    about it; raise UsageError for what is refused."""
+    settings: dict[str, Any] = conversion.settings()
+    names = settings.pop("env-names", [])
+    settings["env-names"] = [name for name in names if name in os.environ]
+    loaded = config.load(config.as_options(settings, str(path)), Path("/"), home)
+    plan = plan_new(loaded, cwd, runs_root(loaded))
+    warnings = [*plan.rendering.left_out(), *find_mistakes(plan.spec)]
     lines = plan.rendering.whole().splitlines()
-    click.echo(f"renders: {len(lines)} lines; hpc-ddp render prints them")
+    missing = ", ".join(name for name in names if name not in os.environ)
+    start = f"renders once your shell has {missing}" if missing else "renders"
+    effect = [f"{start}: {len(lines)} lines; hpc-ddp render prints them"]
+    if plan.spec.python == sys.executable and not plan.spec.no_python:
+        effect.append(f"python: {sys.executable}, which runs hpc-ddp; python = … is another")
+    return [*effect, *(f"warning: {warning}" for warning in warnings)]
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, renders: bool) -> None:
     """Write a project file; one that is there stays, and the difference is printed."""
     if path.exists():
         old = path.read_text()
@@ -115,4 +138,4 @@ def _write(path: Path, text: str) -> None:
         raise UsageError(
             f"{path} can't be written: {error.strerror}", hint="--output FILE"
         ) from None
-    say(f"wrote {path}; next: hpc-ddp render, hpc-ddp submit")
+    say(f"wrote {path}{'; next: hpc-ddp render, hpc-ddp submit' * renders}")

@@ -76,9 +76,20 @@ def test_leaves_a_file_as_it_is_and_shows_the_difference(folder: Path) -> None:
 def test_says_what_does_not_render_yet(folder: Path) -> None:
     (folder / "train.py").unlink()
     result = run("job.sbatch")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert "does not render yet: script" in result.stdout
-    assert (folder / "hpc-ddp.toml").exists()
+    assert (folder / "hpc-ddp.toml").read_text().startswith("# does not render yet: script")
+
+
+def test_takes_out_a_setting_that_is_refused(folder: Path) -> None:
+    """And names it, and the variables of the shell that it renders with."""
+    (folder / "job.sbatch").write_text(SCRIPT.replace("--time=1:00:00", "--array=soon"))
+    result = run("job.sbatch")
+    assert result.exit_code == 0, result.output
+    assert "4  #SBATCH --array=soon" in result.stdout.partition("not taken over")[2]
+    assert "renders once your shell has HF_TOKEN: " in result.stdout
+    assert f"python: {sys.executable}, which runs hpc-ddp" in result.stdout
+    assert "array" not in (folder / "hpc-ddp.toml").read_text()
 
 
 @pytest.mark.parametrize(

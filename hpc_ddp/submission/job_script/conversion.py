@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
@@ -38,6 +39,19 @@ class Conversion:
         is_set = key in ("expand", "env-names", "without")
         if not is_set or entry not in dict(entries):
             entries.append((entry, line))
+
+    def without_one(self) -> Iterator[tuple[Conversion, str, int]]:
+        """Yield it without one of its settings each, the name of that one, and its line."""
+        for key, (_, line) in self.values.items():
+            values = {name: entry for name, entry in self.values.items() if name != key}
+            yield replace(self, values=values), key, line
+        for key, (_, line) in self.env.items():
+            env = {name: entry for name, entry in self.env.items() if name != key}
+            yield replace(self, env=env), key, line
+        for key, entries in self.lists.items():
+            for index, (text, line) in enumerate(entries):
+                lists = {**self.lists, key: entries[:index] + entries[index + 1 :]}
+                yield replace(self, lists=lists), f"{key} {text}", line
 
     def settings(self) -> dict[str, Any]:
         """Return all as the keys of a file."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
 from hpc_ddp.submission.job_script.conversion import Conversion
 from hpc_ddp.submission.job_script.directives import read_directives, sizes, take_directives
-from hpc_ddp.submission.job_script.shell import Scope, literal
+from hpc_ddp.submission.job_script.shell import Scope, Value, literal
 from hpc_ddp.submission.job_script.sorting import Sorter
 from hpc_ddp.submission.job_script.statements import Reader, Statement
 
@@ -21,15 +23,17 @@ def convert(text: str, cwd: Path, folder: Path) -> Conversion:
     """
     directives = read_directives(text)
     numbers = sizes(directives)
-    start = literal(str(cwd))
+    start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))
     guesses: set[str] = set()
+    defaults: set[str] = set()
     for _ in range(2):  # what chooses a launch holds for the whole script
-        scope = Scope({"PWD": start, "SLURM_SUBMIT_DIR": start}, numbers, guesses=guesses)
+        folders: dict[str, Value] = {"PWD": literal(start), "SLURM_SUBMIT_DIR": literal(str(cwd))}
+        scope = Scope(folders, numbers, guesses=guesses, defaults=defaults)
         reader = Reader(scope)
         reader.read(text)
     result = Conversion()
-    converter = Sorter(reader, result, cwd)
     take_directives(directives, result)
+    converter = Sorter(reader, result, start)
     first = text.splitlines()[:1]
     if first and first[0].startswith("#!") and re.search(r"\s-\w*l", first[0]):
         result.notes.append((1, "a login shell (-l): if the job needs its profile, setup ="
@@ -43,5 +47,8 @@ def convert(text: str, cwd: Path, folder: Path) -> Conversion:
         result.marks.setdefault(line, [mark])
     for name in sorted(guesses):
         result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
+    if names := ", ".join(f"${name}" for name in sorted(defaults) if not is_of_hpc_ddp(name)):
+        text = f"{names}: no value of your shell is in the job: the script's defaults are taken"
+        result.notes.append((0, text))
     secrets.take_out(result)
     return result

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_signal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, option_name
+from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, SBATCH, option_name
 from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
 
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
-_LONG = {*LETTERS.values(), *_OWN_KEYS, "ntasks-per-node", "gpus-per-node", "gpus-per-task", "gres",
-         "signal", "open-mode", "export", "exclusive", "requeue", "no-requeue"}  # fmt: skip
 _PLACEHOLDER = re.compile(r"<.*>|\{.*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)"
                           r"[-_]?(name)?|\[[a-z_ ]+\]|todo|changeme|.*\bxxx\b.*", re.I)  # fmt: skip
 _DECIDED = {
@@ -83,10 +81,14 @@ def read_directives(text: str) -> Directives:
 def _pairs(words: list[Word]) -> Iterator[tuple[str, str]]:
     """Yield name and value of each option; a name may be a beginning."""
     while words and re.match(r"--?\w", words[0].text):
-        name, operand = option_name(words.pop(0), LETTERS)
-        fitting = {long for long in _LONG if long.startswith(name)}
-        name = name if name in fitting or len(fitting) != 1 else fitting.pop()
-        if operand is None and not FLAGS.fullmatch(name) and words and words[0].text[:1] != "-":
+        name, operand = option_name(words.pop(0), LETTERS, SBATCH)
+        if (
+            operand is None
+            and name != "wait"
+            and not FLAGS.fullmatch(name)
+            and words
+            and words[0].text[:1] != "-"
+        ):
             operand = words.pop(0)
         yield name, operand.text if operand else ""
 
@@ -101,7 +103,7 @@ def take_directives(directives: Directives, result: Conversion) -> None:
         if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
         result.mark(line, line, group, reason or text)
-        if group != TAKEN or name in _LATER:
+        if group != TAKEN or name in _LATER or is_of_pyxis(name):
             continue
         if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
             result.values[name] = operand, line
@@ -115,6 +117,11 @@ def take_directives(directives: Directives, result: Conversion) -> None:
             result.append("sbatch", text, line)
     for line, mark in directives.marks.items():
         result.marks[line] = [mark]
+
+
+def is_of_pyxis(name: str) -> bool:
+    """Return whether an option is one of pyxis', which sbatch hands on to the steps."""
+    return "container-" in name and name not in SBATCH.split()
 
 
 def _use(name: str, operand: str) -> tuple[str, str]:

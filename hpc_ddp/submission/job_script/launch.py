@@ -10,13 +10,39 @@ from typing import NamedTuple
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal, separated
 
-# Options of srun and sbatch without a value.
+# The long options of sbatch, and those that only srun has: an unambiguous beginning will do.
+SBATCH = (
+    "account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment"
+    " constraint container container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu"
+    " cpus-per-task deadline delay-boot dependency distribution error exclude exclusive export"
+    " export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node"
+    " gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name"
+    " kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu"
+    " mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks"
+    " ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode"
+    " output overcommit oversubscribe parsable partition power prefer priority profile propagate"
+    " qos quiet reboot requeue reservation segment signal sockets-per-node spread-job stepmgr"
+    " switches tasks-per-node test-only thread-spec threads-per-core time time-min tmp tres-bind"
+    " tres-per-task uid use-min-nodes verbose wait wait-all-nodes wckey workdir wrap"
+)
+SRUN = SBATCH + (
+    " accel-bind bcast bcast-exclude compress cpu-bind disable-status epilog exact external"
+    " het-group immediate interactive jobid kill-on-bad-exit label mpi msg-timeout multi-prog"
+    " no-allocate overlap pack-group preserve-env prolog pty quit-on-interrupt relative resv-ports"
+    " send-libs task-epilog task-prolog threads treewidth unbuffered whole"
+)
+_SAME = {"tasks-per-node": "ntasks-per-node", "workdir": "chdir", "pack-group": "het-group",
+         "cluster": "clusters", "share": "oversubscribe"}  # fmt: skip
+# Those of both without a value, or with one in the same word.
 FLAGS = re.compile(
     r"label|unbuffered|overlap|no-kill|verbose|quiet|pty|preserve-env|immediate|kill-on-bad-exit"
     r"|contiguous|oversubscribe|overcommit|multi-prog|spread-job|use-min-nodes|exclusive|requeue"
-    r"|no-requeue|hold|get-user-env|parsable|reboot|wait-for-all|exact"
+    r"|no-requeue|hold|get-user-env|parsable|reboot|exact|ignore-pbs|test-only|stepmgr|nice"
+    r"|propagate|resv-ports|compress|bcast|whole|external|interactive|disable-status|no-allocate"
+    r"|quit-on-interrupt|send-libs"
     r"|container-(writable|readonly)|(no-)?container-(mount-home|remap-root|entrypoint)"
 )
+_KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
 LETTERS = {
     **{"A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "c": "cpus-per-task"},
     **{"C": "constraint", "d": "dependency", "D": "chdir", "e": "error", "G": "gpus", "H": "hold"},
@@ -25,16 +51,19 @@ LETTERS = {
     **{"o": "output", "p": "partition", "q": "qos", "Q": "quiet", "s": "oversubscribe"},
     **{"t": "time", "u": "unbuffered", "v": "verbose", "w": "nodelist", "W": "wait"},
     **{"x": "exclude", "O": "overcommit", "E": "preserve-env", "r": "relative", "S": "core-spec"},
+    **{"F": "nodefile", "I": "immediate", "T": "threads", "X": "disable-status"},
 }
 
 
 class Options(NamedTuple):
     """The options of a launcher: patterns of their names, with what becomes of them
-    (`Launch.take_options`), those without a value, and names by letter."""
+    (`Launch.take_options`), those without a value, names by letter, and all names, of which a
+    beginning will do."""
 
     uses: Mapping[str, str]
     flags: re.Pattern[str]
-    letters: Mapping[str, str] | None = None
+    letters: Mapping[str, str] = {}
+    names: str = ""
 
 
 @dataclass
@@ -113,7 +142,8 @@ class Launch:
         launcher, remaining = words[0].text.rsplit("/", 1)[-1], list(words[1:])
         while remaining and re.match(r"-{1,2}[A-Za-z]", remaining[0].text):
             word = remaining.pop(0)
-            name, operand = option_name(word, rules.letters)
+            name, operand = option_name(word, rules.letters, rules.names)
+            is_inside = operand is not None
             if operand is None and not rules.flags.fullmatch(name) and remaining:
                 operand = remaining.pop(0)
             self.options[name] = operand, word.line
@@ -129,13 +159,22 @@ class Launch:
             elif kind in "+&%":
                 option = literal(f"--{name}", word.line)
                 parts = {"+": [joined(f"--{name}=", operand) if operand else option],
-                         "&": [word, operand] if operand and "=" not in word.text else [word],
+                         "&": [word, operand] if operand and not is_inside else [word],
                          "%": [joined(word, " ", operand) if operand else word]}  # fmt: skip
                 self.add(key, *(part for part in parts[kind] if part))
             elif use != "later" and key != "workers":
                 self.mark(word.line, OURS, f"{launcher} --{name}")
             if kind == "#":
-                setattr(self, key, scope.number(operand))
+                number = scope.number(operand)
+                setattr(self, key, number)
+                if (
+                    operand
+                    and number is None
+                    and key[:2] in ("no", "ta")
+                    and not _KNOWN(operand.text)
+                ):
+                    text = f"{launcher} --{name}: only the job knows it: nodes, nproc-per-node = N"
+                    self.mark(word.line, LOST, text)
             if operand and re.match(r"gres|gpus", name):
                 self.gpus[name] = operand.text
             self.node_words |= name == "nodelist"
@@ -166,11 +205,15 @@ class Launch:
         return [word.text for word in (self.program, *self.args) if word]
 
 
-def option_name(word: Word, letters: Mapping[str, str] | None) -> tuple[str, Word | None]:
-    """Return the name of an option, in dashes, and the value in the same word."""
+def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tuple[str, Word | None]:
+    """Return the name of an option, in dashes, and the value in the same word; an alias and an
+    unambiguous beginning of `names` is the whole name."""
     text = word.text
     if letters and re.match(r"-\w", text):
         return letters.get(text[1], text[1]), word.after(2) if len(text) > 2 else None
     head = text.partition("=")[0]
     operand = word.after(len(head) + 1) if "=" in text else None
-    return head.lstrip("-").replace("_", "-"), operand
+    name = head.lstrip("-").replace("_", "-")
+    fitting = [long for long in names.split() if long.startswith(name)]
+    name = fitting[0] if len(fitting) == 1 and name not in _SAME else name
+    return _SAME.get(name, name) if names else name, operand

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
-from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, Launch, Options
+from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, SRUN, Launch, Options
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
 
 _SRUN_USES = {
@@ -24,7 +24,7 @@ _SRUN_USES = {
     "|unbuffered|quiet|verbose|exclusive": "ours",
     ".*": "+srun",
 }
-_SRUN = Options(_SRUN_USES, FLAGS, LETTERS)
+_SRUN = Options(_SRUN_USES, FLAGS, LETTERS, SRUN)
 _MPI_FLAGS = "(g|prte)?mca .*|allow-run-as-root|oversubscribe|tag-output|report-bindings"
 _MPIRUN_USES = {
     "x": "env",
@@ -35,14 +35,23 @@ _MPIRUN_USES = {
     ".*": "lost",
 }
 _MPIRUN = Options(_MPIRUN_USES, re.compile(_MPI_FLAGS))
+# Apptainer's options without a value; all others have one.
 _IMAGE_FLAGS = re.compile(
-    r"nv|rocm|nvccli|cleanenv|e|contain|c|containall|C|no-home|writable-tmpfs|fakeroot|f|userns|u"
-    r"|ipc|i|pid|p|writable|w|no-init|rm"
+    r"nv|nvccli|rocm|intel-hpu|cleanenv|compat|contain|containall|writable(-tmpfs)?|fakeroot|userns"
+    r"|ipc|pid|uts|net|oci|rm|allow-setuid|disable-cache|docker-login|keep-privs|oom-kill-disable"
+    r"|(no-)?tmp-sandbox|underlay|unsquash|sharens|no-(eval|home|https|init|pid|privs|umask|nv|rocm)"
 )
-_IMAGE = Options({"nv|rocm": "ours", "env": "env", ".*": "&container-options"}, _IMAGE_FLAGS)
+_IMAGE_LETTERS = {
+    **{"B": "bind", "c": "contain", "C": "containall", "e": "cleanenv", "f": "fakeroot"},
+    **{"H": "home", "i": "ipc", "o": "overlay", "p": "pid", "S": "scratch", "u": "userns"},
+    **{"w": "writable", "W": "workdir"},
+}
+_IMAGE = Options(
+    {"nv|rocm": "ours", "env": "env", ".*": "&container-options"}, _IMAGE_FLAGS, _IMAGE_LETTERS
+)
 _SHIFTER = Options({"image": "=image", ".*": "+container-options"}, re.compile("gpu"))
 _TORCHRUN = {
-    "nproc-per-node|n|nproc|num-gpus": "#workers",
+    "nproc-per-node|nproc|n|num-gpus": "#workers",
     "module|m": "!module",
     "no-python": "!no-python",
     "max-restarts": "later",
@@ -52,7 +61,13 @@ _TORCHRUN = {
     ): "ours",
     ".*": "+torchrun",
 }
-_TORCHRUN_FLAGS = re.compile("standalone|module|m|no-python|run-path|use-env")
+_TORCHRUN_NAMES = (
+    "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf standalone max-restarts"
+    " monitor-interval start-method event-log-handler role module no-python run-path log-dir"
+    " redirects tee local-ranks-filter node-rank master-addr master-port local-addr logs-specs"
+    " numa-binding signals-to-handle use-env virtual-local-rank"
+)
+_TORCHRUN_FLAGS = re.compile("standalone|module|m|no-python|run-path|use-env|v|verbose")
 _ACCELERATE_USES = {
     "module|m": "!module",
     "no-python": "!no-python",
@@ -79,6 +94,12 @@ _NO_TRAINING = re.compile(
     r"|env|printenv|pkill|kill|chmod|ln|true|test|find|lscpu|ip|ifconfig|which|df|sbcast|enroot|nvcc)"
 )
 
+_NO_MODULE = re.compile(
+    r"pip|venv|virtualenv|ensurepip|site|sysconfig|compileall|py_compile|json\.tool|http\.server"
+    r"|zipfile|tarfile|torch\.utils\.collect_env|.*\.info|ipykernel.*|jupyter.*"
+)
+Handler = Callable[[list[Word], Launch, Scope], list[Word]]
+
 
 def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
     """Return the launch that some words are; its weight is 0 where they are none. `step` is what
@@ -90,14 +111,22 @@ def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
         is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
         if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "env"):
             remaining.pop(0)
-        elif handler := _python if is_python else _HANDLERS.get(name):
+        elif handler := _python if is_python else _handler(name):
             remaining = handler(remaining, launch, scope)
         else:
             is_program = re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", text) or remaining[0].code
             if launch.step and (not step or is_program):
                 _command(remaining, launch)
             break
+    if launch.program is None:  # torchrun --version
+        launch.weight = 0
     return launch
+
+
+def _handler(name: str) -> Handler | None:
+    """Return the function that takes a launcher's words; sites' own torchruns have its name in
+    theirs."""
+    return _torchrun if name.startswith("torchrun") else _HANDLERS.get(name)
 
 
 def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -121,7 +150,7 @@ def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 def _goes_on(text: str, or_option: bool = True) -> bool:
     """Return whether a word is an option of srun's, or a launcher: no argument of a program."""
     name = text.rsplit("/", 1)[-1]
-    return (or_option and text[:1] == "-") or name in _HANDLERS or name.startswith("python")
+    return (or_option and text[:1] == "-") or bool(_handler(name)) or name.startswith("python")
 
 
 def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -151,6 +180,7 @@ def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     at = next((i for i, w in enumerate(words[:3]) if re.fullmatch(r"-[a-z]*c", w.text)), 0)
     if at:
         launch.inner = words[at + 1] if at + 1 < len(words) else literal("")
+        launch.args = words[at + 3 :]
     elif launch.step:
         _command(words, launch)
     return []
@@ -161,10 +191,15 @@ def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     tool = words[0].text.rsplit("/", 1)[-1]
     if tool == "shifter":
         remaining = launch.take_options(words, _SHIFTER, scope)
-    elif len(words) < 3 or words[1].text not in ("exec", "run"):
-        return []
     else:
-        remaining = launch.take_options(words[1:], _IMAGE, scope)
+        verbs = ("exec", "run", "shell")
+        at = next((i for i, word in enumerate(words) if i and word.text in verbs), 0)
+        if not at or words[at].text == "shell":
+            return []
+        if words[at].text == "run":
+            text = f"{tool} run: what the image's runscript does is left out: it is exec here"
+            launch.mark(words[0].line, LOST, text)
+        remaining = launch.take_options(words[at:], _IMAGE, scope)
         launch.settings["image"] = [remaining.pop(0)] if remaining else []
     launch.settings["container-tool"] = [literal(tool, words[0].line)]
     return remaining
@@ -194,8 +229,12 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     the program follows."""
     launch.kind, launch.weight = "torchrun", 4
     name, line = words[0].text.rsplit("/", 1)[-1], words[0].line
-    uses = _TORCHRUN | ({".*": "lost"} if name in ("composer", "deepspeed") else {})
-    launch.take_program(launch.take_options(words, Options(uses, _TORCHRUN_FLAGS), scope))
+    is_torchrun = name not in ("composer", "deepspeed")
+    uses = _TORCHRUN if is_torchrun else _TORCHRUN | {".*": "lost"}
+    rules = Options(uses, _TORCHRUN_FLAGS, names=_TORCHRUN_NAMES if is_torchrun else "")
+    if name not in ("torchrun", "run", "launch", *_HANDLERS):
+        launch.mark(line, "", f"{name} is taken to be torchrun")
+    launch.take_program(launch.take_options(words, rules, scope))
     options = launch.options
     nodes, at = options.get("nnodes", (None, 0))
     if scope.number(nodes) not in (None, scope.numbers.get("SLURM_NNODES")):
@@ -251,8 +290,7 @@ def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
 def _python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take Python and its flags; what follows is a launcher, a module or a script."""
     python, remaining = words[0], words[1:]
-    if "/" in python.text or "$" in python.text:
-        launch.settings["python"] = [python]
+    launch.settings["python"] = [python]
     while remaining and re.fullmatch(r"-[uEsSIBOqvx]+|-[WX].*", remaining[0].text):
         flag = remaining.pop(0)
         if flag.text in ("-W", "-X") and remaining:
@@ -267,16 +305,16 @@ def _python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         return _accelerate([remaining[1], literal("launch"), *remaining[2:]], launch, scope)
     if module:
         launch.add("module", remaining.pop(0))
-    if remaining and remaining[0].text != "-c":
+    if remaining and remaining[0].text[:1] != "-" and not _NO_MODULE.fullmatch(module):
         launch.weight = 3 if launch.step else 1
         launch.take_program(remaining)
     return []
 
 
-_HANDLERS: dict[str, Callable[[list[Word], Launch, Scope], list[Word]]] = {
+_HANDLERS: dict[str, Handler] = {
     "srun": _srun,
     **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "ibrun", "orterun"), _mpirun),
-    **dict.fromkeys(("torchrun", "composer", "deepspeed"), _torchrun),
+    **dict.fromkeys(("composer", "deepspeed"), _torchrun),
     "accelerate": _accelerate,
     **dict.fromkeys(("bash", "sh"), _shell),
     **dict.fromkeys(("singularity", "apptainer", "shifter"), _image),

@@ -10,14 +10,28 @@ from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
-from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
+from hpc_ddp.submission.job_script.directives import (
+    GPUS,
+    Directives,
+    gpu_request,
+    is_of_pyxis,
+    read_gpus,
+)
 from hpc_ddp.submission.job_script.launch import Launch
 from hpc_ddp.submission.job_script.launchers import accelerate_variable
-from hpc_ddp.submission.job_script.shell import Word, literal, uses_arguments
+from hpc_ddp.submission.job_script.shell import Word, joined, literal, uses_arguments
 from hpc_ddp.submission.job_script.statements import Reader, Statement
 
+# Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
+_BRINGS_PYTHON = re.compile(
+    r"(?:^|[;&\s])(?:(?:source|\.|conda|spack|eval)\s|(?:export\s+)?PATH=|(?:module|ml)\s+(?!purge|reset"
+    r"|restore|list|use|unload|(?:(?:load|add|(?:cuda|gcc|gnu|nvhpc|nccl|cudnn|rocm|openmpi|ucx|craype"
+    r"|aws-ofi|cmake|git)[^\s;&]*)(?:\s+|$))+$))",
+    re.M,
+)
 # Settings of a launch that are one word, and those that are true.
 _SINGLE = ("image", "container-tool", "container", "python", "nodes")
+_SETUP = ("setup", "node-setup", "worker-setup")
 _TRUE = ("module", "no-python", "elastic")
 # Keys of Accelerate's YAML that describe the job itself.
 _NOT_OF_ALL = (
@@ -72,9 +86,11 @@ def take(
 ) -> None:  # fmt: skip
     """Put a launch into a conversion; `cwd` and `folder` as `convert` has them."""
     launch = statement.launch or Launch(0)
+    _take_image(launch, directives)
     outer = (s for s in reader.statements if not s.inside)
     texts = Texts(result, {name for s in outer for name in (s.name, *s.sets)})
     _take_program(launch, result, cwd, folder)
+    _take_python(launch, result)
     if statement.inside:
         texts.key = "node-setup" if launch.kind else "worker-setup"
     for argument in launch.args:
@@ -149,8 +165,39 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         is_below = os.path.realpath(place).startswith(os.path.realpath(cwd))
         name = os.path.relpath(place, folder) if is_below else str(place)
     result.values["script"] = name, line
-    if python := launch.settings.get("python", []):
+
+
+def _take_python(launch: Launch, result: Conversion) -> None:
+    """Name the Python that the set-up lines bring, where hpc-ddp would take its own."""
+    python = launch.settings.pop("python", [literal("python", launch.line)])
+    lists = {key: "\n".join(line for line, _ in result.lists.get(key, [])) for key in _SETUP}
+    if "activate" in lists["setup"]:  # config.default_python
+        lists["setup"] = ""
+    brings = "PATH" in result.env or any(map(_BRINGS_PYTHON.search, lists.values()))
+    is_in_image = bool(launch.settings.keys() & {"image", "container", "no-python"})
+    if re.search("[/$]", python[0].text) or (brings and not is_in_image and launch.program):
         launch.settings["python"] = [literal(_of_home(python[0].text), python[0].line)]
+
+
+def _take_image(launch: Launch, directives: Directives) -> None:
+    """Take the image, and pyxis' other options, of the directives; a container without an image is
+    lost."""
+    words = {n: literal(operand, at) for n, (operand, at) in directives.options.items()}
+    tool = launch.settings.get("container-tool", [literal("")])[0].text
+    image = words.get("container-image") or (words.get("image") if tool == "shifter" else None)
+    if image and "image" not in launch.settings:
+        launch.settings["image"] = [image]
+        launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])
+    if "image" not in launch.settings:
+        for key in {"container-tool", "container-options"} & launch.settings.keys():
+            at = launch.settings.pop(key)[0].line or launch.line
+            launch.mark(at, LOST, "a container whose image is not named: image = …")
+    elif options := [
+        joined(f"--{name}=" if word.text else f"--{name}", word)
+        for name, word in words.items()
+        if is_of_pyxis(name) and name != "container-image"
+    ]:
+        launch.settings.setdefault("container-options", [])[:0] = options
 
 
 def _of_home(text: str) -> str:
@@ -160,7 +207,8 @@ def _of_home(text: str) -> str:
 
 def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
     """Take a configuration of Accelerate: its keys become the variables that its launcher sets."""
-    path, line = Path(cwd, os.path.expanduser(word.text)), word.line or launch.line
+    path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
+    line = word.line or launch.line
     import yaml
 
     try:

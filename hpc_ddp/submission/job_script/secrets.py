@@ -11,14 +11,23 @@ MARK = "a secret's value is not written: export {0} in your shell; as --env {0}"
 _PLAIN = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~-]"
 _FORM = re.compile(
     rf"\b(?:hf_|ghp_|sk-)[A-Za-z0-9]{{16,}}|AKIA\w{{16}}|wandb\s+login\s+(?:--\w+ )*\w{{16,}}"
-    rf"|{URL_WITH_PASSWORD}|(?:\b\w*(?i:{SECRET_NAME})=|-[\w-]*(?i:{SECRET_NAME})(?:=|\s+))"
-    rf"[\"']?(?!{_PLAIN})[^\s\"']{{4,}}"
+    rf"|{URL_WITH_PASSWORD}|(?P<name>\b\w*(?i:{SECRET_NAME})=|-[\w-]*(?i:{SECRET_NAME})(?:=|\s+))"
+    rf"[\"']?(?!{_PLAIN})(?P<content>[^\s\"']{{4,}})"
 )
+# A key without more in its name may be one of a table: then its value is a word.
+_OF_A_TABLE = re.compile(r"(?i:(?!.*(?:api|access|private)).*key)[=\s]*")
 
 
 def looks_secret(text: str) -> bool:
     """Return whether a line, or a value, has the form of a secret."""
-    return bool(_FORM.search(text))
+    return any(
+        not (match["name"] and _is_word(match["name"], match["content"]))
+        for match in _FORM.finditer(text)
+    )
+
+
+def _is_word(name: str, content: str) -> bool:
+    return bool(_OF_A_TABLE.fullmatch(name) and re.fullmatch(r"[A-Za-z_.-]{1,15}", content))
 
 
 def is_secret(name: str, content: str | None = None) -> bool:
@@ -27,7 +36,8 @@ def is_secret(name: str, content: str | None = None) -> bool:
     is_named = bool(re.search(SECRET_NAME, name, re.I))
     if content is None:
         return is_named
-    return looks_secret(content) or (is_named and bool(content) and not re.match(_PLAIN, content))
+    is_plain = not content or re.match(_PLAIN, content) or _is_word(name, content)
+    return looks_secret(content) or (is_named and not is_plain)
 
 
 def take_out(result: Conversion) -> None:

@@ -167,6 +167,7 @@ class Scope:
     is_open: bool = False
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
+    defaults: set[str] = field(default_factory=set)  # those whose defaults are taken
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
         """Return the words that some nodes of a command become, split as by the shell."""
@@ -274,7 +275,8 @@ class Scope:
         match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
         name = array[1] if array else (match[1] or match[2]) if match else ""
         assigned = self.values.get(name)
-        if name.isdigit() and self.arguments is not None:
+        is_given = len(self.arguments or ()) >= int(name or 0) if name.isdigit() else False
+        if name.isdigit() and self.arguments is not None and (is_given or not (match and match[3])):
             for word in self.arguments[int(name) - 1 : int(name)] if name != "0" else ():
                 yield from word.parts
         elif isinstance(assigned, list) and (array or not match or not match[3]):
@@ -304,7 +306,10 @@ class Scope:
             assigned = self.values[name]
             is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
             return is_empty and operator[0] == ":"
-        return not self.is_open and not name.startswith("SLURM_")
+        if self.is_open or name.startswith("SLURM_"):
+            return False
+        self.defaults |= {name} - {*"123456789"}
+        return True
 
     def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:
         """Return the whole number that a word stands for in the job; None where it is not known.
@@ -341,10 +346,10 @@ def _is_readable(assigned: Word, is_quoted: bool) -> bool:
 def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part]:
     """Yield the text of a word between two of its nodes, without the quotes and escapes."""
     text = node.text[start - node.start_byte : end - node.start_byte].decode()
-    if is_quoted:
+    if is_quoted and text != '"':
         text = re.sub(r'\\([$`"\\\n])', lambda m: m[0] if m[1] == "\n" else m[1], text)
-        if text == '"':
-            return
+    elif is_quoted:
+        return
     if text:
         yield Part(text)
 

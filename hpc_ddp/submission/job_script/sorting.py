@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
 
-from hpc_ddp.core.job.variables import OF_A_RANK, is_of_hpc_ddp
+from hpc_ddp.core.job.variables import OF_A_RANK, is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launch import Launch
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
@@ -26,6 +26,7 @@ _RELATIVE = re.compile(
     r"|>\s*\w)|^(?:source|\.)\s+(?!activate\b)[\w.]",
     re.S,
 )
+_STEP = re.compile(r"(?!echo|printf).*\b(srun|mpirun|mpiexec|ibrun)\s.*(python|\.py\b)", re.S)
 _REQUEUES = r"scontrol\s+requeue|sbatch\s.*(\$0|BASH_SOURCE)|\bsbatch\b.*--dependency"
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
@@ -38,7 +39,10 @@ _REFUSED: Rules = (
      _AROUND, "it deletes or ends something: setup or teardown, if needed"),
     (r"(?!exit\b|wait\b|\w+=\$!$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
-    ("exit", _BEFORE, "here the job script ends, before its launch"),
+    (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
+     r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s)", _AROUND,
+     "it may start a training: name its program in script, or submit it as its own job"),
+    ("exit", _BEFORE, "here the job script ends"),
 )  # fmt: skip
 _DECIDED: Rules = (
     (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),
@@ -54,8 +58,8 @@ class Sorter:
     the launch needs its variable: so those of the rendezvous go.
     """
 
-    def __init__(self, reader: Reader, result: Conversion, cwd: Path) -> None:
-        self.result, self._cwd = result, str(cwd)
+    def __init__(self, reader: Reader, result: Conversion, start: str) -> None:
+        self.result, self._start = result, start
         self.launch: Launch | None = None
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
         self._nodes = reader.scope.numbers.get("SLURM_NNODES", 1)
@@ -107,6 +111,8 @@ class Sorter:
         launches = [(i, s, s.launch) for i, s in enumerate(self._statements)
                     if s.launch and not s.lost]  # fmt: skip
         if not launches:
+            lost = (i for i, s in enumerate(self._statements) if "launch" in s.lost)
+            self._at = next(lost, self._at)
             text = "no launch of a training was found: name the script with script = …"
             self.result.notes.append((0, text))
             return
@@ -116,17 +122,23 @@ class Sorter:
         # One on the first node and others elsewhere, each with words of its own, are no training.
         is_split = any(launch.node_words for _, _, launch in partial)
         complete = [] if is_split else [entry for entry in same if entry not in partial]
-        self._at, chosen, self.launch = (complete or same)[0]
-        twins = [s for _, s, launch in launches if launch.identity == self.launch.identity]
+        candidates = complete or same
+        start = candidates[0][1]  # in the text of one bash -c the last one counts
+        self._at, chosen, self.launch = [
+            entry for entry in candidates
+            if entry[1] is start or (entry[1].inside and entry[1].text == start.text)
+        ][-1]  # fmt: skip
+        twins = [s for _, s, launch in launches
+                 if s is not chosen and launch.identity == self.launch.identity]  # fmt: skip
         for index, statement, launch in launches:
-            if statement in twins[1:]:
+            if statement in twins:
                 self.result.mark(*statement.lines, OURS, "the same launch on other nodes")
             elif index < self._at and complete and (index, statement, launch) not in complete:
                 statement.launch = None  # a preparation
             elif statement is not chosen:
                 statement.lost = "a second launch: a job has one; submit this one as its own job"
         count = self.launch.nodes or (0 if self.launch.step else 1)
-        if 0 < count < self._nodes and len(twins) == 1 and not self.launch.in_loop:
+        if 0 < count < self._nodes and not twins and not self.launch.in_loop:
             text = f"a launch on {count} of {self._nodes} nodes: hpc-ddp starts it on all of them"
             self.result.notes.append((chosen.lines[0], text))
             if self.launch.step:
@@ -148,6 +160,8 @@ class Sorter:
                 continue
             if not (statement.lost or statement.defines):
                 statement.lost = _first(_REFUSED, statement, index > self._at)
+                if not (self.launch or statement.lost) and _STEP.match(statement.text):
+                    statement.lost = "it may be the launch: script = …, args = […]"
                 if looks_secret(statement.text) and not statement.name:
                     statement.lost = "it has what looks like a secret: pass it on with --env NAME"
             for name in sorted(statement.names & unknown.keys()):
@@ -168,21 +182,21 @@ class Sorter:
             return LOST, statement.lost, ""
         if statement.name:
             return self._assignment(statement, index)
-        if statement.sets and all(map(is_of_hpc_ddp, statement.sets)):
+        if statement.sets and not statement.defines and all(map(is_of_hpc_ddp, statement.sets)):
             return OURS, "it changes what hpc-ddp decides", ""
         if statement.defines and statement.defines not in self._needed:
             return OURS, "a function that nothing calls", ""
         if reason := _first(_DECIDED, statement, is_after):
             return OURS, reason, ""
         if is_print and (self._prints_ours(statement) or (statement.inside and is_after)):
-            return OURS, "it prints what hpc-ddp decides", ""
+            return OURS, "it prints a variable that is left out", ""
         if statement.inside and is_after:
             return LOST, "after the program, in each task: there is no such key", ""
         folder = self._folder(statement, index)
-        if folder == self._cwd:
-            return OURS, "the job runs where it is submitted", ""
+        if folder == self._start:
+            return OURS, "the job runs there already", ""
         if folder:
-            self.result.values["chdir"] = folder, statement.lines[0]
+            self._enter(folder, statement.lines[0])
             return TAKEN, "chdir", ""
         return self._keep(statement, statement.text, is_after)
 
@@ -220,10 +234,18 @@ class Sorter:
         word = statement.words[1]
         text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
         if any(_RELATIVE.search(s.text) for s in before[:index] if not s.name) and (
-            text != self._cwd
+            text != self._start
         ):
             return ""
         return text if "$" not in text and (word.is_static or text[:1] == "~") else ""
+
+    def _enter(self, folder: str, line: int) -> None:
+        """Run the job in a folder; Slurm has opened the files of the output before."""
+        values, is_moved = self.result.values, "chdir" in self.result.values
+        for key in {"output", "error"} & values.keys():
+            name, at = values[key]
+            values[key] = os.path.join(self._start, name), at
+        values["chdir"] = os.path.join(self._start, folder) if is_moved else folder, line
 
     def _assignment(self, statement: Statement, index: int) -> tuple[str, str, str]:
         """Return the group, the key or reason, and the text of an assignment: a variable of the
@@ -253,6 +275,8 @@ class Sorter:
             is_after = index > self._at
             later = name in self._needed_after and not is_after
             is_exported = statement.exported or later or statement.inside
+            if later and isinstance(assigned, list):
+                self.result.notes.append((line, f"${name} is an array: teardown does not have it"))
             text = f"export {statement.text}" if is_exported else statement.text
             return self._keep(statement, text, is_after)
         if not statement.of_script:
@@ -268,7 +292,7 @@ class Sorter:
         is_earlier = any(name in s.names | s.sets for s in self._statements[:index])
         is_ready = statement.exported and not (statement.inside or is_brought or is_earlier)
         return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
-            _OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned}
+            _OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned} and not is_of_worker(n)
             for n in (part.name for part in assigned.code)  # type: ignore[union-attr]
         )
 

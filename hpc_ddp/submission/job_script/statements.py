@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class Statement:
         called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", quoted)
         exported = quoted.split()[2:] if quoted.startswith("export -f") else []
         names = {*shell.names_in(quoted), *called, *exported}
-        is_own = self.name and not re.search(rf"\$\{{?{self.name}\b", quoted)
+        is_own = self.name not in ("", quoted) and not re.search(rf"\$\{{?{self.name}\b", quoted)
         return names - {self.name} if is_own else names
 
 
@@ -136,16 +136,20 @@ class Reader:
         statement = Statement(text, self._at(node), inside=self._place.inside, **known_facts)
         if not (statement.name or statement.launch or statement.defines):
             statement.sets = set_in(node)
-            for name in statement.sets:
+            for name in statement.sets | self._set_by_functions(node):
                 self.scope.set(name, None)
             evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text)
             if evaluates or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text)):
                 self.scope.is_open = True
             if statement.first != "cd" and re.search(r"(^|[\s;&])(cd|pushd|popd)\b", text):
                 self.scope.set("PWD", None)
-        is_read_later = statement.launch or statement.defines or self.scope.arguments is not None
-        if not is_read_later and shell.uses_arguments(text):
-            statement.lost = statement.lost or _OF_ARGUMENTS
+        if not (statement.launch or statement.defines) and shell.uses_arguments(text):
+            if self.scope.arguments is None:
+                statement.lost = statement.lost or _OF_ARGUMENTS
+            elif statement.name and isinstance(statement.assigned, Word):
+                statement.text = f"{statement.name}={statement.assigned.bash()}"
+            else:
+                statement.lost = statement.lost or "it uses the arguments of its function"
         self.statements.append(statement)
         return statement
 
@@ -181,7 +185,7 @@ class Reader:
         at = self._at(node)[0]
         words = self.scope.words(nodes, at if self._place.lines else None)
         first = words[0].text if words else ""
-        if first in self._functions and self._has_launch(self._functions[first][0]):
+        if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
             self._call(first, words[1:], node)
             return
         code = " ".join(word.script for word in words[1:]) if first == "eval" else ""
@@ -229,7 +233,9 @@ class Reader:
             if re.search(rf"'[^']*\$\{{{name}\}}[^']*'", text):
                 reason = f"${name} in single quotes of bash -c: write it into args"
                 outer.mark(outer.inner.line, LOST, reason)
+        before, self.scope.arguments = self.scope.arguments, outer.args
         self._look_into(text, node, outer.step or self._place.step, outer.inner.line)
+        self.scope.arguments = before
         self._resolve(node, "the launch")
         for statement in self.statements[count:]:
             if statement.launch is not None:
@@ -248,7 +254,8 @@ class Reader:
                 self.scope.set(name, None)
                 text, place = f'{name}="{part.text}"', self._place
                 self._place = replace(place, inside=False)
-                self._add(node, text, name=name, of_script=False)
+                statement = self._add(node, text, name=name, of_script=False)
+                statement.lines = (statement.lines[0],) * 2
                 parts[index], self._place = Part(f"${{{name}}}", True), place
         return Word(tuple(parts))
 
@@ -263,10 +270,21 @@ class Reader:
         self.read(text)
         self._place, self.scope.values["PWD"] = before, folder
 
-    def _has_launch(self, part: Node | str, step: str = "") -> bool:
+    def _set_by_functions(self, node: Node) -> set[str]:
+        """Return the names that the functions set which a block calls, some words beside."""
+        called = {source(command.child_by_field_name("name")) for command in commands_of(node)}
+        return {
+            n for name in called & self._functions.keys() for n in self._functions[name][1].sets
+        }
+
+    def _has_launch(
+        self, part: Node | str, step: str = "", arguments: Sequence[Word] | None = None
+    ) -> bool:
         """Return whether a part of the script, or the text of one, may start the training; plain
         Python does so in a task alone. Nothing is noted here."""
-        probe = Reader(replace(self.scope, values=self.scope.values.copy(), versions=Counter()))
+        scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
+        scope.arguments = self.scope.arguments if arguments is None else arguments
+        probe = Reader(scope)
         probe._place, probe._functions = _Place(step=step or self._place.step), self._functions
         node = parse(part) if isinstance(part, str) else part
         for command in commands_of(node.child_by_field_name("body") or node):
@@ -319,7 +337,8 @@ class Reader:
 
     def _function_definition(self, node: Node) -> None:
         name = source(node.child_by_field_name("name"))
-        self._functions[name] = node, self._add(node, defines=name)
+        sets = set_in(node) | self._set_by_functions(node)
+        self._functions[name] = node, self._add(node, defines=name, sets=sets)
 
     def _if_statement(self, node: Node) -> None:
         """Take the branch that is known to run; keep the whole where that is not known."""

@@ -82,7 +82,7 @@ def test_torchrun_in_its_usual_form() -> None:
 
 def test_a_task_for_each_worker_through_a_function_and_arrays() -> None:
     assert settings("ranks") == {
-        "output": "log-%j.txt",
+        "output": str(SAMPLES / "log-%j.txt"),
         "chdir": "/data/project",
         "script": "package.train",
         "module": True,
@@ -114,7 +114,7 @@ def test_lines_of_each_task_and_a_container_of_pyxis() -> None:
         "source /opt/env.sh",
         "export CACHE=/tmp/cache_${SLURM_NODEID}",
     ]
-    assert (result["script"], result["no-python"]) == ("python3", True)
+    assert (result["script"], result["no-python"]) == ("python", True)
     cache = "/tmp/cache_$SLURM_NODEID"
     assert result["args"] == ["/opt/app/train.py", "--cache", cache, "--world", "$WORLD_SIZE"]
     assert (result["launcher"], result["gpus-per-node"]) == ("srun", "8")
@@ -141,7 +141,7 @@ def test_accelerate_with_its_configuration(tmp_path: Path) -> None:
 
 def test_mpirun_and_a_container() -> None:
     assert settings("mpirun") == {
-        "script": "python3",
+        "script": "python",
         "no-python": True,
         "image": "/images/app.sif",
         "container-tool": "singularity",
