@@ -7,10 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.slurm_values import parse_signal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, SBATCH, option_name
+from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, SBATCH, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
 
@@ -119,25 +117,11 @@ def take_directives(directives: Directives, result: Conversion) -> None:
         result.marks[line] = [mark]
 
 
-def is_of_pyxis(name: str) -> bool:
-    """Return whether an option is one of pyxis', which sbatch hands on to the steps."""
-    return "container-" in name and name not in SBATCH.split()
-
-
 def _use(name: str, operand: str) -> tuple[str, str]:
     """Return the group of a directive, and why it is not taken over."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")
     if decided or (name == "array" and operand.endswith("%1")) or "singleton" in operand:
         return OURS, decided or _CHAIN
-    if name == "signal":
-        try:
-            parse_signal(operand)
-        except UsageError:
-            return OURS, "a notice comes by SIGTERM, 60 s before the end"
-    if name in ("output", "error") and (mark := re.search(r"%[^jxAauN%]", operand)):
-        return LOST, f"--{name} with {mark[0]}; accepted: %j, %x, %A, %a, %u, %N"
-    if name in ("test-only", "wrap", "no-kill"):
-        return LOST, f"--{name}: --elastic, or hpc-ddp render"
     return TAKEN, ""
 
 

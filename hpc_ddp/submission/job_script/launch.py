@@ -123,8 +123,6 @@ class Launch:
         """Take the words behind a launcher's options: a program and its arguments."""
         remaining = list(words)
         if len(remaining) > 1 and re.fullmatch(r"\S*python[\d.]*", remaining[0].text):
-            if self.settings.pop("no-python", None):  # torchrun --no_python python train.py
-                remaining.pop(0)
             while len(remaining) > 1 and remaining[0].text == "-u":
                 remaining.pop(0)
         if remaining:
@@ -203,6 +201,11 @@ class Launch:
     def identity(self) -> list[str]:
         """The program and its arguments: two launches of one training have the same."""
         return [word.text for word in (self.program, *self.args) if word]
+
+
+def is_of_pyxis(name: str) -> bool:
+    """Return whether an option is one of pyxis', which sbatch hands on to the steps."""
+    return "container-" in name and name not in SBATCH.split()
 
 
 def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tuple[str, Word | None]:

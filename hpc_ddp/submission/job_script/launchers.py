@@ -41,32 +41,22 @@ _IMAGE_FLAGS = re.compile(
     r"|ipc|pid|uts|net|oci|rm|allow-setuid|disable-cache|docker-login|keep-privs|oom-kill-disable"
     r"|(no-)?tmp-sandbox|underlay|unsquash|sharens|no-(eval|home|https|init|pid|privs|umask|nv|rocm)"
 )
-_IMAGE_LETTERS = {
-    **{"B": "bind", "c": "contain", "C": "containall", "e": "cleanenv", "f": "fakeroot"},
-    **{"H": "home", "i": "ipc", "o": "overlay", "p": "pid", "S": "scratch", "u": "userns"},
-    **{"w": "writable", "W": "workdir"},
-}
-_IMAGE = Options(
-    {"nv|rocm": "ours", "env": "env", ".*": "&container-options"}, _IMAGE_FLAGS, _IMAGE_LETTERS
-)
+_IMAGE_LETTERS = {"c": "contain", "C": "containall", "e": "cleanenv", "f": "fakeroot", "i": "ipc",
+                  "p": "pid", "u": "userns", "w": "writable"}  # fmt: skip
+_IMAGE_USES = {"nv|rocm": "ours", "env": "env", ".*": "&container-options"}
+_IMAGE = Options(_IMAGE_USES, _IMAGE_FLAGS, _IMAGE_LETTERS)
 _SHIFTER = Options({"image": "=image", ".*": "+container-options"}, re.compile("gpu"))
 _TORCHRUN = {
     "nproc-per-node|nproc|n|num-gpus": "#workers",
     "module|m": "!module",
     "no-python": "!no-python",
-    "max-restarts": "later",
+    "max-restarts": "=max-restarts",
     # Of composer and deepspeed, too.
     "|".join(
         ["rdzv-.*|use-env|world-size|num-nodes|hostfile|stdout|stderr|include", *TORCHRUN_SETTLED]
     ): "ours",
     ".*": "+torchrun",
 }
-_TORCHRUN_NAMES = (
-    "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf standalone max-restarts"
-    " monitor-interval start-method event-log-handler role module no-python run-path log-dir"
-    " redirects tee local-ranks-filter node-rank master-addr master-port local-addr logs-specs"
-    " numa-binding signals-to-handle use-env virtual-local-rank"
-)
 _TORCHRUN_FLAGS = re.compile("standalone|module|m|no-python|run-path|use-env|v|verbose")
 _ACCELERATE_USES = {
     "module|m": "!module",
@@ -229,22 +219,16 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     the program follows."""
     launch.kind, launch.weight = "torchrun", 4
     name, line = words[0].text.rsplit("/", 1)[-1], words[0].line
-    is_torchrun = name not in ("composer", "deepspeed")
-    uses = _TORCHRUN if is_torchrun else _TORCHRUN | {".*": "lost"}
-    rules = Options(uses, _TORCHRUN_FLAGS, names=_TORCHRUN_NAMES if is_torchrun else "")
+    uses = _TORCHRUN | ({".*": "lost"} if name in ("composer", "deepspeed") else {})
     if name not in ("torchrun", "run", "launch", *_HANDLERS):
         launch.mark(line, "", f"{name} is taken to be torchrun")
-    launch.take_program(launch.take_options(words, rules, scope))
+    launch.take_program(launch.take_options(words, Options(uses, _TORCHRUN_FLAGS), scope))
     options = launch.options
     nodes, at = options.get("nnodes", (None, 0))
     if scope.number(nodes) not in (None, scope.numbers.get("SLURM_NNODES")):
         launch.mark(at, LOST, f"{name} --nnodes is another number than the job's nodes")
     if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
-        launch.add("nodes", literal(nodes.text.replace(":", "-"), at))
-        launch.add("elastic", nodes)
-    restarts, _ = options.get("max-restarts", (None, 0))
-    if restarts and scope.number(restarts):
-        launch.add("max-restarts", restarts)
+        launch.mark(at, LOST, f"{name} --nnodes: elastic = true, with nodes = …")
     for option in ("nproc-per-node", "nproc", "n", "num-gpus"):
         count, at = options.get(option, (literal("gpu"), 0))
         if scope.number(count) is None and (not count or count.text not in ("gpu", "auto")):

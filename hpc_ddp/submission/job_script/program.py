@@ -10,14 +10,8 @@ from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
-from hpc_ddp.submission.job_script.directives import (
-    GPUS,
-    Directives,
-    gpu_request,
-    is_of_pyxis,
-    read_gpus,
-)
-from hpc_ddp.submission.job_script.launch import Launch
+from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
+from hpc_ddp.submission.job_script.launch import Launch, is_of_pyxis
 from hpc_ddp.submission.job_script.launchers import accelerate_variable
 from hpc_ddp.submission.job_script.shell import Word, joined, literal, uses_arguments
 from hpc_ddp.submission.job_script.statements import Reader, Statement
@@ -30,9 +24,9 @@ _BRINGS_PYTHON = re.compile(
     re.M,
 )
 # Settings of a launch that are one word, and those that are true.
-_SINGLE = ("image", "container-tool", "container", "python", "nodes")
+_SINGLE = ("image", "container-tool", "container", "python", "max-restarts")
 _SETUP = ("setup", "node-setup", "worker-setup")
-_TRUE = ("module", "no-python", "elastic")
+_TRUE = ("module", "no-python")
 # Keys of Accelerate's YAML that describe the job itself.
 _NOT_OF_ALL = (
     r"num_processes|num_machines|machine_rank|main_process_\w+|rdzv_backend|same_network|gpu_ids"
@@ -110,10 +104,9 @@ def take(
                 continue  # the workers are torchrun's
             if key in _TRUE:
                 result.values[key] = True, at
-            elif key == "max-restarts":
-                result.values[key] = int(word.text), at
             elif key in _SINGLE:
-                result.values[key] = texts.of_one(word, at), at
+                text = texts.of_one(word, at)
+                result.values[key] = int(text) if text.isdecimal() else text, at
             else:
                 result.append(key, texts.of_one(word, at), at)
             if key == "image" and not word.text:

@@ -128,17 +128,13 @@ class Sorter:
             entry for entry in candidates
             if entry[1] is start or (entry[1].inside and entry[1].text == start.text)
         ][-1]  # fmt: skip
-        twins = [s for _, s, launch in launches
-                 if s is not chosen and launch.identity == self.launch.identity]  # fmt: skip
         for index, statement, launch in launches:
-            if statement in twins:
-                self.result.mark(*statement.lines, OURS, "the same launch on other nodes")
-            elif index < self._at and complete and (index, statement, launch) not in complete:
+            if index < self._at and complete and (index, statement, launch) not in complete:
                 statement.launch = None  # a preparation
             elif statement is not chosen:
                 statement.lost = "a second launch: a job has one; submit this one as its own job"
         count = self.launch.nodes or (0 if self.launch.step else 1)
-        if 0 < count < self._nodes and not twins and not self.launch.in_loop:
+        if 0 < count < self._nodes and not self.launch.in_loop:
             text = f"a launch on {count} of {self._nodes} nodes: hpc-ddp starts it on all of them"
             self.result.notes.append((chosen.lines[0], text))
             if self.launch.step:

@@ -193,8 +193,7 @@ class Reader:
             self._look_into(code, node, self._place.step)
             return
         if first == "shift" and self.scope.arguments is not None:
-            count = self.scope.number(words[1]) if words[1:] else 1
-            self.scope.arguments = self.scope.arguments[count or 1 :]
+            self.scope.arguments = self.scope.arguments[self.scope.number(words[-1]) or 1 :]
             self._resolve(node, "the arguments of a function")
             return
         if first == "cd":
