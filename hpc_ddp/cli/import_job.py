@@ -83,21 +83,28 @@ def _read(path: Path) -> str:
 def _check(
     conversion: Conversion, path: Path, cwd: Path, home: Path
 ) -> tuple[Conversion, list[str]]:
-    """Return a conversion without a setting that hpc-ddp refuses, which is then among the lines
+    """Return a conversion without the settings that hpc-ddp refuses, which are then among the lines
     that are not taken over; and sentences about the job that it describes."""
-    try:
-        return conversion, _render(conversion, path, cwd, home)
-    except UsageError as error:
-        refusal = error
-    for trial, name, line in conversion.without_one():
+
+    def refusal_of(trial: Conversion) -> UsageError | None:
         try:
-            effect = _render(trial, path, cwd, home)
-        except UsageError:
-            continue
-        trial.mark(line, line, LOST, f"{name}: {refusal.message}")
-        return trial, effect
-    hint = [f"hint: {refusal.hint}"] if refusal.hint else []
-    return conversion, [f"{_REFUSED}: {refusal.message}", *hint]
+            _render(trial, path, cwd, home)
+        except UsageError as error:
+            return error
+        return None
+
+    refusal = refusal_of(conversion)
+    while refusal:
+        for trial, name, line in conversion.without_one():
+            later = None if name == "script" else refusal_of(trial)
+            if name != "script" and (not later or later.message != refusal.message):
+                trial.mark(line, line, LOST, f"{name}: {refusal.message}")
+                conversion, refusal = trial, later
+                break
+        else:
+            hint = [f"hint: {refusal.hint}"] if refusal.hint else []
+            return conversion, [f"{_REFUSED}: {refusal.message}", *hint]
+    return conversion, _render(conversion, path, cwd, home)
 
 
 def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[str]:

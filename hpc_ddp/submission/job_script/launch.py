@@ -197,11 +197,6 @@ class Launch:
         program = [self.program] if self.program else []
         return [*program, *self.args, *self.env.values(), *lists]
 
-    @property
-    def identity(self) -> list[str]:
-        """The program and its arguments: two launches of one training have the same."""
-        return [word.text for word in (self.program, *self.args) if word]
-
 
 def is_of_pyxis(name: str) -> bool:
     """Return whether an option is one of pyxis', which sbatch hands on to the steps."""

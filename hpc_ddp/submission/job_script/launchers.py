@@ -157,7 +157,7 @@ def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 def _command(words: list[Word], launch: Launch) -> None:
     """Take a command that is no launcher as the program of each task."""
     inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
-    if any(re.fullmatch(inner, word.text) for word in words[1:]):
+    if any(re.fullmatch(inner, text) for word in words[1:] for text in word.text.split()):
         text = f"{words[0].text} around another launcher: hpc-ddp starts the workers"
         launch.mark(words[0].line, LOST, text)
     if not _NO_TRAINING.fullmatch(words[0].text):

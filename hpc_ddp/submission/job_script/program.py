@@ -109,8 +109,6 @@ def take(
                 result.values[key] = int(text) if text.isdecimal() else text, at
             else:
                 result.append(key, texts.of_one(word, at), at)
-            if key == "image" and not word.text:
-                result.mark(at, at, LOST, "the image is empty: write its path into image")
     for name, word in launch.env.items():
         at = word.line or launch.line
         if is_of_hpc_ddp(name):
@@ -181,8 +179,8 @@ def _take_image(launch: Launch, directives: Directives) -> None:
     if image and "image" not in launch.settings:
         launch.settings["image"] = [image]
         launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])
-    if "image" not in launch.settings:
-        for key in {"container-tool", "container-options"} & launch.settings.keys():
+    if not any(word.text for word in launch.settings.get("image", [])):
+        for key in {"image", "container-tool", "container-options"} & launch.settings.keys():
             at = launch.settings.pop(key)[0].line or launch.line
             launch.mark(at, LOST, "a container whose image is not named: image = …")
     elif options := [

@@ -240,7 +240,7 @@ class Sorter:
         values, is_moved = self.result.values, "chdir" in self.result.values
         for key in {"output", "error"} & values.keys():
             name, at = values[key]
-            values[key] = os.path.join(self._start, name), at
+            values[key] = os.path.normpath(os.path.join(self._start, name)), at
         values["chdir"] = os.path.join(self._start, folder) if is_moved else folder, line
 
     def _assignment(self, statement: Statement, index: int) -> tuple[str, str, str]:

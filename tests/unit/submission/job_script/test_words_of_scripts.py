@@ -1,0 +1,133 @@
+"""Words of real job scripts, of which an import was wrong once: what they have to become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
+
+HERE = Path("/home/me/project")
+TRAIN = "srun python train.py"
+
+
+def of_text(*lines: str) -> Conversion:
+    """Return the conversion of a script whose third line is the first of `lines`."""
+    return convert("\n".join(("#!/bin/bash", "#SBATCH -N 2", *lines)) + "\n", HERE, HERE)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # Slurm opens the output before a `cd`, and after --chdir.
+        (("#SBATCH -o o.txt", "cd /x", TRAIN), {"output": f"{HERE}/o.txt", "chdir": "/x"}),
+        (("#SBATCH -o o.txt -D /x", TRAIN), {"output": "o.txt", "script": "/x/train.py"}),
+        (("#SBATCH -D sub", "cd /x", TRAIN), {"chdir": "/x", "script": "/x/train.py"}),
+        (("#SBATCH -D sub", "cd in", TRAIN), {"chdir": f"{HERE}/sub/in"}),
+        (("#SBATCH -D sub", TRAIN), {"chdir": "sub", "script": "sub/train.py"}),
+        # A launcher or a Python without a program starts nothing.
+        (("python --version",), {"script": None, "setup": ["python --version"]}),
+        (("python -m pip list",), {"script": None, "setup": ["python -m pip list"]}),
+        (("torchrun --help", TRAIN), {"script": "train.py", "setup": ["torchrun --help"]}),
+        (('srun sh -c "python -V; python train.py"',), {"worker-setup": ["python -V"]}),
+        (('srun sh -c "python a.py; python train.py"',), {"script": "train.py"}),
+        # The workers' Python is the one of the set-up lines.
+        (("module load pytorch/2", TRAIN), {"python": "python"}),
+        (("ml PyTorch", "srun python3 train.py"), {"python": "python3"}),
+        (("export PATH=/opt/bin:$PATH", TRAIN), {"python": "python"}),
+        (("source env.sh", "srun torchrun train.py"), {"python": "python"}),
+        (('srun bash -c "source bin/activate; python train.py"',), {"python": "python"}),
+        (("module load cuda gcc/12", "ml nccl", TRAIN), {"python": None}),
+        (("source /venv/bin/activate", TRAIN), {"python": None}),
+        # The image in the directives, and options with a value of their own.
+        (("#SBATCH --image=a:b", "srun shifter python train.py"), {"image": "a:b"}),
+        (
+            ("#SBATCH --container-image=a --container-mounts=/b", f"{TRAIN}"),
+            {"image": "a", "container-tool": "pyxis",
+             "container-options": ["--container-mounts=/b"]},
+        ),
+        (
+            ("srun apptainer -q exec -B/b --pwd /w --nv a.sif python train.py",),
+            {"image": "a.sif", "container-options": ["-B/b", "--pwd", "/w"]},
+        ),
+        # Other names of options, and beginnings of them.
+        (("#SBATCH --tasks-per-node=4", TRAIN), {"nproc-per-node": 4}),
+        (("#SBATCH --ntasks-per-no=4 --part=a", TRAIN), {"nproc-per-node": 4, "partition": "a"}),
+        (("#SBATCH --workdir=/x", TRAIN), {"chdir": "/x"}),
+        (("srun --tasks-per-node=4 python train.py",), {"nproc-per-node": 4}),
+        (("srun --cpu_b=none --unbuf python train.py",), {"srun": ["--cpu-bind=none"]}),
+        # A variable that an `export` of its name alone needs, and one that only workers have.
+        (("A=$(date)", "export A", TRAIN), {"setup": ["A=$(date)", "export A"]}),
+        (("export A=$SLURM_PROCID", TRAIN), {"setup": ["export A=$SLURM_PROCID"], "env": None}),
+        # Functions and texts with arguments of their own, and a site's torchrun.
+        (('cmd() { time "$@"; }', "cmd srun torchrun train.py"), {"script": "train.py"}),
+        (("srun torchrun_jsc train.py",), {"script": "train.py"}),
+        (("srun bash -c 'python train.py \"$@\"' x --lr 1",), {"args": ["--lr", "1"]}),
+        (("f() { srun torchrun a.py ${1:-x}; }", "f"), {"args": ["x"]}),
+        (("f() { A=$1; run $A; srun torchrun a.py; }", "f b"), {"setup": ["A=b", "run $A"]}),
+        # Quotes behind a variable, and a word that is the name of a column.
+        (("A=$(date)", 'srun sh -c "run \\"$A\\"\npython train.py"'),
+         {"worker-setup": ['run "${A}"']}),
+        ((f"{TRAIN} --data-key json",), {"args": ["--data-key", "json"], "env-names": None}),
+    ],
+)  # fmt: skip
+def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any]) -> None:
+    result = of_text(*lines).settings()
+    assert {key: result.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "group", "reason"),
+    [
+        (("srun singularity run a.sif python train.py",), 3, LOST, "runscript"),
+        (("srun shifter python train.py",), 3, LOST, "image is not named"),
+        (("N=$(date)", "srun -n $N python train.py"), 4, LOST, "srun --ntasks: only the job knows"),
+        (("f() { echo $1; srun torchrun a.py; }", "f b"), 3, LOST, "arguments of its function"),
+        (("go torchrun a.py", TRAIN), 3, LOST, "it may start a training"),
+        (("go srun python a.py",), 3, LOST, "it may be the launch"),
+        (("true", "exit 0"), 4, LOST, "here the job script ends"),
+        (("P=$(date)", "echo $P", TRAIN), 4, OURS, "a variable that is left out"),
+        (('F=""', "f() { F=x; }", "f", 'if [ -n "$F" ]; then echo; fi', TRAIN), 6, TAKEN, "setup"),
+        (
+            ("P=$(date)", 'srun sh -c "', "export TORCHELASTIC_X=1", 'python train.py --p $(id)"'),
+            *(5, OURS, "workers have hpc-ddp's TORCHELASTIC_X"),
+        ),
+    ],
+)
+def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason: str) -> None:
+    conversion = of_text(*lines)
+    assert conversion.group(line)[0] == group, conversion.group(line)
+    assert reason in conversion.group(line)[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (("A=${A:-x}", f"{TRAIN} $A"), "$A: no value of your shell is in the job"),
+        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: no value of your shell is in the job"),
+        (("A=(a b)", TRAIN, 'echo "${A[@]}"'), "$A is an array: teardown does not have it"),
+        (("srun torchrun_jsc train.py",), "torchrun_jsc is taken to be torchrun"),
+    ],
+)
+def test_notes(lines: tuple[str, ...], note: str) -> None:
+    assert any(text.startswith(note) for _, text in of_text(*lines).notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("sort.py --sort-key name", False),
+        ("a.py --key 'json'", False),
+        ("a.py --api-key abcdefgh", True),
+        ("a.py --key 0123456789abcdef", True),
+        ("A_KEY=secretsecretsecretsecret", True),
+    ],
+)
+def test_a_key_of_a_table_is_no_secret(text: str, is_one: bool) -> None:
+    assert looks_secret(text) is is_one
+    assert is_secret("--api-key", "json")
+    assert not is_secret("--data-key", "json")
