@@ -57,7 +57,7 @@ def set_in(node: Node) -> set[str]:
         words, kind = [source(child) for child in inner.named_children], inner.type
         if kind in ("variable_assignment", "for_statement"):
             names.add(re.split(r"\W", words[0])[0])
-        elif kind == "unset_command" or (kind == "command" and words[:1][0] in _SETTING):
+        elif kind == "unset_command" or source(inner.child_by_field_name("name")) in _SETTING:
             names |= {re.split(r"\W", word)[0] for word in words}
         elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
             names |= {*words[:1]}

@@ -48,7 +48,9 @@ def convert(text: str, cwd: Path, folder: Path) -> Conversion:
     for name in sorted(guesses):
         result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
     if names := ", ".join(f"${name}" for name in sorted(defaults) if not is_of_hpc_ddp(name)):
-        text = f"{names}: no value of your shell is in the job: the script's defaults are taken"
+        text = (
+            f"{names}: the job has no variables of your shell: if you set one, write its value here"
+        )
         result.notes.append((0, text))
     secrets.take_out(result)
     return result

@@ -15,12 +15,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.variables import OF_A_RANK
 
 Node = Any  # a tree_sitter.Node: the package is optional
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
+# A job, or each of its workers, has these whatever its script does.
+OF_A_JOB = re.compile(
+    rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
+)
 # One word each, also without quotes: arithmetic, and variables of Slurm and of each login.
 _ONE_WORD = re.compile(
     r"\$\(\(.*\)\)|\$\{?(SLURM_\w+|HOME|USER|TMPDIR|HOSTNAME|\w*RANK|WORLD_SIZE|MASTER_\w+)\}?",
@@ -306,9 +311,10 @@ class Scope:
             assigned = self.values[name]
             is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
             return is_empty and operator[0] == ":"
-        if self.is_open or name.startswith("SLURM_"):
+        if self.is_open or OF_A_JOB.fullmatch(name):
             return False
-        self.defaults |= {name} - {*"123456789"}
+        if self.arguments is None or not name.isdigit():
+            self.defaults.add(name)
         return True
 
     def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import re
 
-from hpc_ddp.core.job.variables import OF_A_RANK, is_of_hpc_ddp, is_of_worker
+from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launch import Launch
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
-from hpc_ddp.submission.job_script.shell import Value, Word, names_in
+from hpc_ddp.submission.job_script.shell import OF_A_JOB, Value, Word, names_in
 from hpc_ddp.submission.job_script.statements import Reader, Statement
 
-# A job has these whatever its script does.
-_OF_A_JOB = re.compile(
-    rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
-)
 _PRINTS = r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b"
 _BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
+# Bash's own, ours, and those that modules and Conda set.
+_OF_BASH = re.compile(
+    r"PWD|OLDPWD|RANDOM|SECONDS|E?UID|BASH|FUNCNAME|LINENO|IFS|PIPESTATUS|OPT|REPLY|SHELL|LANG|LC_"
+    r"|EPOCH|ARGUMENTS_|VALUE_|\w*PATH|CUDA|CONDA|ROCM|HPC_DDP"
+)
 _OF_PATHS = re.compile(r"(\w*PATH|\w*_(HOME|ROOT|DIR|PREFIX|LIB)|LD_\w+)")
 # A line that names a file from the folder where it runs; an environment's name is none.
 _RELATIVE = re.compile(
@@ -66,7 +67,7 @@ class Sorter:
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
         self._inner = {s.name for s in self._statements if s.name and s.inside}
         self._commands = {s.name for s in self._statements if s.name and _is_command(s.assigned)}
-        self._at = len(self._statements)
+        self._at, self._defaults = len(self._statements), reader.scope.defaults
         self._kept: set[str] = set()  # variables and functions of lines that stay
         self._needed: set[str] = set()
         self._needed_after: set[str] = set()  # by clean-up lines: a shell of their own
@@ -99,6 +100,11 @@ class Sorter:
         texts = [text for entries in lists for text, _ in entries]
         used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
         outer = [s for s in self._statements if not s.inside and s.launch is None]
+        lines = " ".join([*texts, *(text for text, _ in self.result.env.values())])
+        names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", re.sub(r"(?<!\\)'[^']*'", "", lines))}
+        names -= {n for s in self._statements for n in (s.name, *s.sets)} | self._kept
+        names -= {*re.findall(r"\b(\w+)=", lines), *dict(self.result.lists.get("env-names", []))}
+        self._defaults |= {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
         for statement in outer:
             for name in sorted({statement.name, *statement.sets} & used - self._kept):
                 if not is_of_hpc_ddp(name) and not (statement.lost or name in self.result.unknown):
@@ -202,7 +208,7 @@ class Sorter:
         if statement.inside:
             key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
             for name in sorted(statement.names - self._inner):  # exported for the task
-                if not _OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
+                if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
         self._kept |= {statement.name, statement.defines, *statement.sets}
         self._needed |= statement.names
@@ -288,7 +294,7 @@ class Sorter:
         is_earlier = any(name in s.names | s.sets for s in self._statements[:index])
         is_ready = statement.exported and not (statement.inside or is_brought or is_earlier)
         return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
-            _OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned} and not is_of_worker(n)
+            OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned} and not is_of_worker(n)
             for n in (part.name for part in assigned.code)  # type: ignore[union-attr]
         )
 

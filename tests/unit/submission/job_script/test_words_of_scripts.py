@@ -69,6 +69,8 @@ def of_text(*lines: str) -> Conversion:
         (("srun bash -c 'python train.py \"$@\"' x --lr 1",), {"args": ["--lr", "1"]}),
         (("f() { srun torchrun a.py ${1:-x}; }", "f"), {"args": ["x"]}),
         (("f() { A=$1; run $A; srun torchrun a.py; }", "f b"), {"setup": ["A=b", "run $A"]}),
+        # A default of what each job has stays bash.
+        ((f"{TRAIN} ${{TMPDIR:-/tmp}}",), {"setup": ["ARGUMENTS_1=(${TMPDIR:-/tmp})"]}),
         # Quotes behind a variable, and a word that is the name of a column.
         (("A=$(date)", 'srun sh -c "run \\"$A\\"\npython train.py"'),
          {"worker-setup": ['run "${A}"']}),
@@ -107,8 +109,9 @@ def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason:
 @pytest.mark.parametrize(
     ("lines", "note"),
     [
-        (("A=${A:-x}", f"{TRAIN} $A"), "$A: no value of your shell is in the job"),
-        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: no value of your shell is in the job"),
+        (("A=${A:-x}", f"{TRAIN} $A"), "$A: the job has no variables of your shell"),
+        ((f"{TRAIN} $DATA",), "$DATA: the job has no variables of your shell"),
+        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: the job has no variables of your shell"),
         (("A=(a b)", TRAIN, 'echo "${A[@]}"'), "$A is an array: teardown does not have it"),
         (("srun torchrun_jsc train.py",), "torchrun_jsc is taken to be torchrun"),
     ],
