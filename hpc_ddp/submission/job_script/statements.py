@@ -353,7 +353,7 @@ class Reader:
                 break
         for _, lines in branches:
             for child in lines if lines is not chosen else ():
-                self._resolve(child, "the condition is false: it never runs", OURS)
+                self._resolve(child, "its condition is false", OURS)
         self._resolve(node, "its condition is known")
         for child in chosen or ():
             self._walk(child)

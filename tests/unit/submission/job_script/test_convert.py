@@ -195,7 +195,7 @@ def test_conditions_here_documents_and_eval() -> None:
     conversion = converted("conditions")
     result = conversion.settings()
     assert result["env"] == {"PRECISION": "bf16"}
-    assert conversion.group(8) == (OURS, "the condition is false: it never runs")
+    assert conversion.group(8) == (OURS, "its condition is false")
     assert result["args"] == ["--data", "${ARGUMENTS_1[@]}", "--lr", "0.1", "--precision", "bf16"]
     assert (result["expand"], result["setup"][-1]) == (["ARGUMENTS_1[@]"], "ARGUMENTS_1=(${DATA})")
     assert any(line.startswith("if [ -d /opt/data ]") for line in result["setup"])
