@@ -51,7 +51,7 @@ LETTERS = {
     **{"o": "output", "p": "partition", "q": "qos", "Q": "quiet", "s": "oversubscribe"},
     **{"t": "time", "u": "unbuffered", "v": "verbose", "w": "nodelist", "W": "wait"},
     **{"x": "exclude", "O": "overcommit", "E": "preserve-env", "r": "relative", "S": "core-spec"},
-    **{"F": "nodefile", "I": "immediate", "T": "threads", "X": "disable-status"},
+    **{"F": "nodefile", "T": "threads"},
 }
 
 
@@ -121,12 +121,8 @@ class Launch:
 
     def take_program(self, words: Sequence[Word]) -> None:
         """Take the words behind a launcher's options: a program and its arguments."""
-        remaining = list(words)
-        if len(remaining) > 1 and re.fullmatch(r"\S*python[\d.]*", remaining[0].text):
-            while len(remaining) > 1 and remaining[0].text == "-u":
-                remaining.pop(0)
-        if remaining:
-            self.program, self.args = remaining[0], remaining[1:]
+        if words:
+            self.program, self.args = words[0], list(words[1:])
 
     def take_options(self, words: Sequence[Word], rules: Options, scope: Scope) -> list[Word]:
         """Take the options that some words after a launcher's name begin with, and return the other

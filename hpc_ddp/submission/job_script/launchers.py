@@ -116,7 +116,7 @@ def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
 def _handler(name: str) -> Handler | None:
     """Return the function that takes a launcher's words; sites' own torchruns have its name in
     theirs."""
-    return _torchrun if name.startswith("torchrun") else _HANDLERS.get(name)
+    return _torchrun if re.fullmatch(r"torchrun[\w-]*", name) else _HANDLERS.get(name)
 
 
 def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
