@@ -80,7 +80,7 @@ def take(
 ) -> None:  # fmt: skip
     """Put a launch into a conversion; `cwd` and `folder` as `convert` has them."""
     launch = statement.launch or Launch(0)
-    _take_image(launch, directives)
+    _take_image(launch, directives, result)
     outer = (s for s in reader.statements if not s.inside)
     texts = Texts(result, {name for s in outer for name in (s.name, *s.sets)})
     _take_program(launch, result, cwd, folder)
@@ -170,12 +170,15 @@ def _take_python(launch: Launch, result: Conversion) -> None:
         launch.settings["python"] = [literal(_of_home(python[0].text), python[0].line)]
 
 
-def _take_image(launch: Launch, directives: Directives) -> None:
+def _take_image(launch: Launch, directives: Directives, result: Conversion) -> None:
     """Take the image, and pyxis' other options, of the directives; a container without an image is
     lost."""
     words = {n: literal(operand, at) for n, (operand, at) in directives.options.items()}
     tool = launch.settings.get("container-tool", [literal("")])[0].text
     image = words.get("container-image") or (words.get("image") if tool == "shifter" else None)
+    if tool == "shifter" and image:  # hpc-ddp writes that option
+        entries = result.lists["sbatch"]
+        result.lists["sbatch"] = [e for e in entries if not e[0].startswith("--image=")]
     if image and "image" not in launch.settings:
         launch.settings["image"] = [image]
         launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])

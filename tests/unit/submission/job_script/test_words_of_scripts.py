@@ -44,7 +44,7 @@ def of_text(*lines: str) -> Conversion:
         (("module load cuda gcc/12", "ml nccl", TRAIN), {"python": None}),
         (("source /venv/bin/activate", TRAIN), {"python": None}),
         # The image in the directives, and options with a value of their own.
-        (("#SBATCH --image=a:b", "srun shifter python train.py"), {"image": "a:b"}),
+        (("#SBATCH --image=a:b", "srun shifter python train.py"), {"image": "a:b", "sbatch": []}),
         (
             ("#SBATCH --container-image=a --container-mounts=/b", f"{TRAIN}"),
             {"image": "a", "container-tool": "pyxis",
