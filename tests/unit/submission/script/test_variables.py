@@ -163,7 +163,7 @@ def test_an_array_within_a_text_is_refused(values: dict[str, Any]) -> None:
 
 def test_an_array_that_no_variable_can_hold_is_left_out(tmp_path: Path) -> None:
     rendering = _rendering(worker_setup=("FILES=($(seq 30000))",), expand=("FILES[@]",))
-    shell = f'set -u; {rendering.block("settings")}\neval "$HPC_DDP_WORKER_SETUP"; env | wc -c'
+    shell = f'{rendering.block("settings")}\nset -u; eval "$HPC_DDP_WORKER_SETUP"; env | wc -c'
     done = subprocess.run(["bash", "-c", shell], env=dict(os.environ), capture_output=True)
     assert b"--expand passes on at most 100000 characters; FILES has more" in done.stderr
     assert int(done.stdout) < 100_000
