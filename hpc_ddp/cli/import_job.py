@@ -122,6 +122,13 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
     effect = [f"{start}: {len(lines)} lines; hpc-ddp render prints them"]
     if plan.spec.python == sys.executable and not plan.spec.no_python:
         effect.append(f"python: {sys.executable}, which runs hpc-ddp; python = … is another")
+    script = cwd / plan.spec.script
+    is_program = script.suffix == ".py" and script.is_file() and not plan.spec.no_python
+    if is_program and b"hpc_ddp" not in script.read_bytes():
+        effect.append(
+            f"{script.name} does not use hpc_ddp.training: after a preemption it starts over, or"
+            " goes on by its own means; ten lines change that: docs/adopt/README.md"
+        )
     return [*effect, *(f"warning: {warning}" for warning in warnings)]
 
 

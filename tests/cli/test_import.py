@@ -55,6 +55,10 @@ def test_writes_a_file_that_renders(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert "not taken over: 2 lines" in result.stdout
     assert "        6  rm -rf old" in result.stdout
     assert "hf_abc" not in result.output
+    starts_over = "train.py does not use hpc_ddp.training: after a preemption it starts over"
+    assert starts_over in result.stdout
+    (folder / "train.py").write_text("from hpc_ddp.training import start\n")
+    assert starts_over not in run("job.sbatch").stdout
     monkeypatch.setenv("HF_TOKEN", "x")
     rendered = CliRunner().invoke(main, ["render"])
     assert "#SBATCH --nodes=2" in rendered.stdout, rendered.output
