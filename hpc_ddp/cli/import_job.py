@@ -23,8 +23,6 @@ from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.user import home_folder
 
-_REFUSED = "does not render yet"
-
 
 @click.command("import")
 @click.argument("job_script", type=click.Path(path_type=Path))
@@ -55,12 +53,14 @@ def import_(job_script: Path, output: Path | None, site: str | None) -> None:
     click.echo("\n".join(table(conversion, text)))
     for line, note in sorted(conversion.notes):
         click.echo(f"note{f', line {line}' if line else ''}: {note}")
-    click.echo("\n".join(effect))
     written = to_toml(conversion, os.path.relpath(job_script, path.parent))
-    renders = not effect[0].startswith(_REFUSED)
-    _write(path, written if renders else f"# {effect[0]}\n{written}", renders)
-    if not renders:
+    if isinstance(effect, UsageError):
+        refusal = f"does not render yet: {effect.message}"
+        click.echo(f"{refusal}\nhint: {effect.hint}" if effect.hint else refusal)
+        _write(path, f"# {refusal}\n{written}")
         sys.exit(1)
+    click.echo("\n".join(effect))
+    _write(path, written, "; next: hpc-ddp render, hpc-ddp submit")
 
 
 def _read(path: Path) -> str:
@@ -82,29 +82,28 @@ def _read(path: Path) -> str:
 
 def _check(
     conversion: Conversion, path: Path, cwd: Path, home: Path
-) -> tuple[Conversion, list[str]]:
+) -> tuple[Conversion, list[str] | UsageError]:
     """Return a conversion without the settings that hpc-ddp refuses, which are then among the lines
-    that are not taken over; and sentences about the job that it describes."""
+    that are not taken over; and sentences about the job that it describes, or what remains refused.
+    """
 
-    def refusal_of(trial: Conversion) -> UsageError | None:
+    def effect_of(trial: Conversion) -> list[str] | UsageError:
         try:
-            _render(trial, path, cwd, home)
+            return _render(trial, path, cwd, home)
         except UsageError as error:
             return error
-        return None
 
-    refusal = refusal_of(conversion)
-    while refusal:
+    effect = effect_of(conversion)
+    while isinstance(effect, UsageError):
         for trial, name, line in conversion.without_one():
-            later = None if name == "script" else refusal_of(trial)
-            if name != "script" and (not later or later.message != refusal.message):
-                trial.mark(line, line, LOST, f"{name}: {refusal.message}")
-                conversion, refusal = trial, later
+            later = effect if name == "script" else effect_of(trial)
+            if not isinstance(later, UsageError) or later.message != effect.message:
+                trial.mark(line, line, LOST, f"{name}: {effect.message}")
+                conversion, effect = trial, later
                 break
         else:
-            hint = [f"hint: {refusal.hint}"] if refusal.hint else []
-            return conversion, [f"{_REFUSED}: {refusal.message}", *hint]
-    return conversion, _render(conversion, path, cwd, home)
+            break
+    return conversion, effect
 
 
 def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[str]:
@@ -132,8 +131,9 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
     return [*effect, *(f"warning: {warning}" for warning in warnings)]
 
 
-def _write(path: Path, text: str, renders: bool) -> None:
-    """Write a project file; one that is there stays, and the difference is printed."""
+def _write(path: Path, text: str, next_step: str = "") -> None:
+    """Write a project file, and say so and what comes next; one that is there stays, and the
+    difference is printed."""
     if path.exists():
         old = path.read_text()
         if old == text:
@@ -152,4 +152,4 @@ def _write(path: Path, text: str, renders: bool) -> None:
         raise UsageError(
             f"{path} can't be written: {error.strerror}", hint="--output FILE"
         ) from None
-    say(f"wrote {path}{'; next: hpc-ddp render, hpc-ddp submit' * renders}")
+    say(f"wrote {path}{next_step}")

@@ -107,9 +107,8 @@ def _mail(address: str, subject: str, text: str) -> str:
     program = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
     if program is None:
         return "no sendmail on this node (Slurm sends mail itself: --mail-type END)"
-    from email.message import (
-        EmailMessage,  # here, as urllib: each start of a job would pay for them
-    )
+    # Here, as urllib: each start of a job would pay for them.
+    from email.message import EmailMessage
 
     message = EmailMessage()
     message["To"], message["Subject"] = address, subject

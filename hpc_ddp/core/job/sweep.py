@@ -14,6 +14,7 @@ from hpc_ddp.core.job.slurm_values import MOST_TASKS, array_indexes
 if TYPE_CHECKING:
     from hpc_ddp.core.job.options import JobSpec
 
+_HINT = "hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py"
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -87,9 +88,6 @@ def trial_args(trial: Mapping[str, str]) -> list[str]:
     return [f"--{name}={value}" for name, value in trial.items()]
 
 
-_HINT = "hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py"
-
-
 def check_sweep(spec: JobSpec) -> None:
     """Check the parameters of a sweep, the array over them, and that its back-end can start arrays;
     raise UsageError. A job that is no sweep passes."""
@@ -99,7 +97,7 @@ def check_sweep(spec: JobSpec) -> None:
             raise UsageError(
                 f"{name}={','.join(values)!r} is no parameter with values that differ and are not"
                 " empty",
-                hint="hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py",
+                hint=_HINT,
             )
     count = math.prod(map(len, spec.sweep.values())) if spec.sweep else None
     if count and count > MOST_TASKS:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.core.job.variables import is_of_hpc_ddp, misplaced_array
 from hpc_ddp.submission.script.directives import directives
 
 Pair = tuple[str, str]  # an option of sbatch or srun without dashes, and its value
@@ -41,8 +41,9 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
     Raises
     ------
     UsageError
-        an option is overridden, but for a raw one by another raw one, as a site's by the job's; or
-        a variable of ``env`` has another value in a worker; with what to use instead
+        an option is overridden, but for a raw one by another raw one, as a site's by the job's; a
+        variable of ``env`` has another value in a worker; or an array of ``expand`` stands within a
+        text; with what to use instead
     """
     declared, raw = directives(replace(spec, sbatch=())), as_pairs(spec.sbatch)
     _check_pairs("sbatch", [*declared, *raw], header, raw)
@@ -54,6 +55,11 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
                 hint="leave it out: the job finds its nodes and a free port itself; under another"
                 f" name: --worker-setup 'export NAME=${name}'",
             )
+    if name := misplaced_array([*spec.env.values()], spec.args, spec.expand):
+        raise UsageError(
+            f"{name} stands within a text; accepted: an argument that is ${{{name}}} alone",
+            hint=f"train.py '${{{name}}}'",
+        )
 
 
 def _check_pairs(

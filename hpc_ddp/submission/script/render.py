@@ -12,7 +12,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.sweep import trial_args
-from hpc_ddp.core.job.variables import array_exports, is_of_worker, misplaced_array, names_in
+from hpc_ddp.core.job.variables import array_exports, is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
@@ -89,15 +89,7 @@ def _inner_lines(lines: Sequence[str], spec: JobSpec) -> str:
 
 def worker_env(spec: JobSpec) -> list[str]:
     """Return the variables of ``env`` that a worker fills in, and not the batch script: their texts
-    have a variable that differs between workers.
-
-    Raise UsageError for an array in such a text, and in a part of an argument.
-    """
-    if name := misplaced_array([*spec.env.values()], spec.args, spec.expand):
-        raise UsageError(
-            f"{name} stands within a text; accepted: an argument that is ${{{name}}} alone",
-            hint=f"train.py '${{{name}}}'",
-        )
+    have a variable that differs between workers."""
     return [
         name
         for name, text in spec.env.items()
