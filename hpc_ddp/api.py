@@ -90,7 +90,8 @@ class Handle:
     def wait(self, timeout: float | None = None) -> str:
         """Wait until nothing works on the run any more and nothing will, and return its state.
 
-        A job that is requeued is waited for until its last attempt is over.
+        A job that is requeued is waited for until its last attempt is over; a Slurm that gives no
+        answer, and a job whose cluster can't be asked, without end.
 
         Parameters
         ----------
@@ -137,15 +138,17 @@ class Handle:
     def cancel(self) -> None:
         """End the run for good: nothing requeues it after this.
 
-        It is marked as cancelled first, and stays so also where Slurm then refuses.
+        It is marked as cancelled first, and stays so also where Slurm then refuses. The end of its
+        jobs is waited for, some 10 s at most, that of a process on this machine is not. A run that
+        is finished but whose script still works is ended, and stays finished.
 
         Raises
         ------
         UsageError
-            it is finished, or another user could have written the ids of its jobs
+            it is finished and nothing works on it, or another user could have written the ids of
+            its processes and jobs
         HpcDdpError
-            Slurm gives no answer or does not cancel its job, or one may be live that can't be asked
-            for
+            Slurm gives no answer or refuses, or a job is live after the wait, or can't be asked for
         OSError
             the run's folder can't be read
         """

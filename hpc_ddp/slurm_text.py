@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,18 @@ _STATE_OF = {
 }
 
 
+# The short options of sbatch and srun.
+SHORT_OPTIONS = {
+    **{"A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "c": "cpus-per-task"},
+    **{"C": "constraint", "d": "dependency", "D": "chdir", "e": "error", "G": "gpus", "H": "hold"},
+    **{"i": "input", "J": "job-name", "k": "no-kill", "K": "kill-on-bad-exit", "l": "label"},
+    **{"L": "licenses", "m": "distribution", "M": "clusters", "n": "ntasks", "N": "nodes"},
+    **{"o": "output", "p": "partition", "q": "qos", "Q": "quiet", "s": "oversubscribe"},
+    **{"t": "time", "u": "unbuffered", "v": "verbose", "w": "nodelist", "W": "wait"},
+    **{"x": "exclude", "O": "overcommit", "E": "preserve-env", "r": "relative", "S": "core-spec"},
+    **{"F": "nodefile", "T": "threads"},
+}
+
 _PAIR = re.compile(r"(?:^|\s)([A-Z]\w*)=(\S*)")
 
 
@@ -99,7 +112,8 @@ class Job:
     def is_cancelled(self) -> bool:
         """It was cancelled, by a person or by Slurm for good.
 
-        While its batch script still runs Slurm shows COMPLETING, and after a scancel no reason.
+        To be asked while its batch script runs, or before: then COMPLETING without a reason is a
+        scancel. A job whose batch script has ended looks the same for a moment.
         """
         is_ending = self.state == "COMPLETING" and self.reason == "None" and not self.preempted
         return is_ending or self.state in ("CANCELLED", "DEADLINE", "REVOKED")
@@ -255,12 +269,25 @@ def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]
 
 
 def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the options of a batch script's text and of a command line (`more`), by name, with ''
-    for a flag; the later one counts. Short options of the script are passed over, and so is a
-    value after a blank."""
-    header = re.findall(r"^#SBATCH +(--\S+)", script, flags=re.M)
-    words = (word.removeprefix("--").partition("=") for word in (*header, *more))
-    return {name: value for name, _, value in words}
+    """Return the options of a batch script's text and of a command line (`more`), by long name; the
+    later one counts. The value is '' for a flag, and where it stands after a blank."""
+    lines = re.findall(r"^#SBATCH\s(.*)", script, flags=re.M)
+    words = [word for line in lines for word in _split_words(line)] + [*more]
+    options = {}
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            options[name] = value
+        elif word[:1] == "-" and word[1:2] in SHORT_OPTIONS:
+            options[SHORT_OPTIONS[word[1]]] = word[2:]
+    return options
+
+
+def _split_words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # its quotes do not match
+        return line.split()
 
 
 def parse_reason(command: str, printed: str) -> str:

@@ -40,6 +40,9 @@ def import_(job_script: Path, output: Path | None, site: str | None) -> None:
     Beside each value is the line that it comes from. It prints what becomes of each line:
     taken over, set by hpc-ddp itself, or not taken over, with what to do. A file that is there is
     left as it is, and the difference is shown. Call it where you call sbatch.
+
+    The exit code is 1 where that difference is not empty, and where hpc-ddp refuses the job: then
+    the file is written with the reason as its first line.
     """
     text = _read(job_script)
     path = (output or job_script.parent / config.PROJECT_FILE).absolute()
@@ -135,7 +138,7 @@ def _write(path: Path, text: str, next_step: str = "") -> None:
     """Write a project file, and say so and what comes next; one that is there stays, and the
     difference is printed."""
     if path.exists():
-        old = path.read_text()
+        old = path.read_text(errors="replace")
         if old == text:
             say(f"{path} is the same already")
             return

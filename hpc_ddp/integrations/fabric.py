@@ -48,8 +48,18 @@ class Stop(EpochStop):
         number of steps done, 0 without any.
 
         All ranks call it after ``fabric.setup``. `objects` have a ``state_dict``: the model, the
-        optimizer, a scheduler. Fabric's scaler of gradients belongs to it by itself. Raises as
-        `StopPoint.latest`, and UsageError for other objects.
+        optimizer, a scheduler. Fabric's scaler of gradients is added as ``precision``. First it
+        fixes the order of DDP's sums, which sets the gradients to None (`fix_order_of_sums`). The
+        generators of random numbers are restored before the next batch.
+
+        Raises
+        ------
+        UsageError
+            other objects; or as `StopPoint.latest`
+        HpcDdpError
+            as `StopPoint.latest`
+        RuntimeError
+            a peer is gone
         """
         for name, entry in objects.items():
             if isinstance(getattr(entry, "_dataloader", entry), DataLoader):

@@ -53,9 +53,19 @@ MOST_ARGS = 4  # of Trainer.fit, without ckpt_path
 
 
 def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs: Any) -> None:
-    """Call ``trainer.fit`` with the other arguments, from the newest checkpoint on; stop and save
-    as `stop` does, the Trainer's `StopCallback`, or a new one. All ranks call it. Raises as
-    `StopCallback.latest`, and UsageError for a ``ckpt_path``."""
+    """Call ``trainer.fit`` with the other arguments, from the newest checkpoint on.
+
+    `stop` saves and stops; without it the StopCallback among the Trainer's callbacks, or a new one.
+    It stays among them. ``weights_only`` is False unless it is given. All ranks call it. Errors of
+    the training come through, also SystemExit (code 0) at a stop.
+
+    Raises
+    ------
+    UsageError
+        a ``ckpt_path``, a second StopCallback; or as `StopCallback.latest`
+    HpcDdpError
+        as `StopCallback.latest`
+    """
     if kwargs.get("ckpt_path") is not None or len(args) > MOST_ARGS:
         raise UsageError(
             "fit was called with a ckpt_path; accepted: none, since the run's own is loaded",
@@ -64,6 +74,11 @@ def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs
     callbacks = vars(trainer)["callbacks"]
     stops = [callback for callback in callbacks if isinstance(callback, StopCallback)]
     stop = stop or next(iter(stops), None) or StopCallback()
+    if {*stops} - {stop}:
+        raise UsageError(
+            "the Trainer has another StopCallback; accepted: one in all",
+            hint="Trainer(callbacks=[stop]), and fit(trainer, model) without stop=…",
+        )
     if stop not in stops:
         callbacks.insert(0, stop)
     kwargs["ckpt_path"] = stop.latest(trainer)

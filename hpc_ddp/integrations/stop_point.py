@@ -227,7 +227,12 @@ class StopPoint(Member):
             atexit.register(self._journal_end)
 
     def _open(self) -> None:
-        """Make the parts of the run, over a process group of their own."""
+        """Make the parts of the run over two groups of their own, one for the training and one for
+        the thread that saves; a process without peers has none.
+
+        All ranks call it. Raise UsageError without torch's process group, and HpcDdpError as
+        `run_directory.find`.
+        """
         control, background = self._make_controls()
         self._info = replace(self._info, rank=control.rank, world_size=control.world_size)
         self._hook.info = self._info

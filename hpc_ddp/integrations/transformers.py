@@ -62,13 +62,15 @@ class StopCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
+        """Take over the signals of the process, from its main thread; raise UsageError for a wrong
+        option."""
         self._stop = StopPoint(format="transformers", **options)
         ranks = range(self._stop._info.world_size)
         self._stop._own_names = frozenset(RANDOM.format(rank) for rank in ranks)
-        self._is_due = False  # a save of the run is
+        self._is_due = False  # the next step or epoch begins with a save
         self._states: dict[str, Any] = {}  # of the generators, as the epoch began
         self._saved_states: dict[str, Any] | None = None  # the same, of the checkpoint
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float] = {}  # of the Trainer's last logs, for the journal
         self._trainer: Trainer | None = None
 
     def latest(self, trainer: Trainer) -> str | None:

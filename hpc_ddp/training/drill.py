@@ -9,7 +9,6 @@ they differ, the first part that differs is the cause. `submission/drill/compare
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,7 +107,7 @@ class DrilledRun(Run):
 
     def finish(self, **results: float | torch.Tensor) -> None:
         """Record the end, then finish; see `Run.finish`."""
-        if sys.exc_info()[0] is None and not self._over:
+        if not self._calls.is_failing() and not self._over:
             self._record("end", self.position.step, {})
         super().finish(**results)
 

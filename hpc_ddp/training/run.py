@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -288,14 +287,15 @@ class Run(ModelSetup):
     def finish(self, **results: float | torch.Tensor) -> None:
         """Save the last state, journal that the run is done, and leave the process group.
 
-        Does nothing where that is done, and on the way out of an exception (``finally``). All ranks
-        call it.
+        Saves and journals nothing where that is done, and on the way out of an exception
+        (``finally``). All ranks call it.
 
         Parameters
         ----------
         results
             what came out, as numbers by name: rank 0's go into the journal, from where
-            ``hpc-ddp status`` of a sweep takes them into its table; NaN goes there as null
+            ``hpc-ddp status`` of a sweep takes them into its table; NaN and infinity go there as
+            null
 
         Raises
         ------
@@ -303,8 +303,10 @@ class Run(ModelSetup):
             a result is no number
         HpcDdpError
             the last state could not be saved, a weight is not finite, or a later attempt has begun
+        RuntimeError
+            a peer is gone
         """
-        if sys.exc_info()[0] is None:
+        if not self._calls.is_failing():
             scalars = {name: number("run.finish", name, result) for name, result in results.items()}
             # JSON has neither NaN nor infinity.
             numbers = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
@@ -331,8 +333,8 @@ class Run(ModelSetup):
         self._calls.check_update(self.ends_step)
 
     def _warn_unless_over(self) -> None:
-        """Print a warning, at the exit of rank 0, where `finish` was not called after the loop."""
-        if self._calls.total and not self._over:
+        """Warn, at rank 0's exit without an exception, of a loop that no `finish` came after."""
+        if self._calls.has_looped and not self._over:
             self._say(
                 "the script ended without run.finish(): what came after the last checkpoint is lost"
             )

@@ -75,6 +75,8 @@ def test_leaves_a_file_as_it_is_and_shows_the_difference(folder: Path) -> None:
     assert (folder / "hpc-ddp.toml").read_text() == "nodes = 3\n"
     assert run("job.sbatch", "--output", "mine.toml").exit_code == 0
     assert run("job.sbatch", "--output", "mine.toml").exit_code == 0  # the same already
+    (folder / "hpc-ddp.toml").write_bytes(b"nodes = 3  # f\xfcr\n")
+    assert "left as it is; --output FILE" in run("job.sbatch").stderr
 
 
 def test_says_what_does_not_render_yet(folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from cluster import Cluster
 from harness import BACKENDS, ONE_BY_TWO, WALK, Hpc, Job, in_one_go, same_weights, use
@@ -67,13 +65,12 @@ def test_the_lead_is_learned(limited: dict[str, Job], walked: Job) -> None:
     assert min(event["write_s"] for event in job.events("checkpoint")) > 18  # the lead
 
 
-def test_a_hole_in_the_queue_is_taken(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_hole_in_the_queue_is_taken(hpc: Hpc, cluster: Cluster) -> None:
     use(cluster)
     cluster.reset()
     sleep = ("--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     cluster.run("sbatch", "--nodes=3", "--time=10", *sleep)
     cluster.run("sbatch", "--nodes=4", "--time=10", *sleep)  # waits, and has a reservation
-    hpc = Hpc(cluster, tmp_path)
     words = ("--time", "60", "--gpus-per-node", "1", str(WALK), "--step-seconds", "0.1")
     whole = hpc.submit(*words)
     job = hpc.submit("--time-min", "2", "--signal", "TERM@10", *words)

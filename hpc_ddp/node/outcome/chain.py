@@ -219,6 +219,7 @@ def _queue_link(
     return link
 
 
-def _has_option(settled: Mapping[str, str], option: str) -> bool:
-    """Return whether options of a script have one of sbatch, whose name may be cut short."""
-    return any(option.startswith(name) and len(name) > 1 for name in settled)
+def _has_option(options: Mapping[str, str], name: str) -> bool:
+    """Return whether options have one of sbatch, or a beginning of its name, of two letters at
+    least: one is ambiguous."""
+    return any(name.startswith(option) and len(option) > 1 for option in options)

@@ -22,8 +22,9 @@ def kills(proc: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for want of memory, 0 where it does not
     count.
 
-    The workers are in the supervisor's own cgroup, whose count is read below `proc`. Without one it
-    is the whole machine's number, in which other jobs have their part: only differences matter.
+    The workers are in the supervisor's own memory cgroup; `proc`, where procfs is mounted, says
+    where that has its counter. Without any it is the whole machine's number, in which other jobs
+    have their part: only differences matter.
     """
     for path in [*_counters(proc), proc / "vmstat"]:
         match = re.search(r"^oom_kill (\d+)$", _read(path), re.M)

@@ -234,7 +234,7 @@ def _cause(facts: AttemptFacts) -> Cause:
     if facts.unfit:
         return Cause.BAD_NODE
     if facts.failure:
-        stalled = facts.spec.max_failures and any(r.get("stood_still") for r in facts.ends)
+        stalled = any(record.get("stood_still") for record in facts.ends)
         return Cause.STOOD_STILL if stalled and facts.failure.is_of_clock else Cause.FAILED
     if not complete or any(codes):
         return Cause.NODE_LOST

@@ -228,7 +228,7 @@ class PeerLinks:
         try:
             for message in link.receive():
                 if link.task is not None:
-                    self._take(link, message)
+                    self._act_on(link, message)
                 elif not self._proves_itself(link, message):
                     raise ValueError("the other end does not know the secret")
         except BlockingIOError:
@@ -236,8 +236,9 @@ class PeerLinks:
         except (OSError, ValueError):
             self._drop(link)
 
-    def _take(self, link: Link, message: dict[str, Any]) -> None:
-        """Pass a wake-up on; any other message only shows that the link is there."""
+    def _act_on(self, link: Link, message: dict[str, Any]) -> None:
+        """At a wake-up wake this supervisor and, once within FORWARD_EVERY_S, its other peers; any
+        other message only shows that the link is there."""
         if message.get("wake") is not True:
             return
         self._woken.set()

@@ -114,8 +114,9 @@ def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 
 def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
-    """Explain the end of the newest attempt by its cause, a `Cause` or ``host out of memory``; ''
-    for an unknown one. After ``failed`` and these two a recorded failure of a rank explains it."""
+    """Explain the end of the newest attempt by its cause: a `Cause`, ``host out of memory``, or ''
+    where it is unknown. With ``failed``, ``host out of memory`` and '' a recorded failure, of a
+    rank or of torchrun, explains it."""
     if facts.failure and cause in (Cause.FAILED, "", "host out of memory"):
         return _failed(facts, facts.failure)
     if cause == Cause.TIME_LIMIT:

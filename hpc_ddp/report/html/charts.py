@@ -192,10 +192,10 @@ def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) ->
 
 def _marks(starts: Sequence[Start], ends: Mapping[int, str], across: Scale) -> list[Label]:
     """Return a mark for each start, ``↻`` for a restart within an attempt; the text is '' where it
-    would overlap the one before. `ends` has the end of each attempt, in words; `across` scales
+    would overlap one that is shown. `ends` has the end of each attempt, in words; `across` scales
     steps."""
     marks: list[Label] = []
-    last_text_at = -math.inf
+    texts_at: list[float] = []
     for start in starts:
         at = round(100 * across(start.step), 2)
         title = f"attempt {start.attempt}, from step {start.step:.0f}"
@@ -204,9 +204,9 @@ def _marks(starts: Sequence[Start], ends: Mapping[int, str], across: Scale) -> l
         elif ends.get(start.attempt - 1):
             title += f"; before: {ends[start.attempt - 1]}"
         text = "↻" if start.is_restart else str(start.attempt)
-        if at - last_text_at < _LABEL_WIDTH:
+        if any(abs(at - shown_at) < _LABEL_WIDTH for shown_at in texts_at):
             text = ""
         else:
-            last_text_at = at
+            texts_at.append(at)
         marks.append(Label(at, text, title))
     return marks

@@ -51,12 +51,14 @@ COLOURS = {
 
 
 def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str:
-    """Query Slurm, and return the states of the runs of these names (as `find_run` takes them), or
-    of all, as a table or as JSON, a list.
+    """Return the states of the runs of these names (as `find_run` takes them), or of all, as a
+    table or as JSON, a list.
 
-    Without names, live runs come first; with one alone the tasks of an array are added. JSON has
-    all runs, also those that the table leaves out; `show_all` has the table show them. Without any
-    run the table is '', and a hint goes to stderr. The statuses are kept in a file in `root`.
+    Slurm is asked; without an answer the states are those of the journals. Without names, live runs
+    come first; with one alone the tasks of its array are added, and to a table the commands that
+    send what was recorded offline. JSON has all runs; the table counts the older ones, unless
+    `show_all`. Without any run the table is '', and a hint goes to stderr. The statuses are kept in
+    a file in `root`.
 
     Raises
     ------

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from hpc_ddp.slurm_text import SHORT_OPTIONS
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, SBATCH, is_of_pyxis, option_name
+from hpc_ddp.submission.job_script.launch import FLAGS, SBATCH, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
 
@@ -79,7 +80,7 @@ def read_directives(text: str) -> Directives:
 def _pairs(words: list[Word]) -> Iterator[tuple[str, str]]:
     """Yield name and value of each option; a name may be a beginning."""
     while words and re.match(r"--?\w", words[0].text):
-        name, operand = option_name(words.pop(0), LETTERS, SBATCH)
+        name, operand = option_name(words.pop(0), SHORT_OPTIONS, SBATCH)
         if (
             operand is None
             and name != "wait"

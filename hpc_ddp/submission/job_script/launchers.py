@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
+from hpc_ddp.slurm_text import SHORT_OPTIONS
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
-from hpc_ddp.submission.job_script.launch import FLAGS, LETTERS, SRUN, Launch, Options
+from hpc_ddp.submission.job_script.launch import FLAGS, SRUN, Launch, Options
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
 
 _SRUN_USES = {
@@ -24,7 +25,7 @@ _SRUN_USES = {
     "|unbuffered|quiet|verbose|exclusive": "ours",
     ".*": "+srun",
 }
-_SRUN = Options(_SRUN_USES, FLAGS, LETTERS, SRUN)
+_SRUN = Options(_SRUN_USES, FLAGS, SHORT_OPTIONS, SRUN)
 _MPI_FLAGS = "(g|prte)?mca .*|allow-run-as-root|oversubscribe|tag-output|report-bindings"
 _MPIRUN_USES = {
     "x": "env",

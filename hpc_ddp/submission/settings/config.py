@@ -274,11 +274,13 @@ def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
 def _read_layer(
     path: Path, more_keys: Sequence[str] = (), is_strict: bool = True
 ) -> dict[str, Any]:
-    """Return a file's values, with its ``when`` tables under that key, but without `more_keys`,
-    which it may have and which are none of a job's. Without `is_strict` an unknown key is a warning
-    and left out: the operators' file may be for a newer hpc-ddp, and no user can mend it.
+    """Return a file's values, checked and changed as `_checked` does, with its tables
+    ``[when.partition.NAME]`` and ``[when.qos.NAME]`` under ``when``.
 
-    Raise UsageError for a file that can't be read or may not act for the user, and for a bad value.
+    Those may not name a partition, a QOS or a site. `more_keys` are accepted, and left out: they
+    are none of a job's. Without `is_strict` an unknown key or table is a warning, and left out: the
+    operators' file may be for a newer hpc-ddp, and no user can mend it. Raise UsageError for a file
+    that can't be read or may not act for the user, and for a bad value.
     """
     read, keys = read_toml(path), known_keys()
     when = read.pop("when", {})
@@ -286,9 +288,12 @@ def _read_layer(
     inner = [key for key in keys if key not in (*CHOICES, "site")]
     for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
         if key not in CHOICES or not isinstance(tables, dict):
+            message = f"{path}: no table [when.{key}.…]"
+            if not is_strict:
+                operators.warn(f"{message}; it is left out", None)
+                continue
             raise UsageError(
-                f"{path}: no table [when.{key}.…]; accepted: [when.partition.NAME] and"
-                " [when.qos.NAME]",
+                f"{message}; accepted: [when.partition.NAME] and [when.qos.NAME]",
                 hint=f"look at {path}",
             )
         layer.setdefault("when", {})[key] = {

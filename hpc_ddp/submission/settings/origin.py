@@ -74,8 +74,8 @@ def table(rows: list[Origin]) -> str:
 
 
 def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
-    """Yield the origin of each environment variable of a job: its fabric's file, or the layer that
-    names it. Raise UsageError for a broken fabric profile."""
+    """Yield the origin of each environment variable that the script of a job sets: its fabric's
+    file, or as `_origin`. Raise UsageError for a broken fabric profile."""
     spec = plan.spec
     for name, value in plan.rendering.environment.items():
         if name not in spec.env and name in fabric_env(spec.fabric):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -14,12 +15,14 @@ Kind = Literal["epochs", "steps"]
 class CallOrder:
     """Where the script is: before its loop, in ``run.epochs`` or ``run.steps``, or behind it.
 
-    Every method but `in_loop` returns nothing, and raises UsageError for a call that is refused.
+    A ``check_`` method returns nothing, and raises UsageError for a call that is refused.
     """
 
     def __init__(self) -> None:
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
+        self.has_looped = False
+        self._handled = sys.exc_info()[1]  # `start` or a loop was called in its ``except`` block
 
     @contextmanager
     def in_loop(self, loop: Kind, total: int, is_tracked: bool) -> Iterator[None]:
@@ -34,11 +37,17 @@ class CallOrder:
             )
         if self.loop:
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
-        self.loop, self.total = loop, total
+        self.loop, self.total, self.has_looped = loop, total, True
+        self._handled = sys.exc_info()[1]
         try:
             yield
         finally:
             self.loop = None
+
+    def is_failing(self) -> bool:
+        """Return whether an exception ends the script: one that came after the start of the run, or
+        of its last loop."""
+        return sys.exc_info()[1] is not None and sys.exc_info()[1] is not self._handled
 
     def check_loader(self, has_loader: bool, is_tracked: bool) -> None:
         """Refuse a second loader, and one after `track`."""

@@ -83,6 +83,21 @@ def test_an_option_of_the_command_line_counts_as_the_jobs(
 
 
 @pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("-H", {"hold": ""}),
+        ("-b now+1hour", {"begin": ""}),
+        ("-pdebug", {"partition": "debug"}),
+        ("--nodes=2 --hold  # by hand", {"nodes": "2", "hold": ""}),
+        ("--comment='a --begin b' -t 5", {"comment": "a --begin b", "time": ""}),
+        ("--comment='a --qos=x", {"comment": "'a", "qos": "x"}),
+    ],
+)
+def test_options_of_a_line_that_was_written_by_hand(line: str, options: dict[str, str]) -> None:
+    assert slurm_text.parse_options(f"#!/bin/bash\n#SBATCH {line}\n#SBATCHER -M x\n") == options
+
+
+@pytest.mark.parametrize(
     ("options", "known_ids", "rows", "id"),
     [
         ((), (), "7\x1fN/A\x1fjob.sbatch\n", "7"),

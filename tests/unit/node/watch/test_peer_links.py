@@ -219,8 +219,8 @@ def test_a_wake_up_is_passed_on_once_a_second(
     for task, (own, _) in enumerate(ends, 1):
         links._children.append(Link(own, task))
     for _ in range(5):
-        links._take(links._children[0], {"wake": True})
-    links._take(links._children[0], {})
+        links._act_on(links._children[0], {"wake": True})
+    links._act_on(links._children[0], {})
     assert ends[1][1].recv(100) == b'{"wake": true}\n'
     ends[0][1].setblocking(False)
     with pytest.raises(BlockingIOError):

@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_ddp.report.html.charts import Chart, Scale, charts
-from hpc_ddp.report.html.curves import Curve, Point
+from hpc_ddp.report.html.charts import Chart, Scale, _marks, charts
+from hpc_ddp.report.html.curves import Curve, Point, Start
 
 
 def _chart(*numbers: float) -> Chart:
@@ -49,3 +49,9 @@ def test_a_noisy_curve_has_a_band() -> None:
     assert [path.kind for path in chart.paths] == ["band", "line"]
     assert len(chart.points) <= 301
     assert [path.kind for path in _chart(*map(float, range(200))).paths] == ["line"]
+
+
+def test_a_mark_left_of_the_last_one_has_its_number() -> None:
+    """An attempt that began at an older step: after damaged checkpoints, or with --fresh."""
+    starts = [Start(attempt, step, False) for attempt, step in enumerate([0, 60, 30, 62])]
+    assert [label.text for label in _marks(starts, {}, Scale(0, 100))] == ["0", "1", "2", ""]

@@ -184,7 +184,10 @@ def test_broken_limits_name_their_file(
 def test_unknown_keys_of_the_operators_file_are_warnings(
     site_file: Path, settings: Callable[..., Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    site_file.write_text('acount = "a"\npartition = "p"\n[limits]\nnode = 3\ntime = "1:00:00"\n')
+    site_file.write_text(
+        'acount = "a"\npartition = "p"\n[limits]\nnode = 3\ntime = "1:00:00"\n'
+        "[when.account.a]\nnodes = 2\n"
+    )
     merged = settings()
     assert merged.get("partition") == "p"
     assert merged.limits
@@ -193,8 +196,9 @@ def test_unknown_keys_of_the_operators_file_are_warnings(
     assert lines[0].startswith(
         f"warning: {site_file}: unknown key 'acount', did you mean 'account'"
     )
-    assert lines[2].startswith(f"warning: {site_file}: unknown limit 'node', did you mean 'nodes'?")
-    assert lines[1] == lines[3] == f"hint: tell the operators of this cluster: {site_file}"
+    assert lines[2] == f"warning: {site_file}: no table [when.account.…]; it is left out"
+    assert lines[3].startswith(f"warning: {site_file}: unknown limit 'node', did you mean 'nodes'?")
+    assert lines[1] == lines[4] == f"hint: tell the operators of this cluster: {site_file}"
 
 
 def test_only_the_operators_have_limits(site_file: Path, settings: Callable[..., Settings]) -> None:

@@ -52,3 +52,22 @@ def test_a_wrong_call_in_a_loop() -> None:
     calls.check_loader(False, False)
     calls.check_update(True)
     calls.check_body(True)
+
+
+def test_only_an_error_that_came_after_the_loop_began_ends_the_script() -> None:
+    calls = CallOrder()
+    assert not calls.is_failing()
+    try:
+        raise FileNotFoundError
+    except FileNotFoundError:
+        assert calls.is_failing()  # as in ``finally: run.finish()``
+        assert not CallOrder().is_failing()  # started where an error is handled
+        with calls.in_loop("epochs", 1, True):
+            pass
+        assert not calls.is_failing()  # trained there
+        try:
+            raise KeyError
+        except KeyError:
+            assert calls.is_failing()
+    assert not calls.is_failing()
+    assert calls.has_looped
