@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS, full_name
 from hpc_ddp.core.job.slurm_values import array_indexes
 
 # Printed by a command to which the controller has not answered; another try may do better.
@@ -64,18 +65,6 @@ _STATE_OF = {
     **dict.fromkeys(("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "EXPEDITING"), "PENDING"),
 }
 
-
-# The short options of sbatch and srun.
-SHORT_OPTIONS = {
-    **{"A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "c": "cpus-per-task"},
-    **{"C": "constraint", "d": "dependency", "D": "chdir", "e": "error", "G": "gpus", "H": "hold"},
-    **{"i": "input", "J": "job-name", "k": "no-kill", "K": "kill-on-bad-exit", "l": "label"},
-    **{"L": "licenses", "m": "distribution", "M": "clusters", "n": "ntasks", "N": "nodes"},
-    **{"o": "output", "p": "partition", "q": "qos", "Q": "quiet", "s": "oversubscribe"},
-    **{"t": "time", "u": "unbuffered", "v": "verbose", "w": "nodelist", "W": "wait"},
-    **{"x": "exclude", "O": "overcommit", "E": "preserve-env", "r": "relative", "S": "core-spec"},
-    **{"F": "nodefile", "T": "threads"},
-}
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z]\w*)=(\S*)")
 
@@ -277,7 +266,7 @@ def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
     for word in words:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
-            options[name] = value
+            options[full_name(name, SBATCH)] = value
         elif word[:1] == "-" and word[1:2] in SHORT_OPTIONS:
             options[SHORT_OPTIONS[word[1]]] = word[2:]
     return options

@@ -112,11 +112,19 @@ class AllocationBackend(SlurmBackend):
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
         """Start the batch script in a shell, and return its process; `output` as `Backend.start`
-        has it. Raise UsageError outside of an allocation, OSError if the shell can't be started."""
+        has it. Raise UsageError outside of an allocation, or in one of another number of nodes than
+        the job asks for, and OSError if the shell can't be started."""
         if "SLURM_JOB_ID" not in os.environ:
             raise UsageError(
                 "the allocation back-end runs inside an allocation, and this shell is in none",
                 hint=f"salloc --nodes {prepared.spec.nodes}, then the same command again",
+            )
+        least, most = prepared.spec.node_range
+        nodes = int(os.environ.get("SLURM_NNODES", most))
+        if most > 1 and not least <= nodes <= most:
+            raise UsageError(
+                f"nodes is {prepared.spec.nodes}, and the allocation has {nodes}",
+                hint=f"--nodes {nodes}, or salloc --nodes {prepared.spec.nodes}",
             )
         env = {**os.environ, INTERACTIVE: os.environ["SLURM_JOB_ID"]}
         argv = ["bash", str(prepared.run.script)]

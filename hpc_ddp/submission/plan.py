@@ -30,6 +30,7 @@ from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import check_idle, claim_start
 from hpc_ddp.submission import snapshot
+from hpc_ddp.submission.script.effect import without_effect
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import (
     Settings,
@@ -37,7 +38,7 @@ from hpc_ddp.submission.settings.config import (
 )
 from hpc_ddp.submission.settings.user import user_name
 
-OLDEST = 10  # of the Pythons 3 that run the node side
+OLDEST = (3, 10)  # of the Pythons that run the node side
 
 
 @dataclass(frozen=True)
@@ -273,24 +274,29 @@ def find_mistakes(spec: JobSpec) -> list[str]:
             f"array {spec.array} has runs that begin anew each, one after the other; one run goes"
             " on by itself after its time limit, without an array"
         )
-    args = () if spec.no_python else spec.args  # bash -c has words for a shell
-    texts = (*args, *spec.env.values(), spec.image or "", *spec.container_options)
+    # Words of bash -c are the shell's.
+    is_shell = spec.no_python and re.search(r"(^|/)\w*sh$", spec.script)
+    texts = (*(() if is_shell else spec.args), *spec.env.values(), spec.image or "", spec.python)
+    texts += (spec.container or "", *spec.container_options, spec.resume_args)
+    texts += (*spec.srun, *spec.mpirun, *(text for texts in spec.sweep.values() for text in texts))
     if marks := literal_names(texts, spec.expand):
         mistakes.append(
             f"{', '.join(marks)} stays as it is; with --expand NAME, $NAME is its value in the job;"
             " for more than a name: --worker-setup 'export NAME=…'"
         )
-    return mistakes
+    return [*mistakes, *without_effect(spec)]
 
 
 def _check_python(spec: JobSpec) -> None:
     """Raise UsageError for a Python that is too old for hpc-ddp's part of the workers, by the name
     of its file: nothing is run. One in a container, or that set-up lines bring, is not known."""
     path = spec.python if "/" in spec.python or spec.setup else shutil.which(spec.python)
-    version = re.search(r"/python3\.(\d+)$", os.path.realpath(path or ""))
-    if version and int(version[1]) < OLDEST and not (spec.container or spec.image):
+    version = re.search(r"/python(\d)\.(\d+)$", os.path.realpath(path or ""))
+    if not version or spec.container or spec.image:
+        return
+    if (int(version[1]), int(version[2])) < OLDEST:
         raise UsageError(
-            f"python {path} is Python 3.{version[1]}; accepted: 3.{OLDEST} or later",
+            f"python {path} is Python {version[1]}.{version[2]}; accepted: 3.{OLDEST[1]} or later",
             hint="--python PATH, of an environment with a newer one and torch",
         )
 

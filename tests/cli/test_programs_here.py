@@ -34,6 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "package" / "part.py").write_text("")
     (folder / "show.py").write_text(SHOW)
     (folder / "wrapper.sh").write_text('export LEVEL=$((RANK * 10))\nexec "$@"\n')
+    (folder / "job").write_text("#SBATCH --nodes=2\nsrun python show.py\n")
     subprocess.run(["git", "init", "--quiet", folder.parent], check=True)
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(folder)
@@ -95,6 +96,7 @@ def test_a_command_that_is_not_there_ends_the_run_with_its_name(
         (["package.train"], "does not exist", "-m package.train"),
         (["--image", "a.sif", "/opt/t.py"], "does not exist", "--no-python python3 /opt/t.py"),
         (["wrapper.sh"], "is no Python script", "--no-python bash wrapper.sh"),
+        (["job"], "is a script for sbatch", "hpc-ddp import job"),
         ([sys.executable], "is no Python script", f"--no-python ./{Path(sys.executable).name}"),
         (["-m", "package/train.py"], "is no module", "-m package.train"),
         (["-m", "--no-python", "bash"], "is no module", "-m package.train"),

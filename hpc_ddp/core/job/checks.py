@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.option_declaration import key_of
+from hpc_ddp.core.job.slurm_options import SBATCH_REFUSED, SRUN_SETTLED, split_raw
 from hpc_ddp.core.job.slurm_values import (
     array_indexes,
     check_time_min,
@@ -33,7 +34,10 @@ TORCHRUN_SETTLED = {
     "max-restarts": "--max-restarts",
     "start-method": "nothing: workers are processes of their own",
     **dict.fromkeys(
-        ("log-dir", "redirects", "tee", "logs-specs", "local-ranks-filter"),
+        (
+            *("log-dir", "redirects", "tee", "logs-specs", "local-ranks-filter"),
+            *("log-line-prefix-template", "duplicate-stdout-filters", "duplicate-stderr-filters"),
+        ),
         "nothing: each rank has a log, see `hpc-ddp logs --rank`",
     ),
     **dict.fromkeys(("module", "m"), "hpc-ddp's own --module, before SCRIPT"),
@@ -41,41 +45,10 @@ TORCHRUN_SETTLED = {
     **dict.fromkeys(("help", "print-completion"), "torchrun --help, in a shell"),
     "signals-to-handle": "nothing: the supervisor handles signals",
 }
-_SRUN_SETTLED = (
-    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "distribution", "output", "label"),
-    *("kill-on-bad-exit", "no-kill", "wait", "overlap"),
-)
 _MPIRUN_SETTLED = (
     *("-np", "--np", "-n", "--n", "-c", "-N", "-npernode", "--npernode", "--map-by", "--rank-by"),
     *("-H", "-host", "--host", "-hostfile", "--hostfile", "-machinefile", "--machinefile"),
 )
-
-# Options of sbatch that are refused, each with the least letters that mean it: what it does, and
-# what to use instead.
-_SBATCH_REFUSED = {
-    ("no-kill", 4): (
-        "would keep a job without its first node, and its script, until the time limit; accepted:"
-        " --elastic",
-        "--elastic: the job continues without a node that is lost",
-    ),
-    ("array", 2): ("makes an array that hpc-ddp can't know; accepted: --array", "--array 0-3"),
-    ("error", 2): ("would take messages out of the job's log; accepted: --error", "--error x.err"),
-    ("chdir", 2): (
-        "has no effect: the script goes to its folder; accepted: --chdir",
-        "--chdir DIR",
-    ),
-    ("ntasks", 2): (
-        "is the number of tasks, which hpc-ddp counts; accepted: nodes and workers",
-        "--nodes 2 --nproc-per-node 4",
-    ),
-    ("test-only", 2): ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
-    ("wait", 4): ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
-    ("time-min", 5): (
-        "would leave the time limit at what one attempt got; accepted: --time-min",
-        "--time-min 1:00:00",
-    ),
-    ("wrap", 2): ("submits something else; accepted: SCRIPT", "--setup, or SCRIPT"),
-}
 
 GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
 JOB_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
@@ -156,15 +129,14 @@ def check(spec: JobSpec) -> None:
 
 
 def _check_sbatch(spec: JobSpec) -> None:
-    """Check the raw options of sbatch, which takes beginnings of names; raise UsageError for one of
-    another form, and for one with which sbatch does something else than hpc-ddp says."""
+    """Check the raw options of sbatch; raise UsageError for one of another form, and for one with
+    which sbatch does something else than hpc-ddp says."""
     for raw in spec.sbatch:
         name, _ = split_raw(raw, "sbatch", "--network=x")
-        for (option, least), (does, instead) in _SBATCH_REFUSED.items():
-            if option.startswith(name) and len(name) >= least:
-                raise UsageError(f"sbatch option --{name} {does}", hint=instead)
-        is_late = any(o.startswith(name) and len(name) >= 2 for o in ("hold", "begin"))
-        if is_late and spec.continue_by == "resubmit":
+        if name in SBATCH_REFUSED:
+            does, instead = SBATCH_REFUSED[name]
+            raise UsageError(f"sbatch option --{name} {does}", hint=instead)
+        if name in ("hold", "begin") and spec.continue_by == "resubmit":
             raise UsageError(
                 f"sbatch option --{name} would hold up each job of the chain, and not only the"
                 " first; accepted: jobs that continue by a requeue",
@@ -189,10 +161,10 @@ def _check_tasks(spec: JobSpec) -> None:
     itself or that is of another form than ``--name=value``."""
     for raw in spec.srun:
         name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
-        if any(o.startswith(name) and len(name) > 2 for o in _SRUN_SETTLED):
+        if name in SRUN_SETTLED:
             raise UsageError(
                 f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
-                hint="nodes, workers and CPUs: --nodes, --nproc-per-node, --cpus-per-node",
+                hint=f"in its place: {SRUN_SETTLED[name]}",
             )
     if spec.launcher != "torchrun" and not isinstance(spec.nodes, int):
         raise UsageError(
@@ -372,24 +344,3 @@ def mpirun_words(options: Sequence[str]) -> list[str]:
             f"options of mpirun can't be split into words: {error}",
             hint="--mpirun='--mca pml ob1'",
         ) from None
-
-
-def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
-    """Return name and value of a raw option of srun or sbatch, ``--name=value``; '' without a
-    value.
-
-    Raise UsageError for another form, and for a control character; `command` (``srun``) and
-    `example` (``--gpu-bind=x``) are for its hint.
-    """
-    if not re.match(r"--[a-z]", raw) or not raw.isprintable():
-        raise UsageError(
-            f"{command} option {raw!r} is not of the form --name or --name=value",
-            hint=f"--{command}={example}",
-        )
-    name, equals, value = raw[2:].partition("=")
-    if equals and not value:  # `#SBATCH --network` would be another request
-        raise UsageError(
-            f"{command} option {raw!r} has no value; accepted: --{name}, or --{name}=VALUE",
-            hint=f"--{command}=--{name}, without the equals sign",
-        )
-    return name, value

@@ -92,6 +92,11 @@ def check_sweep(spec: JobSpec) -> None:
     """Check the parameters of a sweep, the array over them, and that its back-end can start arrays;
     raise UsageError. A job that is no sweep passes."""
     for name, values in spec.sweep.items():
+        if any(word.partition("=")[0] == f"--{name}" for word in spec.args):
+            raise UsageError(
+                f"--{name} is among the arguments, and the sweep adds another; accepted: one",
+                hint=f"leave --{name} out behind SCRIPT",
+            )
         good = all(value and value.isprintable() for value in values)
         if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
             raise UsageError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
@@ -195,7 +194,7 @@ def _queue_link(
     if task:
         options.append(f"--array={task}")
     settled = slurm.options_of(array.script)
-    if _has_option(settled, "begin"):
+    if "begin" in settled:
         options.append("--begin=now")
     try:
         link = slurm.sbatch(
@@ -211,15 +210,9 @@ def _queue_link(
         return None
     link = JobRef(link.id, cluster)
     link_job(link, array)
-    if _has_option(settled, "hold"):
+    if "hold" in settled:
         try:
             slurm.release(link)
         except HpcDdpError as error:
             say(f"{error.message}; the next job waits for: scontrol release {link.id}")
     return link
-
-
-def _has_option(options: Mapping[str, str], name: str) -> bool:
-    """Return whether options have one of sbatch, or a beginning of its name, of two letters at
-    least: one is ambiguous."""
-    return any(name.startswith(option) and len(option) > 1 for option in options)

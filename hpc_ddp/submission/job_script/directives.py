@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hpc_ddp.slurm_text import SHORT_OPTIONS
+from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import FLAGS, SBATCH, is_of_pyxis, option_name
+from hpc_ddp.submission.job_script.launch import FLAGS, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
 

@@ -7,32 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hpc_ddp.core.job.slurm_options import SBATCH, full_name
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal, separated
 
-# The long options of sbatch, and those that only srun has: an unambiguous beginning will do.
-SBATCH = (
-    "account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment"
-    " constraint container container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu"
-    " cpus-per-task deadline delay-boot dependency distribution error exclude exclusive export"
-    " export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node"
-    " gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name"
-    " kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu"
-    " mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks"
-    " ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode"
-    " output overcommit oversubscribe parsable partition power prefer priority profile propagate"
-    " qos quiet reboot requeue reservation segment signal sockets-per-node spread-job stepmgr"
-    " switches tasks-per-node test-only thread-spec threads-per-core time time-min tmp tres-bind"
-    " tres-per-task uid use-min-nodes verbose wait wait-all-nodes wckey workdir wrap"
-)
-SRUN = SBATCH + (
-    " accel-bind bcast bcast-exclude compress cpu-bind disable-status epilog exact external"
-    " het-group immediate interactive jobid kill-on-bad-exit label mpi msg-timeout multi-prog"
-    " no-allocate overlap pack-group preserve-env prolog pty quit-on-interrupt relative resv-ports"
-    " send-libs task-epilog task-prolog threads treewidth unbuffered whole"
-)
-_SAME = {"tasks-per-node": "ntasks-per-node", "workdir": "chdir", "pack-group": "het-group",
-         "cluster": "clusters", "share": "oversubscribe"}  # fmt: skip
 # Those of both without a value, or with one in the same word.
 FLAGS = re.compile(
     r"label|unbuffered|overlap|no-kill|verbose|quiet|pty|preserve-env|immediate|kill-on-bad-exit"
@@ -198,6 +176,4 @@ def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tupl
     head = text.partition("=")[0]
     operand = word.after(len(head) + 1) if "=" in text else None
     name = head.lstrip("-").replace("_", "-")
-    fitting = [long for long in names.split() if long.startswith(name)]
-    name = fitting[0] if len(fitting) == 1 and name not in _SAME else name
-    return _SAME.get(name, name) if names else name, operand
+    return full_name(name, names) if names else name, operand

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
-from hpc_ddp.slurm_text import SHORT_OPTIONS
+from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
-from hpc_ddp.submission.job_script.launch import FLAGS, SRUN, Launch, Options
+from hpc_ddp.submission.job_script.launch import FLAGS, Launch, Options
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
 
 _SRUN_USES = {

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job import checks
 from hpc_ddp.core.job.options import OPTIONS, JobSpec
+from hpc_ddp.core.job.slurm_options import split_raw
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.settings.operators import comment_pairs
 
@@ -90,7 +90,7 @@ def directives(spec: JobSpec) -> list[tuple[str, str]]:
             pairs.append((name, str(spec.task_cpus)))
     if spec.exclusive:
         pairs.append(("exclusive", ""))
-    return pairs + [checks.split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
+    return pairs + [split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
 
 
 def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:

@@ -6,25 +6,30 @@ without a word: `check_effect` is the one check of all of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.variables import is_of_hpc_ddp, misplaced_array
+from hpc_ddp.core.job.options import OPTIONS, JobSpec
+from hpc_ddp.core.job.slurm_options import SRUN_SETTLED, full_name
+from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm, misplaced_array
 from hpc_ddp.submission.script.directives import directives
 
 Pair = tuple[str, str]  # an option of sbatch or srun without dashes, and its value
 
-# Options that exclude each other: the last one of a family counts.
-_FAMILIES = ({"requeue", "no-requeue"}, {"mem", "mem-per-cpu", "mem-per-gpu"})
-_WHOLE = ("mem", "gpus", "gres", "ntasks", "time")  # names that are also beginnings of others
+# Options of which a job has one at most, or that undo each other: the last one of a family counts.
+_FAMILIES = (
+    {"requeue", "no-requeue"},
+    {"mem", "mem-per-cpu", "mem-per-gpu"},
+    {"exclusive", "oversubscribe"},
+    {"gpus-per-node", "gres"},
+)
 _ADDED = ("container-mounts", "container-env")  # pyxis takes all values
 _INSTEAD = {
     "output": "--output out-%j.txt, a link to it",
     "open-mode": "nothing: the output is appended to",
     "signal": "--signal USR1@90",
-    "ntasks-per-node": "--nproc-per-node, or --gpus-per-node",
     "no-requeue": '--max-requeues 0; for the site\'s default: without = ["--requeue"]',
     "requeue": "--continue-by requeue",
     "container-image": "--image alone",
@@ -32,6 +37,8 @@ _INSTEAD = {
 # The job does not work without these.
 _NEEDED = ("job-name", "nodes", "ntasks-per-node", "output", "open-mode", "signal", "no-kill")
 OMP = "OMP_NUM_THREADS"  # of the batch script
+_NOT_IN_A_DRY_RUN = ("setup", "teardown", "image", "container", "srun", "mpirun")
+_NOT_IN_AN_ALLOCATION = ("time", "mem", "exclusive", "nodelist", "exclude", "sbatch")
 
 
 def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) -> None:
@@ -48,12 +55,18 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
     declared, raw = directives(replace(spec, sbatch=())), as_pairs(spec.sbatch)
     _check_pairs("sbatch", [*declared, *raw], header, raw)
     _check_pairs("srun", as_pairs(spec.srun), srun, as_pairs(spec.srun))
+    _check_container_options([pair for pair in as_pairs(spec.container_options) if pair in srun])
     for name in (*spec.env, *spec.env_names):
         if is_of_hpc_ddp(name, spec.launcher):
             raise UsageError(
                 f"variable {name} of env has no effect: a worker has hpc-ddp's value, or none",
                 hint="leave it out: the job finds its nodes and a free port itself; under another"
                 f" name: --worker-setup 'export NAME=${name}'",
+            )
+        if is_of_slurm(name):
+            raise UsageError(
+                f"variable {name} of env is set by Slurm, for the job and its step",
+                hint="leave it out; for an option of srun: --srun=--NAME=VALUE",
             )
     if name := misplaced_array([*spec.env.values()], spec.args, spec.expand):
         raise UsageError(
@@ -62,29 +75,84 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
         )
 
 
+def without_effect(spec: JobSpec) -> list[str]:
+    """Return warnings about settings that have no effect, or another one than they say, a sentence
+    each."""
+    warnings = []
+    keys = {"local": _NOT_IN_A_DRY_RUN, "salloc": _NOT_IN_AN_ALLOCATION}.get(spec.backend, ())
+    if names := [f"--{key}" for key in keys if getattr(spec, key.replace("-", "_"))]:
+        where = "a dry run" if spec.backend == "local" else "an allocation that is there already"
+        warnings.append(f"{', '.join(names)}: no effect in {where}")
+    limit_s = spec.time_min_s or spec.time_s
+    if spec.signal != JobSpec.signal and limit_s and spec.warn_s > limit_s // 10:
+        warnings.append(
+            f"the notice comes {limit_s // 10} s before the end, and not {spec.warn_s}: in the last"
+            " tenth of the time; --time for more"
+        )
+    warnings += _line_warnings((*spec.setup, *spec.node_setup), spec.launcher)
+    requests = [name for name, text in as_pairs(spec.sbatch) if name != "gres" or "gpu" in text]
+    has_gpus = any(re.match(r"gpus|gres$", name) for name in requests)
+    if has_gpus and spec.gpus_per_node is None and spec.nproc_per_node is None:
+        warnings.append(
+            "--sbatch asks for GPUs, and a node has one worker; --gpus-per-node 4 does both"
+        )
+    return warnings
+
+
+def _line_warnings(lines: Iterable[str], launcher: str) -> list[str]:
+    """Return warnings about set-up lines whose variables or traps hpc-ddp replaces."""
+    warnings = []
+    for line in lines:
+        exports = " ".join(re.findall(r"\bexport\s+([^;&|]*)", line))
+        exported = {*re.findall(r"(?:^|\s)([A-Z]\w*)=", exports)}
+        if ours := sorted(name for name in exported if is_of_hpc_ddp(name, launcher)):
+            warnings.append(
+                f"setup sets {', '.join(ours)}, and a worker has hpc-ddp's; --worker-setup for"
+                " lines in each worker"
+            )
+        if re.match(r"\s*trap\s.*\b(SIG)?(TERM|USR2|EXIT|0)\b", line):
+            warnings.append(f"the trap {line!r} is replaced by hpc-ddp's; --teardown LINE is run")
+    return warnings
+
+
+def _check_container_options(pairs: Sequence[Pair]) -> None:
+    """Raise UsageError for an option of the container that is one of the step, as those of pyxis
+    are, and that the step has already."""
+    for name, text in pairs:
+        if instead := {**SRUN_SETTLED, "container-image": _INSTEAD["container-image"]}.get(name):
+            raise UsageError(
+                f"container option {_text(name, text)} is an option of the step, set by hpc-ddp",
+                hint=f"in its place: {instead}",
+            )
+
+
 def _check_pairs(
     command: str, requested: Sequence[Pair], final: Sequence[Pair], raw: Collection[Pair]
 ) -> None:
     """Raise UsageError for a `requested` option that is not the last of its name and family in
     `final`, unless that has the same value, or both are `raw`."""
     for name, text in requested:
-        winner = [pair for pair in final if _is_same(pair[0], name)][-1]
+        winner = [pair for pair in final if _is_same(pair, (name, text))][-1]
         if name in _ADDED or winner == (name, text) or {winner, (name, text)} <= {*raw}:
             continue
         instead = _INSTEAD.get(name, _INSTEAD.get(winner[0], "leave it out"))
         if winner in raw:
-            instead = f"--{name} {winner[1]}" if winner[0] == name else f"{_text(*winner)} alone"
+            has_value = text and name in OPTIONS and winner[0] == name
+            instead = f"--{name} {winner[1]}" if has_value else f"{_text(*winner)} alone"
+        if name in ("gpus-per-node", "gres"):
+            instead = "--gpu-request none, and one --sbatch=--gres=gpu:4,… with all there is to ask"
         raise UsageError(
             f"{command} option {_text(name, text)} has no effect: {_text(*winner)} comes after it",
             hint=f"in its place: {instead}",
         )
 
 
-def _is_same(option: str, name: str) -> bool:
-    """Return whether sbatch takes `name`, maybe a beginning of a name, for `option`, or for one
-    that excludes it."""
-    is_beginning = option.startswith(name) and name not in _WHOLE
-    return option == name or is_beginning or any({option, name} <= f for f in _FAMILIES)
+def _is_same(first: Pair, second: Pair) -> bool:
+    """Return whether two options have the same name, or exclude each other. A ``--gres`` without
+    GPUs excludes no request for them."""
+    names = {first[0], second[0]}
+    has_gpus = all("gpu" in text for name, text in (first, second) if name == "gres")
+    return len(names) == 1 or (has_gpus and any(names <= family for family in _FAMILIES))
 
 
 def _text(name: str, text: str) -> str:
@@ -94,7 +162,7 @@ def _text(name: str, text: str) -> str:
 def as_pairs(options: Iterable[str]) -> list[Pair]:
     """Return raw options, ``--name=value``, as pairs; a flag's value is ''."""
     parts = (option.removeprefix("--").partition("=") for option in options)
-    return [(name, text) for name, _, text in parts]
+    return [(full_name(name), text) for name, _, text in parts]
 
 
 def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:

@@ -14,6 +14,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.job.variables import array_exports, is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.slurm_text import parse_options
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
 from hpc_ddp.submission.script.effect import as_pairs, check_effect, taken_out_in_vain, without
@@ -191,7 +192,14 @@ class Rendering:
         """Return sentences on what a user's template leaves out, and what follows from it, and on
         words of ``without`` that name nothing. Raise UsageError as `whole`."""
         vain = [f"without has {word!r}, and the job has no such thing" for word in self._in_vain]
-        return [*vain, *(template.missing(self.whole()) if self._spec.template else [])]
+        if not self._spec.template:
+            return vain
+        text = self.whole()
+        options = parse_options(text)
+        missing = [sbatch_line(*pair)[8:] for pair in self.header if pair[0] not in options]
+        if missing:
+            vain.append(f"the template leaves out {' '.join(missing)}; {{{{ super() }}}} has them")
+        return [*vain, *template.missing(text)]
 
     def block(self, name: str) -> str:
         """Return the block of one name; raise UsageError as `whole`, and for a template without

@@ -38,6 +38,8 @@ PROJECT_FILE = "hpc-ddp.toml"
 EXCLUSIVE = (("cpus-per-node", "cpus-per-task"), ("container", "image"))
 # With one of these flags SCRIPT is no file.
 NO_FILE = ("module", "no-python")
+# An option settles these variables of ``env``: one in a layer below has no say any more.
+_SETTLED_ENV = {"interface": r"(NCCL|GLOO)_SOCKET_IFNAME", "fabric": r"(NCCL|RCCL|FI|UCX)_\w+"}
 # A file's table [when.partition.NAME] counts only for jobs in this partition.
 CHOICES = ("partition", "qos")
 
@@ -250,15 +252,17 @@ def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with those of a layer above them.
 
-    ``env`` is merged name by name. A key above replaces one that excludes it: a site's
-    ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
+    ``env`` is merged name by name, without what an option above settles. A key above replaces one
+    that excludes it: a site's ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
     """
     replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
     values = {key: value for key, value in below.items() if key not in replaced}
     if "script" in above:  # the kind of another program is none of this one's
         values = {key: value for key, value in values.items() if key not in NO_FILE}
-    if "env" in above:
-        values["env"] = {**below.get("env", {}), **above["env"]}
+    settled = "|".join(names for key, names in _SETTLED_ENV.items() if above.get(key)) or "(?!)"
+    env = {k: text for k, text in below.get("env", {}).items() if not re.fullmatch(settled, k)}
+    if "env" in {**below, **above}:
+        values["env"] = {**env, **above.get("env", {})}
     return {**values, **{key: value for key, value in above.items() if key != "env"}}
 
 
@@ -381,6 +385,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     if job.get("notify"):
         job["notify"] = str(absolute(cwd / os.path.expanduser(job["notify"])))
     job["job_name"] = job.get("job_name") or name_for(script, bool(settings.get("module")))
-    in_container = bool(job.get("container") or job.get("image"))
-    job.setdefault("python", default_python(job.get("setup", ()), in_container))
+    is_here = job.get("backend") == "local"
+    in_container = bool(job.get("container") or job.get("image")) and not is_here
+    setup = () if is_here else job.get("setup", ())
+    job.setdefault("python", default_python(setup, in_container))
     return JobSpec(**job)

@@ -56,7 +56,13 @@ def check_script(script: Path, in_image: bool) -> None:
             hint = f"a module: hpc-ddp submit -m {shlex.quote(name)} …"
         raise UsageError(f"script {str(script)!r} does not exist", hint=hint)
     with script.open("rb") as file:
-        first = file.read(200).partition(b"\n")[0]
+        start_of_file = file.read(10_000)
+    first = start_of_file.partition(b"\n")[0]
+    if script.suffix != ".py" and re.search(rb"^#SBATCH\s", start_of_file, re.M):
+        raise UsageError(
+            f"{script} is a script for sbatch; accepted: the Python script that it starts",
+            hint=f"hpc-ddp import {shlex.quote(name)}, which writes hpc-ddp.toml from it",
+        )
     is_other = first.startswith(b"#!") and b"python" not in first and script.suffix != ".py"
     if is_other or b"\0" in first or script.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
         start = "./" if b"\0" in first else "bash "

@@ -64,3 +64,13 @@ def test_the_submitit_task_looks_for_no_module_in_the_working_directory(
     assert " -m " not in line
     # What modules and set-up lines have put there stays, behind the run's own library.
     assert "/lib${PYTHONPATH:+:$PYTHONPATH} " in line
+
+
+def test_an_allocation_of_another_size_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "19")
+    monkeypatch.setenv("SLURM_NNODES", "1")
+    prepared = replace(prepare_run(tmp_path), spec=JobSpec("train.py", nodes=4))
+    with pytest.raises(UsageError, match="nodes is 4, and the allocation has 1"):
+        backends.AllocationBackend().start(prepared)

@@ -113,6 +113,9 @@ def test_options_of_a_container_without_an_image_are_refused(tmp_path: Path) -> 
         ({"env": {"A": "$(date)"}}, "$( stays as it is"),
         ({"args": ["^a$", "5$"]}, ""),
         ({"args": ["-c", "echo $X"], "script": "bash", "no-python": True}, ""),
+        ({"args": ["$X/o"], "script": "composer", "no-python": True}, "$X stays as it is"),
+        ({"container": "apptainer exec $X/a.sif"}, "$X stays as it is"),
+        ({"resume-args": "--from $X"}, "$X stays as it is"),
         ({"array": "0-9%1"}, "runs that begin anew each"),
         ({"array": "0-9%2"}, ""),
     ],
@@ -129,12 +132,14 @@ def test_what_may_be_meant_otherwise_is_said(
 
 def test_an_old_python_is_refused_where_its_name_is_known(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    (tmp_path / "python3.8").touch()
     old = tmp_path / "python"
-    old.symlink_to("python3.8")
     values = {"script": "train.py", "python": str(old)}
-    with pytest.raises(UsageError, match=r"is Python 3\.8; accepted: 3\.10 or later"):
-        plan.plan_new(Settings(values), tmp_path, tmp_path / "runs")
+    for version in ("3.8", "2.7"):
+        (tmp_path / f"python{version}").touch()
+        old.unlink(missing_ok=True)
+        old.symlink_to(f"python{version}")
+        with pytest.raises(UsageError, match=rf"is Python {version}; accepted: 3\.10 or later"):
+            plan.plan_new(Settings(values), tmp_path, tmp_path / "runs")
     unknown: list[dict[str, Any]] = [{"image": "a.sif"}, {"python": "gone"}, {"python": "/gone"}]
     for more in unknown:
         plan.plan_new(Settings({**values, **more}), tmp_path, tmp_path / "runs")

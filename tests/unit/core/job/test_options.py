@@ -59,7 +59,7 @@ def test_json_of_a_newer_version_is_read() -> None:
         ({"sbatch": ("network=x",)}, "'network=x'", "--name=value"),
         ({"sbatch": ("--a=\n",)}, "", "--name=value"),
         ({"sbatch": ("--no-kill",)}, "until the time limit", "--elastic"),
-        ({"sbatch": ("--no-k=set",), "elastic": True, "nodes": 2}, "--no-k ", "--elastic"),
+        ({"sbatch": ("--no-k=set",), "elastic": True, "nodes": 2}, "--no-kill ", "--elastic"),
         ({"args": ("a\0b",)}, "NUL", "NUL"),
         ({"container": "a 'b"}, "a 'b", "split into words"),
         ({"array": "0-1", "continue_by": "resubmit"}, "chain", "array"),

@@ -42,3 +42,10 @@ def test_each_combination_is_a_task_with_its_arguments() -> None:
 def test_a_malformed_sweep_is_refused(sets: list[str], bound: int | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         JobSpec("train.py", **settings(sets, bound))
+
+
+def test_an_argument_that_is_swept_is_refused() -> None:
+    for args in (("--lr", "0.1"), ("--lr=0.1",)):
+        with pytest.raises(UsageError, match="--lr is among the arguments, and the sweep adds"):
+            JobSpec("train.py", args=args, **settings(["lr=1,2"], None))
+    JobSpec("train.py", args=("--lr-decay", "0.1"), **settings(["lr=1,2"], None))

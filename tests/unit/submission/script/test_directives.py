@@ -54,10 +54,10 @@ def test_cpus_of_a_task_are_passed_to_sbatch() -> None:
 def test_gpus_are_requested_as_the_site_wants(
     values: dict[str, Any], pairs: list[tuple[str, str]]
 ) -> None:
-    spec = JobSpec("t.py", exclusive=True, sbatch=("--a=b=c", "--flag"), **values)
+    spec = JobSpec("t.py", exclusive=True, sbatch=("--hint=b=c", "--flag"), **values)
     names = ("job-name", "nodes", "cpus-per-task")
     remaining = [pair for pair in directives(spec) if pair[0] not in names]
-    assert remaining == [*pairs, ("exclusive", ""), ("a", "b=c"), ("flag", "")]
+    assert remaining == [*pairs, ("exclusive", ""), ("hint", "b=c"), ("flag", "")]
 
 
 def test_the_output_has_a_link_where_the_user_wants_it(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hpc_ddp.core.job.variables import OF_USERS
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import child_process
 from hpc_ddp.node.workers import worker
+from hpc_ddp.submission.script.effect import without_effect
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.script.torchrun import TORCHRUN_OPTIONS
 from unit.node.fakes import place_of
@@ -73,6 +74,13 @@ def test_no_directive_of_ours_overrides_the_users_without_a_word(values: dict[st
         ({"mem": "1G"}, "--mem-per-cpu=1G", "--mem-per-cpu=1G alone"),
         ({"time": "60"}, "--time=30", "--time 30"),
         ({}, "--network=", "without the equals sign"),
+        ({}, "--no-req", "--max-requeues 0"),
+        ({"partition": "p"}, "--part=q", "--partition q"),
+        ({}, "--tasks-per-node=4", "--nproc-per-node"),
+        ({"nodes": "1-4"}, "--ntasks-per-node=4", "--nproc-per-node"),
+        ({"exclusive": True}, "--oversubscribe", "--oversubscribe alone"),
+        ({"exclusive": True}, "--exclusive=user", "--exclusive=user alone"),
+        ({"gpus_per_node": "4"}, "--gres=gpu:2", "--gpu-request none"),
     ],
 )
 def test_an_option_of_sbatch_without_effect_is_an_error(
@@ -106,7 +114,7 @@ def test_no_option_of_ours_for_srun_overrides_the_users(launcher: str) -> None:
             assert re.findall(rf"--{name}=(\w+)", text)[-1] == "x"
             continue
         for word in (f"--{name}=x", f"--{name[:-1]}=x"):
-            with pytest.raises(UsageError, match="is set by hpc-ddp"):
+            with pytest.raises(UsageError, match=r"is set by hpc-ddp|is a beginning of"):
                 _rendering(launcher=launcher, srun=(word,))
 
 
@@ -177,3 +185,45 @@ def test_an_option_whose_name_begins_like_ours_takes_nothing_away() -> None:
         gpus_per_node="4", gpu_request="gres", sbatch=("--gres-flags=enforce-binding",)
     )
     assert _in_force(rendering.header, "gres") == "gpu:4"
+
+
+@pytest.mark.parametrize(
+    "option", ["--container-image=b", "--ntasks-per-node=4", "--tasks-per-node=4", "--output=x"]
+)
+def test_the_container_of_pyxis_has_no_option_of_the_step(option: str) -> None:
+    values: dict[str, Any] = {"image": "a", "container_options": (option,)}
+    with pytest.raises(UsageError, match="is an option of the step, set by hpc-ddp"):
+        _rendering(container_tool="pyxis", **values)
+    _rendering(container_tool="apptainer", **values)  # has options of its own
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_DISTRIBUTION", "SLURM_EXPORT_ENV"])
+def test_variables_of_slurm_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"variable {name} of env is set by Slurm"):
+        _rendering(env={name: "1"})
+    _rendering(env={"SLURM_CPU_BIND": "cores"})
+
+
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ({"backend": "local", "image": "a.sif", "setup": ("x",)}, "--setup, --image: no effect"),
+        ({"backend": "salloc", "time": "60", "sbatch": ("--hint=a",)}, "--time, --sbatch: no"),
+        ({"time": "60", "signal": "USR1@600"}, "comes 360 s before the end, and not 600"),
+        ({"time": "120", "signal": "USR1@600"}, ""),
+        ({"time": "5"}, ""),
+        ({"setup": ("export MASTER_PORT=29500 RANK=0",)}, "setup sets MASTER_PORT, RANK"),
+        ({"setup": ("export PATH=/x:$PATH; RANK=1 id",)}, ""),
+        ({"node_setup": ("export WORLD_SIZE=8",)}, "setup sets WORLD_SIZE"),
+        ({"worker_setup": ("export NODE_RANK=$GROUP_RANK",)}, ""),
+        ({"setup": ("trap 'touch saved' TERM",)}, "is replaced by hpc-ddp's"),
+        ({"sbatch": ("--gres=gpu:4",)}, "--gpus-per-node 4 does both"),
+        ({"sbatch": ("--gres=gpu:4",), "nproc_per_node": 4}, ""),
+        ({"sbatch": ("--gres=scratch:4",)}, ""),
+    ],
+)
+def test_what_has_no_effect_is_a_warning(values: dict[str, Any], warning: str) -> None:
+    spec = JobSpec(script="/home/me/train.py", chdir="/home/me", **values)
+    warnings = without_effect(spec)
+    assert warning in "".join(warnings)
+    assert bool(warning) == bool(warnings)

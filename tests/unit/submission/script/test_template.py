@@ -121,6 +121,17 @@ def test_missing_parts_of_a_script_are_named(tmp_path: Path) -> None:
         _rendering(path).block("setup")
 
 
+def test_directives_that_a_header_leaves_out_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "own.j2"
+    path.write_text(EXTENDS + "{% block header %}#!/bin/bash\n#SBATCH -p x\n{% endblock %}")
+    (text,) = [text for text in _rendering(path).left_out() if "super()" in text]
+    assert text.startswith("the template leaves out --job-name=")
+    assert "--signal=" in text
+    assert "--partition" not in text
+    path.write_text(EXTENDS + "{% block header %}{{ super() }}{% endblock %}")
+    assert _rendering(path).left_out() == []
+
+
 def test_blocks_that_submitit_does_not_use_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.j2"
     path.write_text(EXTENDS + "{% block setup %}{% endblock %}\n{% block step %}{% endblock %}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.submission.settings.config import load
+from hpc_ddp.submission.settings.config import Settings, load
 
 SITE = """\
 partition = "low"
@@ -82,3 +84,16 @@ def test_malformed_tables_are_refused(home: Path, text: str, message: str) -> No
     (home / "hpc-ddp.toml").write_text(text + "\n")
     with pytest.raises(UsageError, match=message):
         _values(home)
+
+
+def test_an_option_settles_the_variables_of_a_sites_network(
+    tmp_path: Path, settings: Callable[..., Settings]
+) -> None:
+    site = settings(site="leonardo").get("env")
+    assert site["NCCL_SOCKET_IFNAME"]
+    env = settings(site="leonardo", interface="eth1").get("env")
+    assert env == {k: text for k, text in site.items() if k != "NCCL_SOCKET_IFNAME"}
+    assert "NCCL_NET" in settings(site="alps").get("env")
+    merged = settings(site="alps", fabric="ethernet", env={"NCCL_DEBUG": "INFO"})
+    names = [name for name in merged.get("env") if re.match("NCCL|FI_", name)]
+    assert names == ["NCCL_DEBUG"]

@@ -1,0 +1,124 @@
+"""The options of sbatch and srun by name: their letters, aliases, and beginnings.
+
+From the man pages of Slurm 20.11 to 25.11. Options of plugins, as those of pyxis, are not here.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hpc_ddp.core.errors import UsageError
+
+# The short options of sbatch and srun.
+SHORT_OPTIONS = {
+    **{"A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "c": "cpus-per-task"},
+    **{"C": "constraint", "d": "dependency", "D": "chdir", "e": "error", "G": "gpus", "H": "hold"},
+    **{"i": "input", "J": "job-name", "k": "no-kill", "K": "kill-on-bad-exit", "l": "label"},
+    **{"L": "licenses", "m": "distribution", "M": "clusters", "n": "ntasks", "N": "nodes"},
+    **{"o": "output", "p": "partition", "q": "qos", "Q": "quiet", "s": "oversubscribe"},
+    **{"t": "time", "u": "unbuffered", "v": "verbose", "w": "nodelist", "W": "wait"},
+    **{"x": "exclude", "O": "overcommit", "E": "preserve-env", "r": "relative", "S": "core-spec"},
+    **{"F": "nodefile", "T": "threads"},
+}
+# The long options of sbatch, and those that only srun has: an unambiguous beginning will do.
+SBATCH = (
+    "account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment"
+    " constraint container container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu"
+    " cpus-per-task deadline delay-boot dependency distribution error exclude exclusive export"
+    " export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node"
+    " gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name"
+    " kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu"
+    " mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks"
+    " ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode"
+    " output overcommit oversubscribe parsable partition power prefer priority profile propagate"
+    " qos quiet reboot requeue reservation segment signal sockets-per-node spread-job stepmgr"
+    " switches tasks-per-node test-only thread-spec threads-per-core time time-min tmp tres-bind"
+    " tres-per-task uid use-min-nodes verbose wait wait-all-nodes wckey workdir wrap"
+)
+SRUN = SBATCH + (
+    " accel-bind bcast bcast-exclude compress cpu-bind disable-status epilog exact external"
+    " het-group immediate interactive jobid kill-on-bad-exit label mpi msg-timeout multi-prog"
+    " no-allocate overlap pack-group preserve-env prolog pty quit-on-interrupt relative resv-ports"
+    " send-libs task-epilog task-prolog threads treewidth unbuffered whole"
+)
+# Other names of the same.
+_SAME = {"tasks-per-node": "ntasks-per-node", "workdir": "chdir", "pack-group": "het-group",
+         "cluster": "clusters", "share": "oversubscribe"}  # fmt: skip
+
+# Options of srun that the step has already, or can't have, and what to use instead.
+SRUN_SETTLED = {
+    **dict.fromkeys(("nodes", "relative"), "--nodes"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "--nproc-per-node, or --gpus-per-node"),
+    "cpus-per-task": "--cpus-per-task, or --cpus-per-node",
+    **dict.fromkeys(("output", "error", "label"), "nothing: `hpc-ddp logs --rank` has each rank's"),
+    **dict.fromkeys(("overlap", "exclusive"), "nothing: the step has all that the job has"),
+    **dict.fromkeys(
+        ("distribution", "kill-on-bad-exit", "no-kill", "wait"),
+        "nothing: the launcher relies on the value that it has",
+    ),
+}
+# Options of sbatch that are refused: what each does, and what to use instead.
+SBATCH_REFUSED = {
+    "no-kill": (
+        "would keep a job without its first node, and its script, until the time limit; accepted:"
+        " --elastic",
+        "--elastic: the job continues without a node that is lost",
+    ),
+    "array": ("makes an array that hpc-ddp can't know; accepted: --array", "--array 0-3"),
+    "error": ("would take messages out of the job's log; accepted: --error", "--error x.err"),
+    "chdir": (
+        "has no effect: the script goes to its folder; accepted: --chdir",
+        "--chdir DIR",
+    ),
+    "ntasks": (
+        "is the number of tasks, which hpc-ddp counts; accepted: nodes and workers",
+        "--nodes 2 --nproc-per-node 4",
+    ),
+    "ntasks-per-node": (
+        "is the number of tasks of a node, which hpc-ddp counts; accepted: workers",
+        "--nproc-per-node 4, or --gpus-per-node 4",
+    ),
+    "test-only": ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
+    "wait": ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
+    "time-min": (
+        "would leave the time limit at what one attempt got; accepted: --time-min",
+        "--time-min 1:00:00",
+    ),
+    "wrap": ("submits something else; accepted: SCRIPT", "--setup, or SCRIPT"),
+}
+
+
+def full_name(name: str, names: str = SRUN) -> str:
+    """Return the whole name of a long option, without dashes, by one of its names or an unambiguous
+    beginning; one that is not among `names` (with blanks between them) stays as it is."""
+    fitting = [long for long in names.split() if long.startswith(name)]
+    long_name = fitting[0] if len(fitting) == 1 and name not in names.split() else name
+    return _SAME.get(long_name, long_name)
+
+
+def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
+    """Return the whole name and the value of a raw option of srun or sbatch, ``--name=value``; ''
+    without a value.
+
+    Raise UsageError for another form, a control character, and the beginning of several names;
+    `command` (``srun``) and `example` (``--gpu-bind=x``) are for its hint.
+    """
+    if not re.match(r"--[a-z]", raw) or not raw.isprintable():
+        raise UsageError(
+            f"{command} option {raw!r} is not of the form --name or --name=value",
+            hint=f"--{command}={example}",
+        )
+    name, equals, value = raw[2:].partition("=")
+    if equals and not value:  # `#SBATCH --network` would be another request
+        raise UsageError(
+            f"{command} option {raw!r} has no value; accepted: --{name}, or --{name}=VALUE",
+            hint=f"--{command}=--{name}, without the equals sign",
+        )
+    names = SBATCH if command == "sbatch" else SRUN
+    fitting = [long for long in names.split() if long.startswith(name)]
+    if len(fitting) > 1 and name not in fitting:
+        raise UsageError(
+            f"{command} option --{name} is a beginning of --{', --'.join(fitting)}",
+            hint=f"--{command}=--{fitting[0]}, or another of them",
+        )
+    return full_name(name, names), value
