@@ -20,6 +20,7 @@ Pair = tuple[str, str]  # an option of sbatch or srun without dashes, and its va
 _FAMILIES = ({"requeue", "no-requeue"}, {"mem", "mem-per-cpu", "mem-per-gpu"})
 _WHOLE = ("mem", "gpus", "gres", "ntasks", "time")  # names that are also beginnings of others
 _ADDED = ("container-mounts", "container-env")  # pyxis takes all values
+# What to use in place of an option that hpc-ddp sets itself.
 _INSTEAD = {
     "output": "--output out-%j.txt, a link to it",
     "open-mode": "nothing: the output is appended to",
@@ -66,7 +67,7 @@ def _check_pairs(
     command: str, requested: Sequence[Pair], final: Sequence[Pair], raw: Collection[Pair]
 ) -> None:
     """Raise UsageError for a `requested` option that is not the last of its name and family in
-    `final`, unless that has the same value, or both are `raw`."""
+    `final`, which has all of them, unless the last one has the same value, or both are `raw`."""
     for name, text in requested:
         winner = [pair for pair in final if _is_same(pair[0], name)][-1]
         if name in _ADDED or winner == (name, text) or {winner, (name, text)} <= {*raw}:
@@ -81,8 +82,8 @@ def _check_pairs(
 
 
 def _is_same(option: str, name: str) -> bool:
-    """Return whether sbatch takes `name`, maybe a beginning of a name, for `option`, or for one
-    that excludes it."""
+    """Return whether `name`, which may be cut short, is for sbatch the same option as `option`, or
+    one that excludes it."""
     is_beginning = option.startswith(name) and name not in _WHOLE
     return option == name or is_beginning or any({option, name} <= f for f in _FAMILIES)
 
