@@ -66,14 +66,16 @@ class Grouped(click.Command):
 
 
 def group_of(param: click.Parameter) -> str:
-    """Return the heading of a parameter in the help; `OTHERS` for one that no setting declares."""
+    """Return the heading of a parameter in the help: its setting's, else the one in `_GROUP_OF`,
+    else `OTHERS`."""
     key = (param.name or "").replace("_", "-").removeprefix("no-")
     declared = config.OPTIONS.get(key)
     return declared.group if declared else _GROUP_OF.get(key, OTHERS)
 
 
 def _click_option(key: str, declared: Option) -> Command:
-    """Return the decorator that adds the option of one key to a command."""
+    """Return the decorator that adds the option of one key to a command: ``--no-KEY`` for a setting
+    that is on by default."""
     flags = [f"-{declared.letter}"] if declared.letter else []
     metavar = declared.metavar or "|".join(declared.accepted) or None
     if key in _ON_BY_DEFAULT:
@@ -91,7 +93,8 @@ def _click_option(key: str, declared: Option) -> Command:
 
 
 def _add(command: Command, keys: list[str], *more: Command) -> Command:
-    """Add the options of some keys to a command, behind those of `more`, and return it."""
+    """Add the options of some keys to a command, then those that the decorators `more` add, and
+    return it."""
     for decorator in reversed(more):
         command = decorator(command)
     for key in reversed(keys):
@@ -109,20 +112,21 @@ def job_options(command: Command) -> Command:
 
 
 def local_options(command: Command) -> Command:
-    """Add the options that mean something for processes on this machine, SCRIPT and ARGS to a
-    command, and return it."""
+    """Add the options that mean something for processes on this machine, ``--json``, SCRIPT and
+    ARGS to a command, and return it."""
     keys = [key for key in _KEYS if config.OPTIONS[key].is_local]
     return _add(_script(command), keys, json_option)
 
 
-def again_options(command: Command) -> Command:
-    """Add the options of a job that has its script, its arguments and its site already to a
-    command, and return it."""
+def rerun_options(command: Command) -> Command:
+    """Add the options of a job that has its script, its arguments and its site already, and
+    ``--json``, to a command, and return it."""
     return _add(command, [key for key in _KEYS if key != "site"], json_option)
 
 
 def node_options(command: Command) -> Command:
-    """Add the options that describe the nodes of a job to a command, and return it."""
+    """Add the options that describe the nodes of a job, and ``--json``, to a command, and return
+    it."""
     return _add(command, [key for key in _KEYS if key in _OF_NODES], json_option)
 
 
@@ -135,10 +139,10 @@ def _script(command: Command) -> Command:
 def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return the settings on the command line, under the keys of a project file.
 
-    `options` are click's parameters by name, and with ``script`` there is ``args``. An option that
-    was not given is left out; ARGS count only behind a SCRIPT; ``--env NAME=VALUE`` becomes
-    ``env``, ``--env NAME`` ``env-names``, and ``--no-snapshot`` ``snapshot``: False, as all those
-    of `_ON_BY_DEFAULT`.
+    `options` are click's parameters by name, ``args`` among them if ``script`` is. An option that
+    was not given is left out; ARGS count only behind a SCRIPT. ``--env NAME=VALUE`` goes into
+    ``env``, and ``--env NAME`` into ``env-names``; ``--no-snapshot`` is ``snapshot``: False, and so
+    with all of `_ON_BY_DEFAULT`.
     """
     settings: dict[str, Any] = {}
     for name, value in options.items():

@@ -21,8 +21,12 @@ def say(text: str) -> None:
 
 
 def echo_surely(text: str) -> None:
-    """Print a text to stdout, or to stderr where that takes none, as on a full disk or a pipe that
-    nobody reads: what has been done is no failure, and a script must not repeat it."""
+    """Print a text to stdout. Where that takes none, as on a full disk or a pipe that nobody reads,
+    print it to stderr with a warning, and send stdout to /dev/null from then on.
+
+    Nothing is raised: the command has done its work, and must not look as if it had failed to a
+    script, which would repeat it.
+    """
     try:
         click.echo(text)
     except OSError as error:

@@ -31,7 +31,8 @@ def script(shell: str) -> str:
 
 
 def teach(command: click.Command) -> click.Command:
-    """Change a command so that its parameters complete what their names stand for; return it."""
+    """Change a command so that the Tab key completes its runs, sites and fabrics, which it knows by
+    its parameters' names; return it."""
     for param in command.params:
         if param.name in _OFFERED:
             vars(param)["shell_complete"] = _OFFERED[param.name]
@@ -39,7 +40,8 @@ def teach(command: click.Command) -> click.Command:
 
 
 def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-    """Offer names, then ids, newest first; by listing folders alone, since that is quick.
+    """Return the names of runs, then their ids, that begin with `incomplete`, newest first; folders
+    are listed and nothing is read, since that is quick. A path is left to the shell.
 
     The shell inserts the text as it is, so only names that hpc-ddp gives are offered: another
     user's folder may be called like a command. A folder that can't be listed, or settings that
@@ -62,8 +64,8 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
 
 
 def _stems(*folders: Path) -> Callable[[click.Context, str], list[CompletionItem]]:
-    """Return a completion that offers the names of the TOML files in some folders; none of a
-    missing folder."""
+    """Return a function for click that offers the names of the TOML files in some folders, without
+    ``.toml``; none of a missing folder."""
 
     def offer(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})

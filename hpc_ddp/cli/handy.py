@@ -64,6 +64,8 @@ def clean(
     A finished run is deleted completely. An unfinished one loses the checkpoints before the last
     good one, but for those of keep_every; all that it needs to go on stays. Queued and live runs
     are never touched. With --json there is no question: it only lists, unless there is --yes.
+
+    Exit code 1 where a deletion that was confirmed could not be made; the reason is printed.
     """
     # Without one of the settings it might be another folder, whose runs would be deleted.
     root = runs_folder(runs_dir, is_strict=True)
@@ -94,7 +96,6 @@ def clean(
             say(f"freed {byte_count(sum(row['bytes'] for row in rows if row['deleted']))}")
     if as_json:
         click.echo(json.dumps(rows))
-    # Exit code 1 where a deletion that was confirmed was not made.
     sys.exit(is_confirmed and not all(row["deleted"] for row in rows))
 
 
@@ -115,8 +116,8 @@ def attach(
 ) -> None:
     """Open a shell, or run COMMAND, beside a worker of RUN: on its node, with its environment.
 
-    It shares the job's resources, and the job goes on when it ends. --py-spy needs no py-spy where
-    the script uses hpc_ddp.training.
+    The shell or COMMAND shares the job's resources; the job goes on when it ends. Its exit code is
+    this command's. --py-spy needs no py-spy where the script uses hpc_ddp.training.
     """
     if py_spy and command:
         raise UsageError(

@@ -67,7 +67,8 @@ def import_(job_script: Path, output: Path | None, site: str | None) -> None:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a job script; raise UsageError for a file that is none, or not there."""
+    """Return the text of a job script; raise UsageError for a file that can't be read, or has
+    neither ``#!`` at its beginning nor ``#SBATCH``."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -86,11 +87,15 @@ def _read(path: Path) -> str:
 def _check(
     conversion: Conversion, path: Path, cwd: Path, home: Path
 ) -> tuple[Conversion, list[str] | UsageError]:
-    """Return a conversion without the settings that hpc-ddp refuses, which are then among the lines
-    that are not taken over; and sentences about the job that it describes, or what remains refused.
+    """Return a conversion without the settings that hpc-ddp refuses, and sentences about the job
+    that it describes, or the error that no setting left out mends.
+
+    Lines of refused settings become LOST, in `conversion` too. Nothing is written; the arguments
+    and errors are those of `_render`. ``script`` is never left out.
     """
 
     def effect_of(trial: Conversion) -> list[str] | UsageError:
+        """Return what `_render` does, or its UsageError."""
         try:
             return _render(trial, path, cwd, home)
         except UsageError as error:
@@ -110,8 +115,13 @@ def _check(
 
 
 def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[str]:
-    """Render the job that a conversion describes, as ``hpc-ddp render`` does, and return sentences
-    about it; raise UsageError for what is refused."""
+    """Render the job that a conversion describes, as ``hpc-ddp render`` does but without a folder,
+    and return sentences about it.
+
+    `path` is that of the project file, which counts alone; `cwd` the working directory of the job,
+    `home` the folder of the user's site files. Variables to pass on that are not set here do not
+    count. Raise UsageError for what is refused, OSError where the program can't be read.
+    """
     settings: dict[str, Any] = conversion.settings()
     names = settings.pop("env-names", [])
     settings["env-names"] = [name for name in names if name in os.environ]
@@ -135,8 +145,12 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
 
 
 def _write(path: Path, text: str, next_step: str = "") -> None:
-    """Write a project file, and say so and what comes next; one that is there stays, and the
-    difference is printed."""
+    """Write a project file that only its owner can change, and print that to stderr, with
+    `next_step` behind it.
+
+    One that is there stays. Where it differs, the difference is printed, and the command ends with
+    exit code 1. Raise UsageError where the file can't be written, OSError where it can't be read.
+    """
     if path.exists():
         old = path.read_text(errors="replace")
         if old == text:

@@ -21,10 +21,10 @@ import click
 
 from hpc_ddp.cli.click_options import (
     Grouped,
-    again_options,
     job_options,
     local_options,
     node_options,
+    rerun_options,
     settings_of,
 )
 from hpc_ddp.cli.common import echo_surely, say
@@ -49,11 +49,12 @@ class Forward:
     """Passes Ctrl-C and SIGTERM on to the process of a run, as a notice."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._has_come = False
+        self._process: subprocess.Popen[bytes] | None = None  # once `wait` has it
+        self._has_come = False  # one of the signals
 
     def install(self) -> Forward:
-        """From now on the signals no longer end this process: before `wait`, they wait, too."""
+        """Take over both signals, which no longer end this process, and return itself; one that
+        comes before `wait` is passed on there."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
         return self
@@ -64,8 +65,8 @@ class Forward:
             self._process.terminate()
 
     def wait(self, started: backends.StartedRun) -> int:
-        """Wait for the process of a run, which must have one, and return its exit code as a shell
-        gives it."""
+        """Wait for the process of a run, which must have one, and return its exit code; 128 + n
+        where signal n ended it."""
         assert started.process is not None
         self._process = started.process
         if self._has_come:
@@ -97,21 +98,19 @@ def _prepare(
     new_code: bool = False,
     **forced: Any,
 ) -> PreparedRun:
-    """Write the folder of the run that the command line's `options` describe, and return the run;
-    `forced` settings, by key, come before them. With `force` a job of the run that can't be asked
-    for counts as over.
+    """Write the folder of the run that the command line's `options` describe, and return the run.
 
-    Takes ``run_text`` out of `options`; prints files, site and warnings to stderr. An existing run
-    is claimed: no other process can start it before `_begin` has, or this one ends. It keeps its
-    code without `new_code`.
+    `forced` settings, by key, come before them. With `fresh` the run is to begin at step 0; with
+    `force` a job of it that can't be asked for counts as over; it keeps its code without
+    `new_code`. An existing run is claimed: no other process can start it before `_begin` has, or
+    this one ends. Takes ``run_text`` out of `options`; prints as `_plan`.
 
     Raises
     ------
     UsageError
-        ``--fresh`` or ``--new-code`` without ``--run``, a refused setting, ``--run`` means no run
-        or one that can't go on or is at work, or the folder can't be written
+        as `_plan` and `Plan.write`, and for ``--fresh`` or ``--new-code`` without ``--run``
     OSError
-        the folder of ``--run`` can't be read
+        as `_plan`
     """
     if fresh and options["run_text"] is None:
         raise UsageError(
@@ -131,11 +130,10 @@ def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
 
     Raises
     ------
-    HpcDdpError
-        it could not be started; or, a UsageError, the disk refuses to set checkpoints aside: those
-        that were moved by then stay there
-    OSError
-        the script can't be written, the process not be started, or a checkpoint not be moved back
+    HpcDdpError, OSError
+        as `backends.start`; an OSError also where a checkpoint can't be moved back
+    UsageError
+        the disk refuses to set checkpoints aside: those that were moved by then stay there
     """
     try:  # before, since a job may start at once
         folders = set_aside(prepared) if fresh else []
@@ -155,7 +153,7 @@ def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
-    """Warn on stderr of options of the running command among the `args` behind a `script`: they go
+    """Note on stderr each option of the running command among the `args` behind `script`: it goes
     to the script."""
     names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
     for word in args:
@@ -170,9 +168,10 @@ def _plan(
     """Return the plan of a job, of a new run or of ``--run``, and its merged settings; nothing is
     written.
 
-    Takes ``run_text`` out of `options`; prints files, site and warnings to stderr. Raise UsageError
-    for a refused setting, and where ``--run`` means no run, or one that can't go on; and OSError
-    where the folder of ``--run`` can't be read.
+    Takes ``run_text`` out of `options`. Prints to stderr which project file and site count, changed
+    files of the code, and warnings. Raise UsageError for a refused setting, and where ``--run``
+    means no run, or one that can't go on; and OSError where its folder, or the script, can't be
+    read.
     """
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
@@ -196,7 +195,7 @@ def _plan(
 
 
 def _note_changes(plan: Plan) -> None:
-    """Print which files of a run's code have changed where it goes on with its own copy."""
+    """Note on stderr which Python files changed since a run copied its code, if it keeps that."""
     if plan.copies_code or not plan.code.is_relative_to(plan.run.whole):
         return
     inside = plan.script.relative_to(plan.code)
@@ -221,8 +220,8 @@ def submit(as_json: bool, fresh: bool, new_code: bool, force: bool, **options: A
 def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     """Start a run and print its job id, or with `as_json` an object with ``job_id`` and ``run``.
 
-    A process in the foreground is waited for. Its exit code ends the command, and stands in the
-    object in place of the ``job_id``. Raise HpcDdpError and OSError where the run can't be started.
+    A process in the foreground is waited for, and gets Ctrl-C and SIGTERM as a notice. Its exit
+    code ends the command, and stands in the object in place of ``job_id``. Raises as `_begin`.
     """
     path, forward = str(prepared.run.path), Forward()
     if prepared.spec.backend in ("local", "salloc"):
@@ -273,7 +272,8 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
 def render(as_json: bool, explain: bool, **options: Any) -> None:
     """Print the batch script that `submit` would run. It can be submitted by hand.
 
-    With --explain the settings are printed in place of the script, and nothing is left behind.
+    Its run's folder is made. With --explain the settings are printed in place of the script, and
+    nothing is left behind.
     """
     if explain:
         rows = origin.origins(*_plan(options))
@@ -354,7 +354,8 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
 
 def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
     """Train with each feature once, print the table, and end the command: exit code 1 where a
-    feature does not work. From then on runs of this process may use accelerators.
+    feature does not work. From then on runs of this process may use accelerators, and the training
+    gets Ctrl-C and SIGTERM as a notice.
 
     Raise UsageError for a refused setting, HpcDdpError where the training can't be started or tried
     no feature, and OSError where a file can't be written or read.
@@ -375,12 +376,12 @@ def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
     "--set", "sets", multiple=True, metavar="NAME=VALUE", help="Another --NAME of the script's."
 )
 @click.option("--same-code", is_flag=True, help="The run's own copy of the code, not today's.")
-@again_options
+@rerun_options
 def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **options: Any) -> None:
     """Run the job of RUN once more, from its beginning and as a new run.
 
-    Script, arguments, options and back-end are as they were, but for the options here. A task
-    of a sweep (SWEEP/task-3) is repeated alone.
+    Script, arguments, options and back-end are as they were, but for the options here. The code is
+    as it is now. A task of a sweep (SWEEP/task-3) is repeated alone. Prints the job id.
     """
     changes: dict[str, str] = {}
     for text in sets:

@@ -1,7 +1,7 @@
 """``hpc-ddp``: one command for what happens before a job, and one for all that comes after.
 
 stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
-a dry run was stopped and can go on.
+a dry run was stopped and can go on; a command in the foreground ends with the code of its process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COMMANDS = {
     **dict.fromkeys(("site", "trust"), "site"),
 }
 
-# That are new before garbage is looked for. A journal's events are a million, none of them garbage,
-# and looking through them again and again takes a quarter of the time to read them.
+# Python looks for garbage after so many new objects. A journal's events are a million, none of them
+# garbage, and looking through them again and again takes a quarter of the time to read them.
 OBJECTS = 200_000
 
 
@@ -43,7 +43,7 @@ class Group(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import and return a command. Raise click's UsageError for an unknown name, with the
-        nearest one. While a shell asks for completions, the command's parameters learn theirs."""
+        nearest one. While a shell asks for completions, the command can give them (`teach`)."""
         if name not in COMMANDS:
             ctx.fail(f"no command {name!r}{closest(name, COMMANDS)}; `hpc-ddp --help` lists them")
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")
@@ -56,10 +56,10 @@ class Group(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command and return its result. An error of ours (HpcDdpError) or of the disk is
-        printed to stderr, and ends the process with its exit code, 1 for the disk's.
+        """Run a command and return its result. An HpcDdpError or OSError is printed to stderr, and
+        ends the process with the error's exit code, 1 for an OSError.
 
-        A broken pipe and a usage error are left to click; for an unknown option before SCRIPT the
+        A broken pipe and click's own UsageError are raised; for an unknown option before SCRIPT its
         message adds where a script's options go.
         """
         try:

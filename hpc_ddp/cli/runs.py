@@ -126,7 +126,8 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
 def cancel(runs: Sequence[str], runs_dir: str | None) -> None:
     """Cancel runs for good: nothing requeues them after this.
 
-    Exit code 1 where a job is live that was not cancelled; it is named.
+    Exit code 1 where Slurm did not cancel a job or it is live still, 2 where a run was finished
+    already; each is named, and the other runs are cancelled.
     """
     code = 0
     for run in [run_of(text, runs_dir) for text in runs]:
@@ -148,7 +149,7 @@ def cancel(runs: Sequence[str], runs_dir: str | None) -> None:
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where to write it (default: report.html in the run's folder).",
+    help="Where to write it (default: report.html in the run's folder; here for another user's).",
 )
 @folder_option
 def report(run: str, output: Path | None, runs_dir: str | None) -> None:

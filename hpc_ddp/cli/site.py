@@ -71,8 +71,8 @@ def show(name: str | None) -> None:
 
 
 def _chosen(home: Path) -> str | None:
-    """Return the site of jobs from this folder: the project's, or one that is recognised; None
-    without one. Raise UsageError for settings that can't be used."""
+    """Return the name of the site of jobs from this folder: the project file's, or one that the
+    environment shows; None without one. Raise UsageError for settings that can't be used."""
     recognised = sites.recognised(home, os.environ)
     named: str | None = config.load({}, Path.cwd(), home).get("site")
     return named or (recognised[0] if recognised else None)
@@ -84,7 +84,7 @@ def trust(paths: Sequence[Path]) -> None:
     """Accept settings files or templates of another user, as they are now.
 
     Read them first: they decide what your jobs run. A file that changes afterwards, or gets another
-    owner, is refused again. The list is ~/.config/hpc-ddp/trusted.json.
+    owner, is refused again. The list is ~/.config/hpc-ddp/trusted.json. The paths are printed.
     """
     for path in paths:
         settings_trust.accept(path)

@@ -30,17 +30,19 @@ exec "$python" -E -s "$@\""""
 def command(
     run: RunFolder, node: str | None, rank: int | None, words: Sequence[str], terminal: bool
 ) -> list[str]:
-    """Return the command that does something beside a worker, in its surroundings: by srun on its
-    node, or for a run without a job on this machine. Nothing is started.
+    """Return the command that calls `node.attach` for a worker: by srun on its node and in another
+    container of the same kind, or, for a run without a job, on this machine.
+
+    Nothing is started; Slurm is asked whether the job runs.
 
     Parameters
     ----------
     node, rank
-        which worker of the newest attempt, as `_pid_file` has it
+        which worker of the newest attempt, as `_pid_file` has it; None: any
     words
-        ``stacks``, or ``run`` and a command
+        ``stacks``, or ``run`` and a command, for `node.attach`
     terminal
-        whether srun gives it a terminal
+        whether srun gives the command a terminal
 
     Raises
     ------
@@ -90,8 +92,8 @@ def command(
 
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:
     """Return the pid file of a worker of the attempt: of `rank`, which has to be on `node` if that
-    is given; without a rank of the lowest one on `node`, or on all. Raise UsageError where no such
-    worker has started."""
+    is given; without a rank, of the lowest rank on `node`, or on any node. Raise UsageError where
+    no such worker has started."""
     pid_files = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
     on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
     chosen_rank = rank if rank is not None else min(on_node, default=0)

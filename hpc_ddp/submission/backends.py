@@ -1,7 +1,7 @@
 """Back-ends: each takes a prepared run and starts it. One seam for all: `start`.
 
-``slurm`` and ``submitit`` return as soon as the job is queued; ``allocation`` and ``local`` run
-in the foreground until the attempt, or the run, has ended.
+``slurm`` and ``submitit`` return as soon as the job is queued; ``salloc`` and ``local`` return a
+process, which the caller waits for: it ends with the attempt, or the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from hpc_ddp.submission.script.render import (
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
 
 SHOW_DEVICES = "HPC_DDP_DRY_RUN_DEVICES"  # not empty: a dry run may use accelerators
-PICKLE = "supervisor.pkl"
+PICKLE = "supervisor.pkl"  # of submitit's task
+# The template's blocks before and after srun.
 SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("teardown", "verdict")
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
 SRUN = """srun() {{
@@ -70,6 +71,8 @@ class Backend(Protocol):
         ------
         UsageError
             the user's template is broken, or the back-end can't do what the job asks for
+        HpcDdpError
+            submitit's: this machine has no Slurm client
         """
         ...
 
@@ -100,8 +103,9 @@ class SlurmBackend:
         pass
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Submit the script, and return the job's id; a job of this script from before is not taken
-        for it."""
+        """Submit the script, and return the job. Raises as `slurm.sbatch`, which may search the
+        queue for the job: the run's earlier ones are not taken for it; and OSError where the
+        journal can't be read."""
         run = prepared.run
         job = slurm.sbatch(run.script, os.environ, earlier=run.jobs(run.events()))
         return StartedRun(job if job.cluster else JobRef(job.id, slurm.own_cluster()))
@@ -151,7 +155,8 @@ class LocalBackend(SlurmBackend):
 
     def launch(self, prepared: PreparedRun, output: Output) -> subprocess.Popen[bytes]:
         """Start the run with all that it prints going to `output`, as Popen takes it, and return
-        its process. Raise OSError."""
+        its process, the leader of a session of its own. Raise UsageError where a variable of
+        ``expand`` is not set here, OSError where the process can't be started."""
         spec, run = prepared.spec, prepared.run
         env = {**clean_env(os.environ), **_local_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
@@ -177,9 +182,12 @@ class LocalBackend(SlurmBackend):
 
 
 def _local_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables of `job_env` for this machine, filled in. A variable of Slurm's that a
-    dry run has not is its number of nodes, or 0; raise UsageError for another one that is not set
-    here."""
+    """Return the variables of `job_env` and `node_env` for this machine, filled in.
+
+    Variables of Slurm's in ``expand`` stand for the number of nodes or 0, unless they are set here;
+    workers have these numbers as ``HPC_DDP_DRY_NAME`` in any case. Raise UsageError for another
+    variable that is not set here.
+    """
     env, nodes = {**job_env(spec), **node_env(spec)}, str(spec.node_range[1])
     slurms = {name: "0" for name in spec.expand if name.startswith("SLURM_")}
     slurms |= {name: nodes for name in slurms if name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
@@ -295,8 +303,8 @@ def render(prepared: PreparedRun) -> str:
 
     Raises
     ------
-    UsageError
-        the user's template is broken, or the back-end can't do what the job asks for
+    UsageError, HpcDdpError
+        as `Backend.script`
     OSError
         the script can't be written
     """
@@ -309,17 +317,17 @@ def render(prepared: PreparedRun) -> str:
 
 
 def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
-    """Start a prepared run with its back-end, and journal it; `output` as `Backend.start` has it.
+    """Write a prepared run's script, start the run with its back-end, and journal it; `output` as
+    `Backend.start` has it.
 
-    In each case the claim of `Plan.write` on the run is released.
+    The mark of an earlier cancel is removed. In each case, also after an error, the claim of
+    `Plan.write` on the run is released. A disk that refuses the journal is reported on stderr.
 
     Raises
     ------
     HpcDdpError, OSError
-        it could not be started, and is discarded (see `PreparedRun.discard`), except where Slurm
-        gave no answer: the job may be queued
-    OSError
-        the journal can't be written; the job is queued
+        it could not be started, and is discarded (see `PreparedRun.discard`), except at a
+        NoAnswerError of Slurm: the job may be queued
     """
     try:
         return _start(prepared, output)
@@ -328,7 +336,7 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
 
 
 def _start(prepared: PreparedRun, output: Output) -> StartedRun:
-    """Start a prepared run as `start` does, without its end of the claim."""
+    """Start a prepared run as `start` does, but do not release the claim."""
     spec, run = prepared.spec, prepared.run
     journal = run.journal("submit")
     try:

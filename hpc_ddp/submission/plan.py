@@ -47,12 +47,14 @@ class Plan:
 
     Attributes
     ----------
+    spec, run
+        the job, and the folder of its run
     code, script
         the snapshot of the code (or the live folder), and the script in it
     is_new
         the run's folder does not exist yet
     copies_code, exclude
-        whether a snapshot is taken, and the patterns of files that it leaves out
+        whether `write` takes a snapshot, and the patterns of files that it leaves out
     limits
         the operators' limits for the run, by key
     source
@@ -86,14 +88,15 @@ class Plan:
     def write(self) -> PreparedRun:
         """Write the run's folder, with all that the job needs, and return the run, ready to start.
         One that exists already is claimed, until `backends.start` or this process ends: no other
-        process can start it.
+        process can start it. The result keeps what its files had in them, for `discard`.
 
         Raises
         ------
         UsageError
             the folder can't be written, another submit has just made it, another process starts the
-            run just now, other users could replace it, the code is too large, git can't list it, or
-            a job works on the run, or may; nothing of a new run is left behind
+            run just now, other users could replace it, the code is too large, git can't list it, a
+            job works on the run, or may, or the newest checkpoint is of another version of hpc-ddp;
+            nothing of a new run is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:
@@ -147,8 +150,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class PreparedRun(Plan):
-    """A run whose folder has all that a back-end needs to start it; `earlier` is what its files had
-    in them before."""
+    """A run whose folder has all that a back-end needs to start it; `earlier` is what files of a
+    run that goes on had in them before, by path."""
 
     earlier: dict[Path, bytes] = field(default_factory=dict)
 
@@ -180,6 +183,8 @@ def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:
     ------
     UsageError
         a setting is refused; see `job_spec` and `make_plan`
+    OSError
+        the script can't be read
     """
     spec = job_spec(settings, cwd)
     return make_plan(spec, new_folder(root, spec), settings, is_new=True)
@@ -204,17 +209,18 @@ def make_plan(
     source: RunFolder | None = None,
     keeps_code: bool = False,
 ) -> Plan:
-    """Return the plan of a job, with a copy of the code of the run `source` where one is given.
+    """Return the plan of a job; nothing is written.
 
-    `run` is the job's folder, which does not exist yet if `is_new`. With `keeps_code` it goes on
-    with its newest snapshot, or without one with the live code. Nothing is written.
+    `run` is the job's folder, which does not exist yet if `is_new`. The code is a new snapshot, a
+    copy of the newest one of the run `source` where one is given, or with `keeps_code` the newest
+    one of `run`; without any, and for a command, it is the live code.
 
     Raises
     ------
     UsageError
         a variable is not set here, the workers' Python is too old, the file of `notify` is
-        refused, container-options have no image, the user's template is broken, the job exceeds
-        the operators' limits, or there is a snapshot to take, and the script is not in it
+        refused, container-options have no image, the job exceeds the operators' limits, the script
+        is not in the snapshot that is to be used; or as `Rendering`
     """
     _check_environment(spec)
     _check_python(spec)
@@ -251,8 +257,9 @@ def make_plan(
 
 
 def find_mistakes(spec: JobSpec) -> list[str]:
-    """Return warnings about mistakes that will probably end the job on its nodes, a sentence each.
-    A script that can't be read here gets none."""
+    """Return warnings about probable mistakes in a job, a sentence each: a Python or module that is
+    not here, a syntax error of the script where it can be read here, an array instead of a chain,
+    and variables that stay as they are."""
     mistakes = []
     is_missing = not (spec.container or spec.image or os.path.exists(spec.python))
     if is_missing and os.path.isabs(spec.python):

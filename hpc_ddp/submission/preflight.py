@@ -23,8 +23,8 @@ NAME = "preflight"
 
 
 def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
-    """Test all nodes of this allocation, and wait for the end; return the event `preflight`, also
-    where nodes are bad.
+    """Run the checks of `node.preflight` on all nodes of this allocation, and wait for the end;
+    return the event with their result, also where nodes are bad.
 
     The checks' output goes to stderr. The run's folder, by which the nodes find that they share a
     disk, is removed again, also after an error. `cwd` is the working directory of the settings,
@@ -35,7 +35,7 @@ def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
     UsageError
         this is not inside an allocation, a setting is refused, or the folder can't be written
     HpcDdpError
-        the preflight came to no end
+        the checks ended without a result
     OSError
         the script can't be written or started, or the journal can't be read
     """
@@ -113,8 +113,8 @@ def table_of(prepared: PreparedRun) -> str:
 
 
 def _values(settings: Settings) -> dict[str, Any]:
-    """Return the settings by key, without those of one job; ``gpus-per-node`` is that of this
-    allocation, else of the settings, else None."""
+    """Return the settings by key, but for some that describe one job alone, as its arguments;
+    ``gpus-per-node`` is that of this allocation, else of the settings, else None."""
     of_jobs = ("array", "args", "continue-by", "nodes", "template")
     values = {key: value for key, value in settings.values.items() if key not in of_jobs}
     gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")

@@ -56,7 +56,7 @@ def plan_rerun(
     check_executable(run)
     old = JobSpec.from_json(run.job_json.read_text())
     _check_repeatable(run, old, changes)
-    changed = {"args": with_values(old.args, changes), **_changes(old, options, settings, cwd)}
+    changed = {"args": with_values(old.args, changes), **_fields_of(old, options, settings, cwd)}
     changed.setdefault("dependency", None)  # what it waited for then is over
     if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
         changed.setdefault("array", None)  # its trial stands in its arguments
@@ -64,7 +64,7 @@ def plan_rerun(
         indexes = old.indexes(task.index for task in run.tasks())
         every = f"0-{indexes[-1]}" if old.sweep else ",".join(map(str, indexes))
         changed.setdefault("array", every + _bound(old))
-    spec = _changed(old, changed)
+    spec = _with_fields(old, changed)
     if not same_code:
         _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
     source = run if same_code else None
@@ -73,8 +73,8 @@ def plan_rerun(
 
 
 def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) -> None:
-    """Raise UsageError for a change of a sweep's parameter, and for a run that was started by
-    hand."""
+    """Raise UsageError where `changes` has a parameter of the run's sweep, and for a run that was
+    started by hand; `old` is its job."""
     for name in changes:
         if name in old.sweep:
             raise UsageError(
@@ -123,12 +123,13 @@ def plan_continuation(
     cwd: Path,
     new_code: bool = False,
 ) -> Plan:
-    """Return the plan of a run that continues: its job with `options` over it, and its own code.
+    """Return the plan of a run that continues: its job with `options` over it, on the back-end that
+    `settings` name, and with its own code.
 
     `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
     that paths in `options` are relative to. With `new_code`, and for a script in `options`, the
-    code is copied anew. The unfinished tasks of an array go on. Nothing is written; whether a job
-    works on the run is looked at when the plan is.
+    code is copied anew. An array goes on with its unfinished tasks, a task of one alone. Nothing is
+    written; `Plan.write` looks whether a job works on the run.
 
     Raises
     ------
@@ -142,14 +143,14 @@ def plan_continuation(
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     spec = JobSpec.from_json(run.job_json.read_text())
-    changed = _changes(spec, options, settings, cwd)
+    changed = _fields_of(spec, options, settings, cwd)
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
     changed.setdefault("backend", settings.get("backend", "slurm"))
     if run.is_task:  # it alone goes on, and keeps its index
         changed["array"] = str(run.index)
     elif spec.array:
         changed.setdefault("array", _unfinished(run, spec))
-    spec = _changed(spec, changed)
+    spec = _with_fields(spec, changed)
     if new_code or "script" in options:
         _check_script(spec, hint="name SCRIPT")
         return make_plan(spec, run, settings, is_new=False)
@@ -158,14 +159,14 @@ def plan_continuation(
     return make_plan(spec, run, settings, is_new=False, keeps_code=True)
 
 
-def _changes(
+def _fields_of(
     spec: JobSpec, options: Mapping[str, Any], settings: Settings, cwd: Path
 ) -> dict[str, Any]:
-    """Return the changes of an existing job by the user's `options` (by key), by field.
+    """Return the user's `options` (by key) as new values of an existing job's fields, by field.
 
-    Paths become absolute, by `cwd`; variables go over those of `spec`. The value of a `JOINED` key
-    is that of `settings`, which has the site's too. Raise UsageError for a working directory that
-    does not exist.
+    Paths become absolute, by `cwd`; variables go over those of `spec`. A key of `JOINED` has its
+    value from `settings`, which begins with the site's. Raise UsageError for a working directory
+    that does not exist.
     """
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     # A site's own stand before those that were said: modules, the flags of its srun.
@@ -183,9 +184,9 @@ def _changes(
     return changed
 
 
-def _changed(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
-    """Return a job with some fields changed; keys that are no field are passed over, and a field
-    that excludes a new one is None. Raise UsageError for a refused value."""
+def _with_fields(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
+    """Return a job with the `changed` fields; names that are no field are passed over, and a field
+    that excludes one of them (`EXCLUSIVE`) is None. Raise UsageError for a refused value."""
     names = {field.name for field in fields(JobSpec)}
     new = {name: value for name, value in changed.items() if name in names}
     for pair in EXCLUSIVE:

@@ -64,8 +64,9 @@ def carry_library(run: RunFolder) -> None:
 
 
 def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
-    """Return where the next snapshot of the code around `script`, an absolute path, is to be, as
-    ``code/<n>``, and the script's path in it. Nothing is made."""
+    """Return where the next snapshot of the code around `script`, an absolute path, is to be,
+    ``code/<n>`` in the run's folder, and the script's path there. Nothing is made; git is asked for
+    the work tree."""
     target = run.code / str(len(list(run.code.glob("*"))))
     return target, target / script.relative_to(_work_tree(script) or script.parent)
 
@@ -145,7 +146,7 @@ def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path,
     newest_code = run.newest_code
     if newest_code and is_module:
         return newest_code, script.relative_to(_work_tree(script) or script.parent)
-    # Where the work tree began is not written down: the longest end of the script's path it is.
+    # Where the work tree began is not written down: the longest end of the script's path counts.
     ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
     inside = next((end for end in ends if newest_code and (newest_code / end).is_file()), None)
     if newest_code is None or inside is None:
@@ -173,7 +174,7 @@ def changed_since(code: Path, inside: Path, script: Path) -> list[str]:
 
 
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """Call git in a folder, for which it fetches nothing; return what it answered. Raise
+    """Call git in a folder and return the ended process, with its output; it fetches nothing. Raise
     FileNotFoundError without git."""
     # To fetch a missing object of a partial clone, git would run the repository's sshCommand.
     env = os.environ | {"GIT_ALLOW_PROTOCOL": "none"}

@@ -42,8 +42,8 @@ SRUN = SBATCH + (
     " send-libs task-epilog task-prolog threads treewidth unbuffered whole"
 )
 # Other names of the same.
-_SAME = {"tasks-per-node": "ntasks-per-node", "workdir": "chdir", "pack-group": "het-group",
-         "cluster": "clusters", "share": "oversubscribe"}  # fmt: skip
+_ALIASES = {"tasks-per-node": "ntasks-per-node", "workdir": "chdir", "pack-group": "het-group",
+            "cluster": "clusters", "share": "oversubscribe"}  # fmt: skip
 
 # Options of srun that the step has already, or can't have, and what to use instead.
 SRUN_SETTLED = {
@@ -93,7 +93,7 @@ def full_name(name: str, names: str = SRUN) -> str:
     beginning; one that is not among `names` (with blanks between them) stays as it is."""
     fitting = [long for long in names.split() if long.startswith(name)]
     long_name = fitting[0] if len(fitting) == 1 and name not in names.split() else name
-    return _SAME.get(long_name, long_name)
+    return _ALIASES.get(long_name, long_name)
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:

@@ -38,6 +38,8 @@ class Difference:
     ----------
     step
         completed steps; for `at_start` those of the checkpoint that the run has resumed from
+    attempt, ranks
+        the attempt's number, from 0, and the ranks whose records differ in this part
     at_start
         it differed as soon as the checkpoint had been loaded
     kind, name
@@ -94,13 +96,16 @@ def first_difference(
     Parameters
     ----------
     base, disturbed
-        of all ranks; `disturbed` of one attempt
+        the records of all ranks, of the undisturbed run and of one attempt of the disturbed one
     earlier
-        of the attempts before `disturbed`: one of them has saved the state that `disturbed` begins
-        with, which differs from the undisturbed run's where sums were rounded in another way
+        those of the attempts before it: one of them has saved the state that it begins with, which
+        differs from the undisturbed run's where sums were rounded in another way
 
-    Raise KeyError for a record without its sizes, and ValueError for one of an unknown moment or
-    with an unknown kind of part: the recorder writes none.
+    Raises
+    ------
+    KeyError, ValueError
+        a record without its sizes; one of an unknown moment, or with an unknown kind of part: the
+        recorder writes none
     """
     pairs, has_drifted = _pairs(base, disturbed, earlier)
     # By the moment first, then by rank: later differences are consequences.
@@ -174,13 +179,13 @@ def _difference_at_end(pairs: Sequence[Pair]) -> float | None:
 
 
 def _key(record: DrillRecord) -> tuple[Any, ...]:
-    """Return what records of the same moment have in common; that of a start is its
-    checkpoint's."""
+    """Return what records of the same moment have in common: rank and position. A start has the
+    position of its checkpoint."""
     return record.rank, record.step, record.epoch, record.samples
 
 
 def _by_moment(base: Sequence[DrillRecord]) -> dict[tuple[Any, ...], DrillRecord]:
-    """Return records by the moment of `_key`, the first of each."""
+    """Return records by their `_key`, the first of each."""
     by_moment: dict[tuple[Any, ...], DrillRecord] = {}
     for record in base:  # the end may be the moment of a step, which has more to compare
         by_moment.setdefault(_key(record), record)
@@ -203,7 +208,7 @@ def _moment(record: DrillRecord) -> tuple[Any, ...]:
 
 def _values(record: DrillRecord) -> dict[str, str]:
     """Return a record's values by name, as texts that can be compared: NaN is like NaN."""
-    return {name: repr(number) for name, number in record.values.items()}  # NaN is like NaN
+    return {name: repr(number) for name, number in record.values.items()}
 
 
 def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[str]:
@@ -283,13 +288,14 @@ def rounding(difference: Difference) -> str:
     )
 
 
-def explain(difference: Difference, steady: bool, before: str) -> tuple[str, str]:
+def explain(difference: Difference, is_steady: bool, before: str) -> tuple[str, str]:
     """Return which part differs first and why, in words, and what to do about it.
 
-    `steady`: two undisturbed runs are equal. `before` is what was done to the run before, in words.
+    `is_steady` says that two undisturbed runs are equal; else these are the ones that differ.
+    `before` is the disturbance before the difference, as "killed (SIGKILL) at step 9".
     """
     part = describe(f"{difference.kind} {difference.name}".strip())
-    if not steady:
+    if not is_steady:
         return (
             f"two undisturbed runs differ already, first in {part} at step {difference.step}; so it"
             " can't be checked whether a resume goes wrong",

@@ -23,18 +23,20 @@ Disturbance = Callable[[subprocess.Popen[bytes], RunFolder], None]
 
 @dataclass(frozen=True)
 class Points:
-    """The steps at which a run is disturbed: it is stopped, saves, is killed (in a save, too)."""
+    """The steps at which a run is disturbed."""
 
-    stop: int
-    save: int
-    kill: int
+    stop: int  # at which the first attempt is stopped politely
+    save: int  # at which the second one saves, so that the third resumes from there
+    kill: int  # at which the second one is killed, and the third while it saves
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One attempt of the disturbed run: the recorder's plan, and how the attempt is ended.
+    """One attempt of the disturbed run.
 
-    The run has to resume from step `least_step` at the earliest.
+    `plan` is the recorder's, with the keys of `training.drill.DrilledRun`. `disturbance` ends the
+    attempt, as `name` says in words; None and '': it ends by itself. The attempt has to resume from
+    step `least_step` or a later one.
     """
 
     name: str
@@ -95,7 +97,8 @@ def terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
 
 def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
     """Kill all of a run at once, the launcher first, so that no process is left to react, then the
-    workers of the newest attempt; wait for the launcher's end. One that has ended is no error."""
+    workers of the newest attempt; wait for the launcher's end. A process that has ended already is
+    no error. Raise OSError where the run's folder can't be read."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
     for attempt in run.attempts()[-1:]:
@@ -104,9 +107,9 @@ def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
 
 
 def flip(run: RunFolder) -> str:
-    """Flip a bit in the middle of the newest published checkpoint's largest file that no other one
-    shares; return the checkpoint's name. Raise IndexError without a checkpoint, OSError where the
-    disk refuses."""
+    """Flip a bit in the middle of the largest file of the newest published checkpoint, of those
+    that no other checkpoint shares if there are any; return the checkpoint's name. Raise IndexError
+    without a checkpoint, OSError where the disk refuses."""
     newest = checkpoints.published(run.checkpoints)[0]
     facts = {path: path.stat() for path in newest.iterdir()}
     path = max(facts, key=lambda path: (facts[path].st_nlink == 1, facts[path].st_size))

@@ -12,7 +12,12 @@ from hpc_ddp.submission.drill.compare import Difference
 
 @dataclass(frozen=True)
 class Row:
-    """A disturbance and its outcome; `resumed_from` is the step of the checkpoint taken up."""
+    """A disturbance, in words (`done`), and its outcome.
+
+    `survived` says whether the attempt after it went as it has to; `resumed_from` is the step of
+    the checkpoint that this one loaded, None without, and `passed_over` are the damaged checkpoints
+    before that, as ``NAME: problem``.
+    """
 
     done: str
     survived: bool
@@ -23,8 +28,13 @@ class Row:
 
 @dataclass
 class DrillResult:
-    """`verdict` is ``right``, ``sums`` (right but for the order of sums), ``wrong``,
-    ``unsteady`` (two undisturbed runs differ already), or ``broken`` (it did not go on)."""
+    """The result of a drill of `script`, a path, with `folder` for its runs and the number of
+    `steps` of the undisturbed one.
+
+    `verdict` is ``right``, ``sums`` (right but for the order of sums), ``wrong``, ``unsteady`` (two
+    undisturbed runs differ already), or ``broken`` (it did not go on); `why` and `hint` are words
+    on it, `notes` sentences on what was not tried.
+    """
 
     script: str
     folder: Path

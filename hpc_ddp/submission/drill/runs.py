@@ -55,7 +55,7 @@ from hpc_ddp.submission.drill.result import DrillResult, Row
 from hpc_ddp.submission.plan import PreparedRun, plan_new
 from hpc_ddp.submission.settings.config import Settings
 
-PLAN = "HPC_DDP_DRILL"
+PLAN = "HPC_DDP_DRILL"  # the variable by which the recorder gets its plan, as JSON
 TRAINING_S = 30.0  # of an undisturbed run, without --steps
 START_S = 600.0  # in this time a script has to call `start`
 PRINT_EVERY_S = 15.0
@@ -71,10 +71,12 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
 
     Parameters
     ----------
+    settings
+        of the job, merged
     cwd
         folder that the job's relative paths are seen from
     root
-        of the runs: all run folders of the drill are below ``<root>/.drills``; a good result and a
+        folder of all runs; those of the drill are below ``<root>/.drills``: a good result and a
         UsageError remove them, a bad result and other errors leave them
     steps
         at which to end all runs; None: after `TRAINING_S` of training, or where the script ends
@@ -112,7 +114,7 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
 class _Drill:
     """The runs of one drill, below `folder`, with the parameters of `drill`; `play` writes them."""
 
-    _base: PreparedRun  # the undisturbed run
+    _base: PreparedRun  # the undisturbed run; `play` sets both
     _result: DrillResult
 
     def __init__(
@@ -131,6 +133,8 @@ class _Drill:
         UsageError
             a setting is refused, the folder can't be written, or the code is too large for a
             snapshot
+        OSError
+            the script can't be read
         """
         values = {**self._settings.values, "job-name": name, "max-failures": 0}
         if code_of is not None:
@@ -214,9 +218,9 @@ class _Drill:
         True where it is rounding, so that the drill can go on.
 
         Before the first disturbance a difference is the script's own ("unsteady"), and at an
-        attempt's start it is not; for any other one the undisturbed run is played once more, until
-        that step, to tell. `base` are its records, `before` is the disturbance before the
-        difference, in words. Raise UsageError and OSError as `drill`.
+        attempt's start the resume's ("wrong"); to tell for any other one, the undisturbed run is
+        played once more, until that step. `base` are the records of that run, `before` is the
+        disturbance before the difference, in words. Raise UsageError and OSError as `drill`.
         """
         report = self._result
         if difference.is_rounding:
@@ -240,8 +244,8 @@ class _Drill:
     def _find_fault(
         self, run: RunFolder, number: int, leg: Leg, events: list[JournalEvent], code: int
     ) -> str | None:
-        """Return, as the end of a sentence, in what an attempt was not what it has to be; None
-        when it was: it resumed from where it has to, and ended as `leg` says.
+        """Return what was wrong with an attempt, as the end of a sentence; None where it resumed
+        from where it has to, and ended as `leg` says.
 
         `number` is the attempt's, from 0, `events` are its events, and `code` is its exit code, or
         `TOO_LONG`.
@@ -274,15 +278,16 @@ class _Drill:
         plan: dict[str, Any],
         disturbance: Disturbance | None = None,
     ) -> int:
-        """Run the next attempt until it ends, disturb it once when it is ready, and say its step at
-        times; return its exit code.
+        """Run the next attempt until it ends, disturb it once when it is ready, and say its step
+        every `PRINT_EVERY_S`; return its exit code.
 
         `plan` is the recorder's. An attempt that takes longer than `_limit_s`, or without a limit
         longer than `START_S` to its call of start(), is killed, and has the code `TOO_LONG`. One
         that runs when an error comes is killed, too.
 
-        Raise UsageError once the script makes steps without a call of start(), OSError where the
-        process can't be started, its log not be written or its journal not be read.
+        Raise UsageError once the script makes steps without a call of start(), and as
+        `LocalBackend.launch`; OSError where the process can't be started, its log not be written or
+        its journal not be read.
         """
         run, spec = prepared.run, prepared.spec
         ready = run.path / "drill" / f"ready-{len(run.attempts())}"
@@ -322,6 +327,7 @@ class _Drill:
         return START_S
 
     def _refusal(self, hint: str) -> UsageError:
+        """Return the error of a script that does not call start()."""
         return UsageError(
             f"{self._result.script} has not called start() of hpc_ddp.training; accepted: a script"
             " that does, since a drill compares its steps",
@@ -343,8 +349,8 @@ class _Drill:
         return [event for event in events if isinstance(event, DrillRecord)]
 
     def _failed(self) -> HpcDdpError:
-        """Say the end of the undisturbed run's log, and return the error that it failed; raise
-        OSError where log or journal can't be read."""
+        """Say the end of the undisturbed run's log, and return the error that the script failed;
+        raise OSError where log or journal can't be read."""
         run = self._base.run
         self._print_log(run)
         return HpcDdpError(

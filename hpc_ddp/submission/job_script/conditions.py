@@ -1,4 +1,4 @@
-"""Conditions whose truth follows from the script alone, and what is in parts of a syntax tree."""
+"""Conditions whose truth follows from the script alone, and searches in a syntax tree of bash."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ _OPERATORS: dict[str, Callable[..., bool]] = {
     **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
     **{"-ge": operator.ge, "-le": operator.le},
 }
-_SETTING = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
+# Commands that may set variables whose names are among their words.
+_SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
 
 
 def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
-    """Return whether a condition holds; None where only the job knows. `is_guessed` takes variables
-    that the script does not set to be unset."""
+    """Return whether a condition holds; None where only the job knows, or it is more than one
+    comparison.
+
+    In a test by ``-z`` or ``-n`` Slurm's variables count as set. One that nothing in the script
+    sets counts as unset where `is_guessed` says so, and is added to ``scope.guesses``, or where it
+    is there already.
+    """
     text = source(node).strip()
     match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
     if not match or uses_arguments(text) or re.search(r"[&|<>()*?]", text.replace("$((", "")):
@@ -46,18 +52,18 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
 
 
 def commands_of(node: Node) -> list[Node]:
-    """Return all commands below a node, in order, but for those of substitutions."""
+    """Return all commands in a node, itself too, in order, but for those of substitutions."""
     return [inner for inner in _descend(node) if inner.type == "command"]
 
 
 def set_in(node: Node) -> set[str]:
-    """Return the names that a block may set, and some words beside."""
+    """Return the variables that a block may set; some other words of it may be among them."""
     names: set[str] = set()
     for inner in _descend(node):
         words, kind = [source(child) for child in inner.named_children], inner.type
         if kind in ("variable_assignment", "for_statement"):
             names.add(re.split(r"\W", words[0])[0])
-        elif kind == "unset_command" or source(inner.child_by_field_name("name")) in _SETTING:
+        elif kind == "unset_command" or source(inner.child_by_field_name("name")) in _SETTERS:
             names |= {re.split(r"\W", word)[0] for word in words}
         elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
             names |= {*words[:1]}
@@ -65,8 +71,8 @@ def set_in(node: Node) -> set[str]:
 
 
 def reads_input(node: Node, command: Node) -> bool:
-    """Return whether a command that is in `node` has a file, a text or another command for its
-    standard input."""
+    """Return whether a command has a file, a text or another command for its standard input;
+    `node` is the pipeline or redirection around it, or the command itself."""
     is_first = node.type != "pipeline" or commands_of(node)[0].start_byte == command.start_byte
     kinds = ("heredoc_redirect", "herestring_redirect")
     return not is_first or any(
@@ -76,7 +82,8 @@ def reads_input(node: Node, command: Node) -> bool:
 
 
 def _descend(node: Node) -> Iterator[Node]:
-    """Yield all nodes but those of substitutions, and of assignments for one command alone."""
+    """Yield a node and all below it but those of substitutions, and of assignments for one command
+    alone."""
     yield node
     is_named = node.type == "command" and node.child_by_field_name("name") is not None
     for child in node.named_children:

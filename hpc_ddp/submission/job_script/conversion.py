@@ -6,15 +6,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+# The groups of a script's lines.
 TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
 
 
 @dataclass
 class Conversion:
-    """The settings of a job script: (value, line) by key, or of each entry of a list.
+    """The settings of a job script, with the lines that they come from: numbers from 1; 0 for none.
 
-    `marks` are group and text by line; `notes` sentences for the user with their lines; `unknown`
-    are variables that can't be taken over, and what they come from.
+    Attributes
+    ----------
+    values, lists
+        (setting, line), and (entry, line) of each entry, by the key of a project file
+    env
+        (text, line) by the name of an environment variable
+    marks
+        groups of a line with their reasons, by line
+    notes
+        (line, sentence) for the user
+    unknown
+        variables that can't be taken over, and where each comes from, as ``line 7``
     """
 
     values: dict[str, tuple[Any, int]] = field(default_factory=dict)
@@ -25,23 +36,27 @@ class Conversion:
     unknown: dict[str, str] = field(default_factory=dict)
 
     def mark(self, first: int, last: int, group: str, text: str) -> None:
+        """Add a group and its reason to all lines from `first` to `last`."""
         for line in range(first, last + 1):
             self.marks.setdefault(line, []).append((group, text))
 
     def group(self, line: int) -> tuple[str, str]:
-        """Return the one group of a line, and why: what is not taken over comes before all else."""
+        """Return the one group of a line and its reasons: LOST comes before TAKEN, and this before
+        OURS; a line without a mark is LOST."""
         marks = self.marks.get(line, [(LOST, "not understood")])
         group = next(group for group in (LOST, TAKEN, OURS) if group in dict(marks))
         return group, "; ".join(dict.fromkeys(text for name, text in marks if name == group))
 
     def append(self, key: str, entry: str, line: int) -> None:
+        """Append an entry to a list; a list of names has each only once."""
         entries = self.lists.setdefault(key, [])
         is_set = key in ("expand", "env-names", "without")
         if not is_set or entry not in dict(entries):
             entries.append((entry, line))
 
     def without_one(self) -> Iterator[tuple[Conversion, str, int]]:
-        """Yield it without one of its settings each, the name of that one, and its line."""
+        """Yield for each setting a conversion without it, its name and its line; the marks and
+        notes of all of them are the same objects."""
         for key, (_, line) in self.values.items():
             values = {name: entry for name, entry in self.values.items() if name != key}
             yield replace(self, values=values), key, line
@@ -54,7 +69,7 @@ class Conversion:
                 yield replace(self, lists=lists), f"{key} {text}", line
 
     def settings(self) -> dict[str, Any]:
-        """Return all as the keys of a file."""
+        """Return all settings by the keys of a project file, without their lines."""
         single = {key: setting for key, (setting, _) in self.values.items()}
         lists = {key: [entry for entry, _ in entries] for key, entries in self.lists.items()}
         env = {name: text for name, (text, _) in self.env.items()}

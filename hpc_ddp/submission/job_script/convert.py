@@ -18,15 +18,16 @@ from hpc_ddp.submission.job_script.statements import Reader, Statement
 def convert(text: str, cwd: Path, folder: Path) -> Conversion:
     """Return the settings of a job script's text; none of it is run.
 
-    `cwd` is where it is submitted from, `folder` the one of the file that is to be written. Raise
-    UsageError without the parser of bash.
+    `cwd` is where it is submitted from, `folder` the one of the project file that is to be written.
+    A configuration of Accelerate that it names is read. Raise UsageError where the parser of bash
+    or of YAML is not installed.
     """
     directives = read_directives(text)
     numbers = sizes(directives)
     start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))
     guesses: set[str] = set()
     defaults: set[str] = set()
-    for _ in range(2):  # what chooses a launch holds for the whole script
+    for _ in range(2):  # a guess holds for the whole script: what the first reading guesses, too
         folders: dict[str, Value] = {"PWD": literal(start), "SLURM_SUBMIT_DIR": literal(str(cwd))}
         scope = Scope(folders, numbers, guesses=guesses, defaults=defaults)
         reader = Reader(scope)

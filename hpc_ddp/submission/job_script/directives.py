@@ -33,8 +33,8 @@ _LATER = ("nodes", "cpus-per-task", *GPUS)  # what the launch has to do with, to
 
 @dataclass
 class Directives:
-    """The directives of a job script: `options` has (value, line) by sbatch's long name, '' for a
-    flag; `marks` the group and the reason of lines that count for nothing."""
+    """The directives of a job script: `options` has (value, line) by sbatch's long name, the value
+    '' for a flag; `marks` the group and the reason of lines that count for nothing, by line."""
 
     options: dict[str, tuple[str, int]] = field(default_factory=dict)
     marks: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -43,17 +43,18 @@ class Directives:
         return self.options.get(name, (None, 0))[0]
 
     def line(self, *names: str) -> int:
-        """Return the line of the first option that is there; 0 without."""
+        """Return the line of the first of these options that is there; 0 without."""
         return next((self.options[name][1] for name in names if name in self.options), 0)
 
     def number(self, name: str) -> int | None:
+        """Return the value of an option; None for one that is no number, or not there."""
         text = self.get(name) or ""
         return int(text) if text.isdecimal() else None
 
 
 def read_directives(text: str) -> Directives:
-    """Return the directives of a job script, as sbatch reads them: up to the first command, of two
-    equal ones the last."""
+    """Return the directives of a job script's text, as sbatch reads them: up to the first command,
+    of two equal ones the last. The others are marked, and lines that can't be read."""
     result, has_begun = Directives(), False
     for number, line in enumerate(text.splitlines(), 1):
         if not line.startswith("#SBATCH"):
@@ -78,7 +79,8 @@ def read_directives(text: str) -> Directives:
 
 
 def _pairs(words: list[Word]) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each option; a name may be a beginning."""
+    """Take the options off the beginning of `words`; yield the long name of each, which may be cut
+    short there, and its value, '' for a flag."""
     while words and re.match(r"--?\w", words[0].text):
         name, operand = option_name(words.pop(0), SHORT_OPTIONS, SBATCH)
         if (
@@ -93,7 +95,9 @@ def _pairs(words: list[Word]) -> Iterator[tuple[str, str]]:
 
 
 def take_directives(directives: Directives, result: Conversion) -> None:
-    """Put those directives into a conversion that stand for themselves."""
+    """Put directives into a conversion: the groups of their lines, and the settings of those that
+    are taken over. Nodes, CPUs, GPUs and pyxis are left to `program.take`: the launch has such
+    options, too."""
     for name, (operand, line) in directives.options.items():
         if line in directives.marks:
             continue
@@ -119,7 +123,7 @@ def take_directives(directives: Directives, result: Conversion) -> None:
 
 
 def _use(name: str, operand: str) -> tuple[str, str]:
-    """Return the group of a directive, and why it is not taken over."""
+    """Return the group of a directive, and why it is not taken over; '' for one that is."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")
     if decided or (name == "array" and operand.endswith("%1")) or "singleton" in operand:
         return OURS, decided or _CHAIN
@@ -127,8 +131,9 @@ def _use(name: str, operand: str) -> tuple[str, str]:
 
 
 def sizes(directives: Directives) -> dict[str, int]:
-    """Return the numbers of nodes, tasks, GPUs and CPUs that follow from the directives, by Slurm's
-    variables."""
+    """Return the numbers of nodes, tasks, GPUs and CPUs that follow from the directives, by the
+    names of Slurm's variables; without a number of nodes, tasks are those of one. Numbers that do
+    not follow are left out."""
     least, _, most = (directives.get("nodes") or "").partition("-")
     tasks, per_node = directives.number("ntasks"), directives.number("ntasks-per-node")
     nodes = int(least) if least.isdecimal() and most in ("", least) else None
@@ -154,13 +159,14 @@ def sizes(directives: Directives) -> dict[str, int]:
 
 
 def read_gpus(options: Mapping[str, str], names: tuple[str, ...] = GPUS) -> int:
-    """Return the number of GPUs in the first of some options that is there; 0 without."""
+    """Return the number of GPUs in the first of the options `names` that is there; 0 without.
+    `options` are values by sbatch's long name."""
     return next((_request(options, name)[1] for name in names if name in options), 0)
 
 
 def gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | None:
-    """Return ``gpus-per-node`` and ``gpu-request`` for the options of a request, `count` in all of
-    a node; None without one."""
+    """Return the settings ``gpus-per-node``, of `count` GPUs with the type that the options name,
+    and ``gpu-request``, the option that asks for them; None where none asks for GPUs."""
     for name in GPUS:
         kind, number = _request(options, name)
         if number:
@@ -170,8 +176,8 @@ def gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | Non
 
 
 def _request(options: Mapping[str, str], name: str) -> tuple[str, int]:
-    """Return the type ('' without) and the number of GPUs that an option asks for; 0 for one that
-    is not there or is no number."""
+    """Return the type ('' without) and the number of GPUs that an option asks for: 1 for gres
+    without a number, else 0, as for an option that is not there."""
     start = "(?:.*,)?gpu:?" if name == "gres" else ""
     match = re.match(rf"{start}(?:([A-Za-z][\w.-]*):)?(\d*)", options.get(name, ""))
     if not match:

@@ -20,18 +20,17 @@ FLAGS = re.compile(
     r"|quit-on-interrupt|send-libs"
     r"|container-(writable|readonly)|(no-)?container-(mount-home|remap-root|entrypoint)"
 )
+# A number of nodes or tasks that need not be reported: also a range, or Slurm's own number.
 _KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
 
 
 class Options(NamedTuple):
-    """The options of a launcher: patterns of their names, with what becomes of them
-    (`Launch.take_options`), those without a value, names by letter, and all names, of which a
-    beginning will do."""
+    """The options of a launcher."""
 
-    uses: Mapping[str, str]
-    flags: re.Pattern[str]
-    letters: Mapping[str, str] = {}
-    names: str = ""
+    uses: Mapping[str, str]  # what becomes of one, as `Launch.take_options` has it, by a pattern
+    flags: re.Pattern[str]  # of the names of those without a value
+    letters: Mapping[str, str] = {}  # long names by letter
+    names: str = ""  # all long names, of which a beginning will do
 
 
 @dataclass
@@ -41,16 +40,20 @@ class Launch:
     Attributes
     ----------
     weight
-        how surely it is the training: 0 for a command that is none
-    kind, step
-        torchrun or the like, or "" where a task is a worker; and what starts the tasks
-    workers, tasks, cpus, gpus
-        per node, in all, of a task, and the request for GPUs, as the launch has them
+        how surely it is the training: 0 for a command that is none, to 4 for torchrun and the like
+    kind
+        ``torchrun``, also for its like, or ``accelerate``; "" where a task is a worker
+    step
+        the command that starts the tasks, as ``srun``; "" where the batch script runs the launch
+    workers, cpus
+        numbers of workers on a node, and of CPUs of a task; None where the launch does not say
+    gpus
+        the launch's options that ask for GPUs: values by name
     options, settings
-        (value, line) by the name of a launcher's option; words by the key of hpc-ddp's
+        (value, line) by the name of a launcher's option; words by the key of a project file
     marks
         (line, group, text) of options that hpc-ddp decides itself, and of what can't be said; a
-        note for the user has no group
+        note for the user has the group ""
     """
 
     line: int
@@ -61,17 +64,17 @@ class Launch:
     args: list[Word] = field(default_factory=list)
     workers: int | None = None
     nodes: int | None = None
-    tasks: int | None = None
+    tasks: int | None = None  # in all
     tasks_per_node: int | None = None
     cpus: int | None = None
     gpus: dict[str, str] = field(default_factory=dict)
-    node_words: bool = False  # by a node's name
-    in_loop: bool = False  # over the nodes
+    node_words: bool = False  # it names the nodes that it runs on
+    in_loop: bool = False  # it stands in a loop over the nodes
     folder: str | None = ""  # the working directory there; None where only the job knows it
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
-    inner: Word | None = None  # of bash -c
+    inner: Word | None = None  # the text of bash -c
     marks: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, key: str, *words: Word) -> None:
@@ -81,7 +84,7 @@ class Launch:
         self.marks.append((line, group, text))
 
     def set_variable(self, word: Word) -> bool:
-        """Take ``NAME=value`` for the program's environment; return whether it is one."""
+        """Take a word ``NAME=value`` into the program's environment; return whether it is one."""
         match = re.match(r"([A-Za-z_]\w*)=", word.text)
         if match:
             self.env[match[1]] = word.after(len(match[0]))
@@ -93,13 +96,14 @@ class Launch:
             self.program, self.args = words[0], list(words[1:])
 
     def take_options(self, words: Sequence[Word], rules: Options, scope: Scope) -> list[Word]:
-        """Take the options that some words after a launcher's name begin with, and return the other
-        words. The first of the `rules` whose pattern fits an option says its use:
+        """Take the options at the beginning of `words`, behind a launcher's name, and return the
+        words behind them. `options` has all of them; the first of the `rules` whose pattern fits
+        one says its use:
 
-        ``ours`` (hpc-ddp decides), ``lost``, ``later`` (the caller takes it), ``env``, ``#NAME``
-        (a number, for that attribute), ``=KEY`` (one value), ``!KEY`` (a setting that is true),
-        ``+KEY`` (a list, of ``--name=value``), ``&KEY`` (a list, in words of their own), ``%KEY``
-        (a list, as it is).
+        ``ours`` (hpc-ddp decides), ``lost``, ``later`` (the caller takes it), ``env`` (variables,
+        ``NAME=value`` with commas between them), ``#NAME`` (a number, for that attribute), ``=KEY``
+        (one value), ``!KEY`` (a setting that is true), ``+KEY`` (a list, of ``--name=value``),
+        ``&KEY`` (a list, in words of their own), ``%KEY`` (a list, as it is).
         """
         launcher, remaining = words[0].text.rsplit("/", 1)[-1], list(words[1:])
         while remaining and re.match(r"-{1,2}[A-Za-z]", remaining[0].text):
@@ -143,7 +147,8 @@ class Launch:
         return remaining[1:] if remaining and remaining[0].text == "--" else remaining
 
     def take_from(self, outer: Launch) -> None:
-        """Take over what a launch around this one says: srun's options, of ``srun bash -c``."""
+        """Add what the launch around this one says, as srun's options before ``bash -c``; what both
+        say is this one's, and plain Python is a surer training in a task."""
         if not self.kind and outer.step:
             self.weight = 3 if self.weight == 1 else self.weight
         for key in ("step", "nodes", "tasks", "tasks_per_node", "cpus"):
@@ -168,8 +173,12 @@ def is_of_pyxis(name: str) -> bool:
 
 
 def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tuple[str, Word | None]:
-    """Return the name of an option, in dashes, and the value in the same word; an alias and an
-    unambiguous beginning of `names` is the whole name."""
+    """Return the name of an option, with dashes for underscores and none before it, and the value
+    in the same word, None without.
+
+    `letters` has long names by letter. An alias, or an unambiguous beginning of one of the `names`,
+    becomes the whole name; without `names` it stays as it is.
+    """
     text = word.text
     if letters and re.match(r"-\w", text):
         return letters.get(text[1], text[1]), word.after(2) if len(text) > 2 else None

@@ -89,12 +89,13 @@ _NO_MODULE = re.compile(
     r"pip|venv|virtualenv|ensurepip|site|sysconfig|compileall|py_compile|json\.tool|http\.server"
     r"|zipfile|tarfile|torch\.utils\.collect_env|.*\.info|ipykernel.*|jupyter.*"
 )
+# Takes the words of a launcher into a launch, and returns the words behind its own.
 Handler = Callable[[list[Word], Launch, Scope], list[Word]]
 
 
 def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
-    """Return the launch that some words are; its weight is 0 where they are none. `step` is what
-    starts the tasks that have these words in them, '' for the batch script."""
+    """Return the launch that the words of a command are; its weight is 0 where they are none.
+    `step` is the command that starts the tasks which run the words, '' for the batch script."""
     launch, remaining = Launch(words[0].line if words else 0, step=step), list(words)
     while remaining and not launch.program and launch.inner is None:
         text = remaining[0].text
@@ -121,9 +122,13 @@ def _handler(name: str) -> Handler | None:
 
 
 def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take srun and its options. A variable between them is taken to be unset, with a note, where
+    the script does not set it; else it is lost."""
     launch.step = "srun"
     remaining = launch.take_options(words, _SRUN, scope)
-    while len(remaining) > 1 and remaining[0].parts[0].splits and _goes_on(remaining[1].text):
+    while len(remaining) > 1 and remaining[0].parts[0].splits:
+        if remaining[1].text[:1] != "-" and not _is_launcher(remaining[1].text):
+            break  # it is the program
         unknown = remaining[0]
         is_set = {*unknown.names} & scope.values.keys() or scope.is_open
         if is_set or not all(part.name for part in unknown.parts):
@@ -138,13 +143,14 @@ def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     return remaining
 
 
-def _goes_on(text: str, or_option: bool = True) -> bool:
-    """Return whether a word is an option of srun's, or a launcher: no argument of a program."""
+def _is_launcher(text: str) -> bool:
+    """Return whether a word is the name or path of a launcher, or of Python."""
     name = text.rsplit("/", 1)[-1]
-    return (or_option and text[:1] == "-") or bool(_handler(name)) or name.startswith("python")
+    return bool(_handler(name)) or name.startswith("python")
 
 
 def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take mpirun, by any of its names, or ibrun, and its options."""
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
     pairs: list[Word] = []
     for word in words:  # --mca has two values
@@ -156,7 +162,8 @@ def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _command(words: list[Word], launch: Launch) -> None:
-    """Take a command that is no launcher as the program of each task."""
+    """Take a command that is no launcher as the program of each task, but for one that surely
+    trains nothing, as mkdir. Another launcher in its words is lost."""
     inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
     if any(re.fullmatch(inner, text) for word in words[1:] for text in word.text.split()):
         text = f"{words[0].text} around another launcher: hpc-ddp starts the workers"
@@ -167,7 +174,7 @@ def _command(words: list[Word], launch: Launch) -> None:
 
 
 def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take ``bash -c '…'``, whose text is a script of its own, or ``bash file``."""
+    """Take ``bash -c '…'``, whose text is a script of its own, or in a task ``bash file``."""
     at = next((i for i, w in enumerate(words[:3]) if re.fullmatch(r"-[a-z]*c", w.text)), 0)
     if at:
         launch.inner = words[at + 1] if at + 1 < len(words) else literal("")
@@ -178,7 +185,8 @@ def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take Singularity, Apptainer or Shifter: the image is behind the options, or one of them."""
+    """Take Singularity, Apptainer or Shifter: the image is behind the options, or one of them.
+    ``run`` is taken for ``exec``, and its line is lost; ``shell`` and the like are no launch."""
     tool = words[0].text.rsplit("/", 1)[-1]
     if tool == "shifter":
         remaining = launch.take_options(words, _SHIFTER, scope)
@@ -197,7 +205,8 @@ def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take a command that enters a container in its own way, as CSC's does: ``container``."""
+    """Take a command that enters a container in its own way, as CSC's: its words up to ``exec``
+    become ``container``."""
     at = next((i for i, word in enumerate(words) if word.text == "exec"), 0)
     pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
     launch.settings["container"] = [joined(*pieces[1:])]
@@ -205,11 +214,12 @@ def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take a tool before the program, as numactl or uv: a command of each task, or lost."""
+    """Take a tool before the program, as numactl or ``uv run``: in a task it is the program, before
+    a launcher it is lost, and elsewhere it is no launch."""
     if launch.step and (words[0].text != "uv" or [w.text for w in words[1:2]] == ["run"]):
         _command(words, launch)
         launch.weight = 3
-    at = next((i for i, word in enumerate(words) if i and _goes_on(word.text, False)), len(words))
+    at = next((i for i, word in enumerate(words) if i and _is_launcher(word.text)), len(words))
     if at < len(words) and not launch.step:
         launch.mark(words[0].line, LOST, f"{words[0].text} before the launch: there is no such key")
     return words[at:]
@@ -217,7 +227,8 @@ def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take torchrun, ``torch.distributed.launch``, composer or deepspeed, whose options are alike;
-    the program follows."""
+    the program follows. Options that hpc-ddp has no key for are marked; variables and arguments
+    that composer and the older launchers give to their programs are added."""
     launch.kind, launch.weight = "torchrun", 4
     name, line = words[0].text.rsplit("/", 1)[-1], words[0].line
     uses = _TORCHRUN | ({".*": "lost"} if name in ("composer", "deepspeed") else {})
@@ -247,6 +258,8 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take ``accelerate launch``, whose options become the variables that it would set for the
+    program; Accelerate's other commands are no launch."""
     if [word.text for word in words[1:2]] != ["launch"]:
         return []
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
@@ -273,7 +286,8 @@ def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
 
 
 def _python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take Python and its flags; what follows is a launcher, a module or a script."""
+    """Take Python and its flags, but for ``-u`` lost; a launcher, a module or a script follows. A
+    module that surely trains nothing, as pip, is no launch."""
     python, remaining = words[0], words[1:]
     launch.settings["python"] = [python]
     while remaining and re.fullmatch(r"-[uEsSIBOqvx]+|-[WX].*", remaining[0].text):

@@ -36,22 +36,25 @@ _NOT_OF_ALL = (
 
 
 @dataclass
-class Texts:
-    """Words of a launch as texts of hpc-ddp. Bash expands what is more than names, by a set-up line
-    in the list `key`; `assigned` are the variables that the batch script sets."""
+class ArgumentWriter:
+    """Writes words of a launch as a project file has them, with the entries of ``expand`` and the
+    set-up lines that they need put into `result`."""
 
     result: Conversion
-    assigned: set[str]
-    key: str = "setup"
-    count: int = 0
+    assigned: set[str]  # the variables that the batch script sets
+    key: str = "setup"  # of the list of set-up lines
+    count: int = 0  # arrays that set-up lines have so far
 
-    def of(self, word: Word, at: int) -> str:
-        """Return an argument, with ``$NAME`` of variables that `expand` then has; a word that the
-        shell may split, or that is more than text and names, as an array of all that it becomes."""
+    def write(self, word: Word, at: int) -> str:
+        """Return an argument of line `at`: with ``$NAME`` for variables, which ``expand`` gets.
+
+        A word that the shell may split, or with other code, is an array that a new set-up line
+        fills with all that the word becomes; ``${NAME[@]}`` is returned.
+        """
         is_early = self.key == "setup"  # a worker has hpc-ddp's value
         outer = [name for name in word.names if name in self.assigned]
         if word.is_one and not (is_early and any(map(is_of_hpc_ddp, outer))):
-            return self.of_one(word, at)
+            return self.write_one(word, at)
         self.count += 1
         name, line = f"ARGUMENTS_{self.count}", "{0}=({1})".format
         if outer and not is_early:  # they are exported for the task, where bash reads their values
@@ -62,8 +65,9 @@ class Texts:
         self.expand([f"{name}[@]"], at)
         return f"${{{name}[@]}}"
 
-    def of_one(self, word: Word, at: int) -> str:
-        """Return a word that is one, whatever its variables are; other code is lost."""
+    def write_one(self, word: Word, at: int) -> str:
+        """Return a word of line `at` that the shell does not split, with ``$NAME`` for variables,
+        which ``expand`` gets; with other code its line is lost."""
         if not all(part.name for part in word.code):
             self.result.mark(at, at, LOST, f"{word.text}: only bash knows it; a set-up line NAME=…")
         self.expand(word.names, at)
@@ -78,15 +82,20 @@ def take(
     statement: Statement, result: Conversion, directives: Directives, reader: Reader,
     cwd: Path, folder: Path,
 ) -> None:  # fmt: skip
-    """Put a launch into a conversion; `cwd` and `folder` as `convert` has them."""
+    """Put the launch of a statement into a conversion: program, arguments, Python, container,
+    variables and sizes, and its marks as groups of lines; `cwd` and `folder` as `convert` has them.
+
+    Without a launch these are the sizes and the image of the directives. The conversion has the
+    set-up lines already. The launch is changed.
+    """
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
     outer = (s for s in reader.statements if not s.inside)
-    texts = Texts(result, {name for s in outer for name in (s.name, *s.sets)})
+    writer = ArgumentWriter(result, {name for s in outer for name in (s.name, *s.sets)})
     _take_program(launch, result, cwd, folder)
     _take_python(launch, result)
     if statement.inside:
-        texts.key = "node-setup" if launch.kind else "worker-setup"
+        writer.key = "node-setup" if launch.kind else "worker-setup"
     for argument in launch.args:
         at = argument.line or launch.line
         lacking = [f"{n}, of {result.unknown[n]}" for n in argument.names if n in result.unknown]
@@ -96,7 +105,7 @@ def take(
             text = f"{argument.text}: it needs {lacking[0]}: write it into args"
             result.mark(at, at, LOST, text)
         else:
-            result.append("args", texts.of(argument, at), at)
+            result.append("args", writer.write(argument, at), at)
     for key, words in launch.settings.items():
         for word in words:
             at = word.line or launch.line
@@ -105,15 +114,15 @@ def take(
             if key in _TRUE:
                 result.values[key] = True, at
             elif key in _SINGLE:
-                text = texts.of_one(word, at)
+                text = writer.write_one(word, at)
                 result.values[key] = int(text) if text.isdecimal() else text, at
             else:
-                result.append(key, texts.of_one(word, at), at)
+                result.append(key, writer.write_one(word, at), at)
     for name, word in launch.env.items():
         at = word.line or launch.line
         if is_of_hpc_ddp(name):
             result.notes.append((at, f"{name} is hpc-ddp's in the workers"))
-        elif not reader.scope.is_open and name not in texts.assigned and word.is_static:
+        elif not reader.scope.is_open and name not in writer.assigned and word.is_static:
             result.env[name] = word.text, at
         else:  # [env] comes before the set-up lines
             result.append("setup", f"export {name}={word.bash()}", at)
@@ -131,8 +140,9 @@ def take(
 
 
 def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -> None:
-    """Take the program; a script's path as seen from `folder`. One whose place only the job knows
-    is a command, with its arguments."""
+    """Put the program into `result` as ``script``: a path below `cwd` as seen from `folder`, else
+    an absolute one. Where only the job knows its place, a command gets it as an argument
+    (``no-python``), which changes the launch."""
     if (word := launch.program) is None:
         return
     line, kind = word.line or launch.line, launch.settings.keys() & {"module", "no-python"}
@@ -159,7 +169,8 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
 
 
 def _take_python(launch: Launch, result: Conversion) -> None:
-    """Name the Python that the set-up lines bring, where hpc-ddp would take its own."""
+    """Leave among the launch's settings the Python that its path names or that set-up lines bring;
+    take out any other: hpc-ddp finds that by itself."""
     python = launch.settings.pop("python", [literal("python", launch.line)])
     lists = {key: "\n".join(line for line, _ in result.lists.get(key, [])) for key in _SETUP}
     if "activate" in lists["setup"]:  # config.default_python
@@ -171,8 +182,8 @@ def _take_python(launch: Launch, result: Conversion) -> None:
 
 
 def _take_image(launch: Launch, directives: Directives, result: Conversion) -> None:
-    """Take the image, and pyxis' other options, of the directives; a container without an image is
-    lost."""
+    """Add the image, and pyxis' other options, of the directives to the launch's settings; a
+    container without an image is taken out of them, and its line is lost."""
     words = {n: literal(operand, at) for n, (operand, at) in directives.options.items()}
     tool = launch.settings.get("container-tool", [literal("")])[0].text
     image = words.get("container-image") or (words.get("image") if tool == "shifter" else None)
@@ -200,20 +211,21 @@ def _of_home(text: str) -> str:
 
 
 def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
-    """Take a configuration of Accelerate: its keys become the variables that its launcher sets."""
+    """Read a configuration of Accelerate from the path in `word`: its keys become the variables
+    that its launcher sets, other keys notes. One that can't be read is a note."""
     path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
     line = word.line or launch.line
     import yaml
 
     try:
-        read: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
-    except (OSError, ValueError) as error:
+        read: dict[str, Any] = dict(yaml.safe_load(path.read_text()) or {})
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         text = f"{word.text} can't be read ({type(error).__name__}): put it there and import again"
         text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"
         result.notes.append((line, text))
         return
-    keys = {key: entry for key, entry in read.items() if not isinstance(entry, dict)}
-    keys |= {k: e for part in read.values() if isinstance(part, dict) for k, e in part.items()}
+    parts = [read, *(part for part in read.values() if isinstance(part, dict))]
+    keys = {str(k): e for part in parts for k, e in part.items() if not isinstance(e, dict)}
     use = f"use_{keys.get('distributed_type', '')}".lower()
     for key, entry in {use: True, **keys}.items():
         if variable := accelerate_variable(key, str(entry)):
@@ -221,13 +233,15 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
         elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
             text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
             result.notes.append((line, text))
-    launch.tasks = launch.tasks or keys.get("num_processes")
+    count = keys.get("num_processes")
+    launch.tasks = launch.tasks or (count if isinstance(count, int) else None)
 
 
 def _take_sizes(
     launch: Launch, result: Conversion, directives: Directives, numbers: dict[str, int]
 ) -> None:
-    """Take nodes, GPUs, CPUs and workers; the directives' lines, or the launch's."""
+    """Put the numbers of nodes, GPUs, CPUs and workers into `result`: those of the directives
+    (`numbers`, as `sizes` has them) with their lines, else the launch's with its line."""
     line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes
     is_range = "SLURM_NNODES" not in numbers and "nodes" in directives.options
     at = directives.line("nodes", "ntasks") or line

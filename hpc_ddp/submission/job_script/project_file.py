@@ -15,8 +15,8 @@ _WIDTH = 48  # of a line of the script in the table
 
 
 def to_toml(conversion: Conversion, name: str) -> str:
-    """Return the text of a project file, each value with the line of the script (called `name`)
-    that it comes from."""
+    """Return the text of a project file, each value with the line of the script that it comes from;
+    `name` is the script's path in its first line."""
     lines = [f"# From {name}, by hpc-ddp import; the numbers are its lines.", ""]
     keys = [*conversion.values, *conversion.lists]
     for key in sorted(keys, key=lambda key: (*_ORDER, key).index(key)):
@@ -42,6 +42,7 @@ def _list(key: str, entries: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def _value(setting: Any) -> str:
+    """Return a setting as TOML: one of several lines between ``'''``."""
     if isinstance(setting, str) and "\n" in setting and "'''" not in setting:
         return f"'''\n{setting}'''"
     return json.dumps(setting, ensure_ascii=False)
@@ -52,11 +53,11 @@ def _comment(line: int) -> str:
 
 
 def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
-    """Take out of a conversion what the `site`'s settings have as well, and put into ``without``
-    the options of sbatch and srun that they add."""
+    """Take out of a conversion what the `site`'s settings have as well; put into ``without`` the
+    options of sbatch and srun that the site adds and the script does not have."""
     for key, setting in site.items():
         if str(conversion.values.get(key, ("",))[0]) == str(setting):
-            del conversion.values[key]
+            conversion.values.pop(key, None)
         elif key in ("sbatch", "srun", "setup"):
             entries = conversion.lists.pop(key, [])
             names = {name for name, _ in as_pairs([e for e, _ in entries if key != "setup"])}
@@ -67,17 +68,18 @@ def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
                     conversion.append("without", entry, 0)
     for name, text in site.get("env", {}).items():
         if conversion.env.get(name, ("",))[0] == text:
-            del conversion.env[name]
+            conversion.env.pop(name, None)
 
 
 def is_code(line: str) -> bool:
-    """Return whether a line of a job script is more than a comment."""
+    """Return whether a line of a job script is neither empty nor a mere comment."""
     return line.startswith("#SBATCH") or bool(line.strip() and not line.lstrip().startswith("#"))
 
 
 def table(conversion: Conversion, text: str) -> list[str]:
-    """Return what became of each line of a script's `text`: in groups, equal lines that follow each
-    other in one row."""
+    """Return the rows of a table of what became of each line of a script's `text`, by group, each
+    behind a head with its count. A row has the line's number, text and reason; neighbours with the
+    same reason share one, with the text of the first. A secret's value is not in it."""
     rows: dict[str, list[str]] = {group: [] for group in (TAKEN, OURS, LOST)}
     counts = dict.fromkeys(rows, 0)
     lines = ((n, line) for n, line in enumerate(text.splitlines(), 1) if is_code(line))

@@ -27,12 +27,13 @@ def looks_secret(text: str) -> bool:
 
 
 def _is_word(name: str, content: str) -> bool:
+    """Return whether a name may be a table's key, and its value is a word: no secret."""
     return bool(_OF_A_TABLE.fullmatch(name) and re.fullmatch(r"[A-Za-z_.-]{1,15}", content))
 
 
 def is_secret(name: str, content: str | None = None) -> bool:
-    """Return whether a variable's or an option's value is a secret, by its name or its form; with
-    the name alone whether it may be one."""
+    """Return whether the value of a variable or an option (`content`) is a secret, by its name or
+    its form; without a value, whether the name is one of a secret."""
     is_named = bool(re.search(SECRET_NAME, name, re.I))
     if content is None:
         return is_named
@@ -41,8 +42,8 @@ def is_secret(name: str, content: str | None = None) -> bool:
 
 
 def take_out(result: Conversion) -> None:
-    """Take secrets out of arguments and variables; the name of each becomes one that is passed on
-    from the shell."""
+    """Take secrets out of the arguments and variables of a conversion: the shell passes each on
+    (``env-names``), by a name that stands in the argument, and its line is lost."""
     result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
     before = ""
     for position, (text, line) in enumerate(result.lists.get("args", [])):
@@ -63,5 +64,6 @@ def take_out(result: Conversion) -> None:
 
 
 def _hide(result: Conversion, name: str, line: int) -> None:
+    """Pass a variable on from the shell, and mark the line that has its value as lost."""
     result.append("env-names", name, line)
     result.mark(line, line, LOST, MARK.format(name))

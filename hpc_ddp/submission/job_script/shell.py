@@ -35,8 +35,8 @@ _ONE_WORD = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """Text, or code; `splits` where it stands outside of quotes. `version` counts the assignments
-    to the variables of the code before it."""
+    """Text, or code; `splits` where the shell splits it at blanks: outside of quotes. `version` is
+    how often the code's variables had been assigned to when the word was read."""
 
     text: str
     is_code: bool = False
@@ -69,7 +69,7 @@ class Word:
 
     @property
     def script(self) -> str:
-        """The word as the text of a script: its lines are those of the word."""
+        """The word as the text that ``bash -c`` gets: with all its lines, and no quotes."""
         return "".join(f"${{{p.name}}}" if p.name else p.text for p in self.parts)
 
     @property
@@ -92,7 +92,8 @@ class Word:
         return [name for part in self.code for name in names_in(part.text)]
 
     def bash(self, is_read_twice: bool = False) -> str:
-        """Return the word as bash has it; or as it has it in double quotes, for ``eval``."""
+        """Return the word, quoted for a line of bash; with `is_read_twice` for a line in double
+        quotes that ``eval`` reads."""
         texts, mark = [], '\\"' if is_read_twice else '"'
         for part in self.parts:
             code = f"${{{part.name}}}" if part.name else part.text
@@ -109,7 +110,7 @@ class Word:
         return replace(self, parts=tuple(part for part in parts if part.text))
 
 
-# Of a variable: a word, those of an array, or None for what only the job knows.
+# A variable's: a word, those of an array, or None for what only the job knows.
 Value = Word | list[Word] | None
 
 
@@ -132,7 +133,8 @@ def names_in(code: str) -> list[str]:
 
 
 def parse(text: str) -> Node:
-    """Return the root of the syntax tree of a bash script; raise UsageError without the parser."""
+    """Return the root of the syntax tree of a bash script; raise UsageError where the parser, or
+    that of YAML, is not installed."""
     try:
         import tree_sitter
         import tree_sitter_bash
@@ -168,14 +170,15 @@ class Scope:
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    arguments: Sequence[Word] | None = None  # of a function that is looked into
+    arguments: Sequence[Word] | None = None  # of the function or bash -c that is read
     is_open: bool = False
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
-    defaults: set[str] = field(default_factory=set)  # those whose defaults are taken
+    defaults: set[str] = field(default_factory=set)  # those whose defaults are taken: ${NAME:-x}
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
-        """Return the words that some nodes of a command become, split as by the shell."""
+        """Return the words that some nodes of a command become, split as by the shell; `line`, if
+        given, is the line of all of them, else a node's own."""
         result: list[Word] = []
         for node in nodes:
             text, at = source(node), line or node.start_point[0] + 1
@@ -194,7 +197,7 @@ class Scope:
         return result
 
     def word(self, node: Node | None) -> Word:
-        """Return the value of an assignment, which is not split."""
+        """Return the word of an assignment's value, which is not split; '' for None."""
         if node is None:
             return literal("")
         is_plain = not node.named_children
@@ -202,7 +205,8 @@ class Scope:
         return Word(tuple(parts), node.start_point[0] + 1)
 
     def assign(self, node: Node) -> str:
-        """Note a ``variable_assignment`` and return its name."""
+        """Set the variable of a ``variable_assignment``, ``+=`` too, and return its name; only the
+        job knows the variable after one to an element of an array."""
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = re.match(r"\w*", source(target))[0]  # type: ignore[index]
         assigned: Value = None  # of an element of an array
@@ -229,13 +233,13 @@ class Scope:
         self.versions[name] += 1
 
     def is_stale(self, word: Word) -> bool:
-        """Return whether a variable of a word has changed since the word was written."""
+        """Return whether a variable of a word has been set anew since the word was read."""
         return any(part.version < self._version(part.text) for part in word.code)
 
     def _version(self, code: str) -> int:
         return sum(self.versions[name] for name in names_in(code))
 
-    def _code(self, text: str, is_quoted: bool) -> Part:
+    def _code_part(self, text: str, is_quoted: bool) -> Part:
         return Part(text, True, not is_quoted, self._version(text))
 
     def _parts(self, node: Node, is_quoted: bool) -> Iterator[Part]:
@@ -244,7 +248,7 @@ class Scope:
         is_leaf = not node.named_children
         if is_leaf and kind in ("word", "number", "variable_name", "command_name"):
             if re.search(r"(?<!\\)[*?]", text) and not is_quoted:  # files' names
-                yield self._code(text, False)
+                yield self._code_part(text, False)
             else:
                 home = os.path.expanduser(text) if re.match(r"~(/|$)", text) else text
                 yield Part(re.sub(r"\\(.)", r"\1", home.replace("\\\n", "")))
@@ -254,7 +258,7 @@ class Scope:
             yield Part(text[2:-1].replace(r"\n", "\n").replace(r"\t", "\t"))
         elif kind == "arithmetic_expansion" and not names_in(text):
             number = self.number(Word((Part(text, True),)))
-            yield self._code(text, True) if number is None else Part(str(number))
+            yield self._code_part(text, True) if number is None else Part(str(number))
         elif text in ("$(pwd)", "`pwd`") and isinstance(folder := self.values.get("PWD"), Word):
             yield from folder.parts
         elif kind in ("simple_expansion", "expansion"):
@@ -272,11 +276,11 @@ class Scope:
                     yield from self._parts(child, inner)
                 at = child.end_byte
         else:
-            yield self._code(text, is_quoted or kind == "arithmetic_expansion")
+            yield self._code_part(text, is_quoted or kind == "arithmetic_expansion")
 
     def _expanded(self, node: Node, text: str, is_quoted: bool) -> Iterator[Part]:
-        """Yield the parts of ``$NAME``, ``${NAME}``, ``${NAME:-x}``, ``${NAME[@]}``; of others, and
-        of those that only the job knows, the code."""
+        """Yield the parts of the value of ``$NAME``, ``${NAME}``, ``${NAME:-x}``, ``${NAME[@]}``;
+        of others, and of those that only the job knows, the code. ``:=`` sets the variable."""
         match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
         name = array[1] if array else (match[1] or match[2]) if match else ""
         assigned = self.values.get(name)
@@ -302,11 +306,12 @@ class Scope:
             if match[3].endswith("=") and remaining:
                 self.set(name, Word(tuple(p for c in remaining for p in self._parts(c, True))))
         else:
-            yield self._code(text, is_quoted)
+            yield self._code_part(text, is_quoted)
 
     def _is_unset(self, name: str, operator: str) -> bool:
-        """Return whether a variable is empty, for an operator with a colon, or taken to be unset:
-        those of the shell that submits are."""
+        """Return whether the default behind `operator` (``:-``, ``-``, ``:=``, ``=``) is taken: the
+        variable is empty, for one with a colon, or nothing in the script sets it. Then `defaults`
+        gets it, since the shell that submits might."""
         if name in self.values:
             assigned = self.values[name]
             is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
@@ -341,8 +346,8 @@ class Scope:
 
 
 def _is_readable(assigned: Word, is_quoted: bool) -> bool:
-    """Return whether a value can stand where its variable is used: it is text and names, or a
-    command line; another one stays a variable, as does a pattern of files."""
+    """Return whether a value can stand where its variable is used: it is text and names, or has
+    blanks in it, as a command line; outside of quotes a pattern of files can't."""
     if not is_quoted and any(re.search(r"[*?]", p.text) for p in assigned.parts if not p.is_code):
         return False
     blanks = any(re.search(r"\s", p.text.strip()) for p in assigned.parts if not p.is_code)
@@ -369,8 +374,8 @@ def _split(word: Word) -> list[Word]:
 
 
 def separated(word: Word, separator: str, only_split: bool = False) -> list[Word]:
-    """Return the words between separators, a regular expression, in the text of one; `only_split`
-    looks only where the shell splits."""
+    """Return the words that one falls into at a separator, a regular expression, in its text;
+    `only_split` looks only where the shell splits. Empty ones are left out."""
     groups: list[list[Part]] = [[]]
     for part in word.parts:
         if part.is_code or (only_split and not part.splits):

@@ -53,10 +53,11 @@ _DECIDED: Rules = (
 
 
 class Sorter:
-    """Sorts statements into set-up lines, variables, and the rest.
+    """Sorts the statements of `reader` into set-up lines, variables, and the rest, in `result`.
 
     A line stays if it does something, an assignment if it is exported, or if a line that stays or
-    the launch needs its variable: so those of the rendezvous go.
+    the launch needs its variable: so those of the rendezvous go. `start` is the path of the folder
+    that the job starts in. `launch` is the training, once `take_statements` has chosen it.
     """
 
     def __init__(self, reader: Reader, result: Conversion, start: str) -> None:
@@ -64,19 +65,22 @@ class Sorter:
         self.launch: Launch | None = None
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
         self._nodes = reader.scope.numbers.get("SLURM_NNODES", 1)
+        # Assignments of the batch script, and names of those in tasks, and of command lines.
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
         self._inner = {s.name for s in self._statements if s.name and s.inside}
         self._commands = {s.name for s in self._statements if s.name and _is_command(s.assigned)}
-        self._at, self._defaults = len(self._statements), reader.scope.defaults
+        self._at = len(self._statements)  # the index of the launch
+        self._defaults = reader.scope.defaults
         self._kept: set[str] = set()  # variables and functions of lines that stay
-        self._needed: set[str] = set()
-        self._needed_after: set[str] = set()  # by clean-up lines: a shell of their own
-        self._in_launch: set[str] = set()  # variables that stand in it with their values
+        self._needed: set[str] = set()  # by the launch, or a line that stays
+        self._needed_after: set[str] = set()  # by clean-up lines, which have a shell of their own
+        self._in_launch: set[str] = set()  # variables whose values stand in the launch
         brings = (i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text))
-        self._brought_at = next(brings, self._at)  # from here on there are variables of others
+        self._brought_at = next(brings, self._at)  # the index of the first module, conda or source
 
     def take_statements(self) -> None:
-        """Take all statements: the launch, what it needs, what comes before and after it."""
+        """Choose the launch, and put all other statements into the conversion: set-up and clean-up
+        lines, variables, and the group of each line. Sets `lost` of statements."""
         self._choose()
         self._refuse()
         for word in self.launch.words if self.launch else ():
@@ -95,7 +99,9 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def check(self) -> None:
-        """Report each variable of the script that something uses and nothing sets any more."""
+        """Note each variable of the script that something uses and nothing sets any more, and add
+        those of the submitting shell to the scope's `defaults`. To be called last, after
+        `program.take`."""
         lists = (entries for key, entries in self.result.lists.items() if key != "env-names")
         texts = [text for entries in lists for text, _ in entries]
         used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
@@ -112,8 +118,12 @@ class Sorter:
                     self.result.notes.append((statement.lines[0], text))
 
     def _choose(self) -> None:
-        """Choose the launch that is the training; others are lost, but for the same on other
-        nodes, and for preparations before it."""
+        """Set `launch` to the launch that is the training, None where there is none, or a step has
+        it on fewer nodes than the job's; notes say so.
+
+        Launches before it that weigh less, or run on fewer nodes, become plain commands; others are
+        lost.
+        """
         launches = [(i, s, s.launch) for i, s in enumerate(self._statements)
                     if s.launch and not s.lost]  # fmt: skip
         if not launches:
@@ -150,12 +160,13 @@ class Sorter:
             self.result.notes.append((chosen.lines[0], text))
 
     def _is_partial(self, launch: Launch) -> bool:
-        """Return whether a launch has fewer tasks than the job has nodes, and is no node's part."""
+        """Return whether a launch is on fewer nodes than the job has, and in no loop over them."""
         count = launch.nodes or (launch.tasks if not launch.kind else None) or self._nodes
         return count < self._nodes and not launch.in_loop
 
     def _refuse(self) -> None:
-        """Note what can't be taken over, in the order of the script, and what needs it."""
+        """Set `lost` of statements that can't be taken over, and of those that need a variable or
+        function of one; the conversion's `unknown` gets these names."""
         unknown = dict.fromkeys(self._of_nodes, "a loop")
         for index, statement in enumerate(self._statements):
             if statement.launch and not statement.lost:
@@ -177,7 +188,8 @@ class Sorter:
 
     def _sort(self, statement: Statement, index: int) -> tuple[str, str, str]:
         """Return the group of a statement, the key that it goes to or another reason, and the text
-        of a set-up line, '' for another statement."""
+        of a set-up or clean-up line, '' for another statement. Puts ``chdir`` and variables into
+        the conversion."""
         is_after = index > self._at
         is_print = bool(re.match(_PRINTS, statement.text))
         if statement.lost:
@@ -216,7 +228,8 @@ class Sorter:
         return TAKEN, key, text
 
     def _prints_ours(self, statement: Statement) -> bool:
-        """Return whether a message has a variable that hpc-ddp decides, or that nothing needs."""
+        """Return whether a statement prints, not into a file, a variable that hpc-ddp decides, or
+        that nothing needs and only bash knows."""
         values = {name: s.assigned for name, s in self._assigned.items() if not s.exported}
         return not re.search(r">|\btee\b", statement.text) and any(
             (name in self._in_launch & self._commands)
@@ -226,8 +239,9 @@ class Sorter:
         )
 
     def _folder(self, statement: Statement, index: int) -> str:
-        """Return the folder of a ``cd`` that is known, the only one before the launch, where no
-        line before it names a file from its own folder; '' for another statement."""
+        """Return the folder of a ``cd`` if it is known, and can be the job's from its start: the
+        ``cd`` is the only one before the launch, and no line before it names a file by a relative
+        path, or the folder is that of the job's start. '' for another statement."""
         before = self._statements[: self._at]
         moves = [s for s in before if re.search(r"(^|[\s;&])(cd|pushd|popd)\b", s.text)]
         match = re.fullmatch(r"cd (\S+?)/?(\s*\|\|\s*(exit|\{).*)?", statement.text, re.S)
@@ -242,7 +256,8 @@ class Sorter:
         return text if "$" not in text and (word.is_static or text[:1] == "~") else ""
 
     def _enter(self, folder: str, line: int) -> None:
-        """Run the job in a folder; Slurm has opened the files of the output before."""
+        """Set ``chdir`` to a folder. ``output`` and ``error`` become absolute: Slurm opens them
+        before the job's ``cd``."""
         values, is_moved = self.result.values, "chdir" in self.result.values
         for key in {"output", "error"} & values.keys():
             name, at = values[key]
@@ -250,8 +265,8 @@ class Sorter:
         values["chdir"] = os.path.join(self._start, folder) if is_moved else folder, line
 
     def _assignment(self, statement: Statement, index: int) -> tuple[str, str, str]:
-        """Return the group, the key or reason, and the text of an assignment: a variable of the
-        job, a set-up line, or what others have used."""
+        """Return the group of an assignment, its key or reason, and the text of a set-up line, ''
+        for another: a variable of ``[env]`` is put there, a secret's name into ``env-names``."""
         name, assigned, line = statement.name, statement.assigned, statement.lines[0]
         content = assigned.text if isinstance(assigned, Word) else ""
         is_only_there = name in self._in_launch & self._commands and not statement.inside
@@ -288,7 +303,9 @@ class Sorter:
         return OURS, "nothing that is left needs it", ""
 
     def _is_for_env(self, statement: Statement, index: int) -> bool:
-        """Return whether a value can stand in ``[env]``, which comes before the set-up lines."""
+        """Return whether an exported value can stand in ``[env]``, which is set before the set-up
+        lines run: it has only variables of every job, no line before it has its name, and it is no
+        path behind a line that brings software."""
         assigned, name = statement.assigned, statement.name
         is_brought = index > self._brought_at and _OF_PATHS.fullmatch(name)
         is_earlier = any(name in s.names | s.sets for s in self._statements[:index])
@@ -313,7 +330,7 @@ def _is_command(assigned: Value) -> bool:
 
 def _is_known(assigned: Value) -> bool:
     """Return whether a value stands where its variable is used: it is text and names, or more than
-    one word."""
+    one word; of an array, one word at least is text."""
     if isinstance(assigned, Word):
         return _is_command(assigned) or all(part.name for part in assigned.code)
     return assigned is not None and any(word.is_static for word in assigned)

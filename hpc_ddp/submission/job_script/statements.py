@@ -28,11 +28,11 @@ _OF_ARGUMENTS = "it uses the job script's own arguments"
 
 @dataclass
 class Statement:
-    """One statement of a script: an assignment (to `name`), a launch, a function (`defines`), or
-    another command or block.
+    """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function
+    (`defines`), or another command or block, which may set the variables `sets`.
 
     `lines` are the first and last one in the script; `inside` says that it runs in each task, in
-    ``bash -c``; `output` is the file that it writes to; `lost` why it can't be taken over.
+    ``bash -c``; `output` is the file that a launch writes to; `lost` why it can't be taken over.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Statement:
 
     @property
     def names(self) -> set[str]:
-        """The variables and the functions that it needs."""
+        """The variables and functions that it may need, with some other words beside."""
         quoted = re.sub(r"(?<!\\)'[^']*'", "", self.text)
         called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", quoted)
         exported = quoted.split()[2:] if quoted.startswith("export -f") else []
@@ -66,22 +66,21 @@ class Statement:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a text stands that is looked into: its lines in the script, or the shift from its own
-    lines to the script's; whether it runs in each task, what starts these, and in a loop."""
+    """Where a text that is read stands in the script."""
 
-    lines: tuple[int, int] | None = None
-    shift: int | None = None
-    inside: bool = False
-    step: str = ""
-    in_loop: bool = False
+    lines: tuple[int, int] | None = None  # first and last, of a text within a statement
+    shift: int | None = None  # from the text's lines to the script's, where they correspond
+    inside: bool = False  # it runs in each task
+    step: str = ""  # the command that starts these tasks
+    in_loop: bool = False  # over the nodes
 
 
 class Reader:
-    """Reads a script, and notes its statements.
+    """Reads a script into `statements`; `scope` then has its variables as they are at the end.
 
     `resolved` has the group and the reason of lines that are no part of a statement: they only
     choose among others (``if``, ``fi``), or do not run; `of_nodes` are variables of loops over the
-    nodes.
+    nodes. A method that is named after a type of node, as ``_if_statement``, reads such a node.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -94,15 +93,16 @@ class Reader:
         self._exports_all = False
 
     def read(self, text: str) -> None:
-        """Read the text of a script."""
+        """Read the text of a script, behind what was read before. Raises as `parse`."""
         self._walk(parse(text))
 
     def _walk(self, node: Node) -> None:
+        """Read a node: one by one the lines of a block that has a launch, another by its type."""
         kind = node.type
         if kind in ("program", "do_group") or (
             kind in ("compound_statement", "subshell") and self._has_launch(node)
         ):
-            self._each(node)
+            self._walk_children(node)
         elif handler := getattr(self, f"_{kind}", None):
             handler(node)
         elif kind == "ERROR":
@@ -111,7 +111,8 @@ class Reader:
             reason = "only the job knows which launch it chooses: a job for each"
             self._add(node, lost=reason if self._has_launch(node) else "")
 
-    def _each(self, node: Node) -> None:
+    def _walk_children(self, node: Node) -> None:
+        """Read the children of a node; an ``&`` behind one goes to its statement's text."""
         for child in node.children:
             if child.is_named:
                 self._walk(child)
@@ -120,7 +121,7 @@ class Reader:
         if node.type != "program":
             self._resolve(node, "its lines were taken one by one")
 
-    _variable_assignments = _each
+    _variable_assignments = _walk_children
 
     def _at(self, node: Node) -> tuple[int, int]:
         """Return the first and the last line of a node in the script."""
@@ -131,7 +132,8 @@ class Reader:
         return first + shift, last + shift
 
     def _add(self, node: Node, text: str = "", **known_facts: Any) -> Statement:
-        """Note a statement, and what the scope no longer knows after it."""
+        """Append a statement of `text`, else the node's, with known attributes, and return it; the
+        scope forgets what it may set. One that uses unknown arguments is lost."""
         text = text or source(node).strip()
         statement = Statement(text, self._at(node), inside=self._place.inside, **known_facts)
         if not (statement.name or statement.launch or statement.defines):
@@ -158,6 +160,7 @@ class Reader:
         self._add(node, name=name, assigned=self.scope.values[name], exported=exported)
 
     def _declaration_command(self, node: Node) -> None:
+        """Read ``export`` or ``declare``: a statement for each variable, or one for an array."""
         text, kinds = source(node), {child.type for child in node.named_children}
         has_names = bool(kinds & {"variable_assignment", "variable_name"})
         exported = bool(re.match(r"export\b|\w+\s+-\w*x", text)) or self._exports_all
@@ -178,7 +181,8 @@ class Reader:
                     self._add(child, name=name, assigned=self.scope.values.get(name), exported=True)
 
     def _command(self, node: Node, output: str = "", around: Node | None = None) -> None:
-        """Note a command: `around` is the pipeline around it."""
+        """Read a command: a launch, a call of a function with one, ``cd``, or another. `around` is
+        the pipeline or redirection around it, `output` the file that it writes to."""
         before = [c for c in node.named_children if c.type == "variable_assignment"]
         kinds = ("variable_assignment", "comment", "herestring_redirect")
         nodes = [child for child in node.named_children if child.type not in kinds]
@@ -213,7 +217,7 @@ class Reader:
         if reads_input(around or node, node):
             launch.mark(at, LOST, "its standard input: the program has none")
         if launch.inner is not None and self._has_launch(launch.inner.script, launch.step):
-            self._inner(launch, node, output)
+            self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             lost = _OF_ARGUMENTS if first in ("shift", "getopts") or not (words or before) else ""
             self._add(around or node, words=words, output=output, lost=lost)
@@ -222,11 +226,11 @@ class Reader:
                 launch.mark(at, LOST, "a variable in it was set anew before it is used")
             self._add(around or node, words=words, launch=launch, output=output)
 
-    def _inner(self, outer: Launch, node: Node, output: str) -> None:
-        """Read the text of ``bash -c``; its launch has the options of the outer one, too."""
+    def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
+        """Read the text of the ``bash -c`` in `outer`, whose options its launches get, too."""
         assert outer.inner is not None
         count = len(self.statements)
-        word = self._bound(outer.inner, node)
+        word = self._name_outer_code(outer.inner, node)
         text = word.script
         for name in word.names:  # bash has put its value there
             if re.search(rf"'[^']*\$\{{{name}\}}[^']*'", text):
@@ -241,9 +245,9 @@ class Reader:
                 statement.launch.take_from(outer)
                 statement.output, statement.text = statement.output or output, source(node)
 
-    def _bound(self, word: Word, node: Node) -> Word:
-        """Return the text of ``bash -c`` as the task has it: code that the batch script runs is the
-        value of a variable there."""
+    def _name_outer_code(self, word: Word, node: Node) -> Word:
+        """Return the text of ``bash -c`` with a variable ``VALUE_n`` for each part that only the
+        batch script can expand, and add an assignment to each."""
         parts = list(word.parts)
         for index, part in enumerate(parts):
             is_ours = is_of_hpc_ddp(part.name) and part.name in self.scope.values
@@ -259,7 +263,7 @@ class Reader:
         return Word(tuple(parts))
 
     def _look_into(self, text: str, node: Node, step: str, line: int = 0) -> None:
-        """Read a text of the script as a script, in tasks that `step` starts: its lines are those
+        """Read a text of the script as a script, in tasks that `step` starts. Its lines are those
         from `line` on, where it is one word of `node`, else all of `node`'s."""
         before, folder, last = self._place, self.scope.values.get("PWD"), node.named_children[-1]
         is_one = before.lines is None and line == last.start_point[0] + 1
@@ -270,7 +274,7 @@ class Reader:
         self._place, self.scope.values["PWD"] = before, folder
 
     def _set_by_functions(self, node: Node) -> set[str]:
-        """Return the names that the functions set which a block calls, some words beside."""
+        """Return the names that the functions which a block calls may set."""
         called = {source(command.child_by_field_name("name")) for command in commands_of(node)}
         return {
             n for name in called & self._functions.keys() for n in self._functions[name][1].sets
@@ -279,8 +283,8 @@ class Reader:
     def _has_launch(
         self, part: Node | str, step: str = "", arguments: Sequence[Word] | None = None
     ) -> bool:
-        """Return whether a part of the script, or the text of one, may start the training; plain
-        Python does so in a task alone. Nothing is noted here."""
+        """Return whether a part of the script, or the text of one, may start the training: plain
+        Python does so only in a text or a task. Adds no statement to this reader."""
         scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
         scope.arguments = self.scope.arguments if arguments is None else arguments
         probe = Reader(scope)
@@ -292,7 +296,8 @@ class Reader:
         return any(s.launch is not None and s.launch.weight > least for s in probe.statements)
 
     def _list(self, node: Node) -> None:
-        """Note a pipeline, a list or a command with redirections, or the launch in it."""
+        """Read a pipeline, a list or a command with redirections: as one statement, or its parts
+        where a launch is in it."""
         commands = [child for child in commands_of(node) if self._has_launch(child)]
         first = node.named_children[0]
         if commands and node.type == "list":
@@ -320,7 +325,7 @@ class Reader:
     _pipeline = _redirected_statement = _list
 
     def _call(self, name: str, words: list[Word], node: Node) -> None:
-        """Read a function's body where it is called."""
+        """Read a function's body where it is called with `words`, in place of its definition."""
         definition, statement = self._functions[name]
         self._resolve(definition, f"the function {name}, read where it is called")
         self._resolve(node, f"calls {name}")
@@ -330,6 +335,7 @@ class Reader:
         self.scope.arguments = before
 
     def _resolve(self, node: Node, text: str, group: str = TAKEN) -> None:
+        """Note group and reason of the lines of a node that have none in `resolved` yet."""
         first, last = self._at(node)
         for line in range(first, last + 1):
             self.resolved.setdefault(line, (group, text))
@@ -340,7 +346,7 @@ class Reader:
         self._functions[name] = node, self._add(node, defines=name, sets=sets)
 
     def _if_statement(self, node: Node) -> None:
-        """Take the branch that is known to run; keep the whole where that is not known."""
+        """Read the branch that is known to run; the whole is one statement where none is."""
         has_launch, chosen = self._has_launch(node), None
         branches = list(_branches(node))
         for condition, lines in branches:
@@ -359,7 +365,7 @@ class Reader:
             self._walk(child)
 
     def _for_statement(self, node: Node) -> None:
-        """Keep a loop; of one over the nodes that starts the training take its launch."""
+        """Read a loop as one statement, or one over nodes that starts the training as its body."""
         text = source(node)
         if not self._has_launch(node) or not _ON_NODES.search(text):
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"

@@ -31,7 +31,8 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     """Return how `spec`'s processes get into the container that it names; an empty entry without
     one.
 
-    The run folder, the code and the working directory are mounted under their own paths.
+    ``container`` is the whole command. For an ``image`` the file of ``container-tool`` is filled
+    in: the run folder, the code and the working directory are mounted under their own paths.
 
     Raises
     ------

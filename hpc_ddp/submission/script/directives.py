@@ -27,7 +27,8 @@ _FIELDS = {
 
 
 def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return all (option, value) pairs of the job: the user's, `more` of the same, and ours.
+    """Return all (option, value) pairs of the job: the user's, `more` of the same, and ours behind
+    them, which count where both have one.
 
     `more` are raw options, ``--name=value``; a flag's value is ''. Without a comment of the user's,
     also in sbatch's variable, there is ours. Raise UsageError for a raw option of another form, and
@@ -78,7 +79,7 @@ def output_file(spec: JobSpec, run: RunFolder) -> str:
 
 def directives(spec: JobSpec) -> list[tuple[str, str]]:
     """Return the (option, value) pairs for sbatch that the user sets, without dashes, raw options
-    last; a flag's value is ''."""
+    last; a flag's value is ''. Raise UsageError for a raw option of another form."""
     pairs = [("job-name", spec.job_name)]
     for name, declared in OPTIONS.items():
         value = getattr(spec, name.replace("-", "_"))

@@ -26,6 +26,7 @@ _FAMILIES = (
     {"gpus-per-node", "gres"},
 )
 _ADDED = ("container-mounts", "container-env")  # pyxis takes all values
+# What to use in place of an option that hpc-ddp sets itself.
 _INSTEAD = {
     "output": "--output out-%j.txt, a link to it",
     "open-mode": "nothing: the output is appended to",
@@ -130,7 +131,7 @@ def _check_pairs(
     command: str, requested: Sequence[Pair], final: Sequence[Pair], raw: Collection[Pair]
 ) -> None:
     """Raise UsageError for a `requested` option that is not the last of its name and family in
-    `final`, unless that has the same value, or both are `raw`."""
+    `final`, which has all of them, unless the last one has the same value, or both are `raw`."""
     for name, text in requested:
         winner = [pair for pair in final if _is_same(pair, (name, text))][-1]
         if name in _ADDED or winner == (name, text) or {winner, (name, text)} <= {*raw}:

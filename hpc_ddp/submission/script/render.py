@@ -29,9 +29,10 @@ WAIT_S = 0
 def step_options(spec: JobSpec) -> list[str]:
     """Return the options of srun for the step, beside its size.
 
-    It shares the job's CPUs with steps that run already (a `srun --pty bash`, a preflight whose
-    end Slurm is still cleaning up): else srun would wait for them without end. srun's settings
-    of MPI are for one task of a node, and must not reach all workers that torchrun starts there.
+    The step shares the job's CPUs with steps that run already (a `srun --pty bash`, a preflight
+    whose end Slurm is still cleaning up): else srun would wait for them without end. srun's
+    settings of MPI are for one task of a node, and must not reach all workers that torchrun starts
+    there.
     """
     # An elastic step is ended by the supervisors, where it has to be.
     end = ["--kill-on-bad-exit=0", "--no-kill"] if spec.elastic else ["--kill-on-bad-exit=1"]
@@ -59,7 +60,8 @@ def node_command(spec: JobSpec, run: RunFolder, script: Path) -> tuple[str, list
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables written into the script: the fabric's, then the user's over them.
+    """Return the variables written into the script, by name: the fabric's, then the user's over
+    them, but for those that ``without`` takes out.
 
     A job of one node needs no fabric, and some are not set up for one (Slingshot on Frontier).
     Raise UsageError for an unknown fabric, and for a broken profile.
@@ -83,14 +85,15 @@ def node_env(spec: JobSpec) -> dict[str, str]:
 
 
 def _inner_lines(lines: Sequence[str], spec: JobSpec) -> str:
-    """Return set-up lines of a node or a worker, and what passes on the arrays that they fill."""
+    """Return set-up lines of a node or a worker, but for those that ``without`` takes out, and the
+    line that passes on the arrays which they fill; '' without lines."""
     remaining = [line for line in lines if line not in spec.without]
     return "\n".join([*remaining, array_exports(spec.expand)] if remaining else []).rstrip("\n")
 
 
 def worker_env(spec: JobSpec) -> list[str]:
-    """Return the variables of ``env`` that a worker fills in, and not the batch script: their texts
-    have a variable that differs between workers."""
+    """Return the names of the variables of ``env`` that a worker fills in, and not the batch
+    script: their texts have a variable that differs between workers."""
     return [
         name
         for name, text in spec.env.items()
@@ -101,12 +104,17 @@ def worker_env(spec: JobSpec) -> list[str]:
 class Rendering:
     """A job's script, whole or by block; `code` and `script` are the paths that the job runs.
 
+    `environment` has the variables of `job_env`, and `entry` the container's words. `header` has
+    all (option, value) pairs for sbatch, and `srun` the user's raw options of srun, both but for
+    what ``without`` takes out.
+
     Raises
     ------
     UsageError
-        the run's path, or one to mount, has a character that the script can't hold, or there is no
-        such fabric or container tool, or its file is broken; `whole`, `block` and `left_out`: the
-        user's template is missing or broken, with file and line, or may not act for the user
+        the run's path, or one to mount, has a character that the script can't hold; an option or a
+        variable is refused, or would have no effect (`check_effect`); or there is no such fabric or
+        container tool, or its file is broken; `whole`, `block` and `left_out`: the user's template
+        is missing or broken, with file and line, or may not act for the user
     """
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:

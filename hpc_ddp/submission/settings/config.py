@@ -134,8 +134,8 @@ def find_project_file(start: Path) -> Path | None:
 
 
 def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = True) -> Settings:
-    """Merge all layers; the first that has a key wins: option, project, own site file, the
-    operators' site file, profile.
+    """Return the settings of all layers; the first that has a key wins: option, project, own site
+    file, the operators' site file, profile, and last a budget among the operators' limits.
 
     `options` are those of the command line, by key; the project is looked for from `cwd` upwards,
     the user's own files in `home`. `env` is merged name by name, and a site's `setup`, `sbatch` and
@@ -150,7 +150,8 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     ------
     UsageError
         if `is_strict`: a file can't be read or may not act for the user, has an unknown key or a
-        value of the wrong kind, or there is no such site
+        value of the wrong kind (in the operators' an unknown key is a warning), or there is no such
+        site or operators' file
     """
 
     def usable(read: Callable[[], T], default: T) -> T:
@@ -223,7 +224,7 @@ def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
 
 def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the site's ``cpus-per-node``, meant for all GPUs of a node, scaled to the job's GPUs;
-    {} where the job has all, or none."""
+    {} where the job has all, or none, or the site has no such key."""
     all_gpus, job_gpus = _gpu_count(site), _gpu_count(job)
     if "cpus-per-node" not in site or not 0 < job_gpus < all_gpus:
         return {}
@@ -254,6 +255,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
     ``env`` is merged name by name, without what an option above settles. A key above replaces one
     that excludes it: a site's ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
+    With a script above, the `NO_FILE` flags of the one below go.
     """
     replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
     values = {key: value for key, value in below.items() if key not in replaced}
@@ -365,6 +367,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     ------
     UsageError
         no script is named, it or the working directory doesn't exist, or a value is refused
+    OSError
+        the script can't be read
     """
     names_no_file = _names_no_file(settings.values)
     if not settings.get("script"):

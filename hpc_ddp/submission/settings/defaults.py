@@ -44,7 +44,8 @@ def name_for(script: Path, is_module: bool = False) -> str:
 
 def check_script(script: Path, in_image: bool) -> None:
     """Raise UsageError for a script, an absolute path, that does not exist or is not Python's, with
-    the option by which the program that it may be is named."""
+    a hint at the option for a command, a module or (`in_image`) a file in the image; OSError where
+    it can't be read."""
     name = script.name
     if not script.is_file():
         hint = f"ls {script.parent}"
@@ -77,8 +78,8 @@ def default_python(setup: Sequence[str], in_container: bool) -> str:
     """Return the interpreter for the workers when none is named.
 
     The one that runs now, where it has torch and no line of `setup` activates another environment.
-    Else the first one on PATH, once the set-up lines are through: ``python``, or ``python3`` where
-    there is no such line, nor a ``python`` here. In a container its own, ``python3``.
+    Else ``python``, which the job looks for on PATH after the set-up lines; ``python3`` where
+    `setup` is empty and there is no ``python`` on this machine. In a container ``python3``.
     """
     if in_container:
         return "python3"

@@ -63,11 +63,11 @@ def warn(message: str, hint: str | None) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """The table ``[limits]`` of a site file: `bounds` by key, and as a job with these values."""
+    """The table ``[limits]`` of a site file."""
 
     path: Path
-    bounds: Mapping[str, Any]
-    job: JobSpec
+    bounds: Mapping[str, Any]  # by key, as the file has them
+    job: JobSpec  # with the bounds as its values, which reads their units
 
     @property
     def defaults(self) -> dict[str, Any]:

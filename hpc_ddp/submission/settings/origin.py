@@ -88,8 +88,8 @@ def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
 
 def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | None) -> Origin:
     """Return the origin of the value of a key. `entry` names one line of a list or one of the
-    variables; None: the value as a whole. In a run that goes on a value that no option sets, and
-    that is not the default, is the run's."""
+    variables; None: the value as a whole. In a run that goes on, a value is an option's, else the
+    default if it is equal to that, else the run's."""
     layer: Layer | None = settings.layer(key, entry)
     if plan.is_new or (layer and layer.kind == "option"):
         path = str(layer.path) if layer and layer.path else None

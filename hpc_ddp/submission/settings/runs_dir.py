@@ -53,7 +53,7 @@ def run_of(text: str, option: str | None) -> RunFolder:
     Raises
     ------
     UsageError
-        there is no such run, or a job id is not one run's alone; and as `runs_folder`
+        there is no such run, or a job id names none of this cluster alone; and as `runs_folder`
     OSError
         `text` is too long for a path, or a run's folder or journal can't be read
     """

@@ -102,7 +102,8 @@ def _containers() -> list[str]:
 
 
 class NodeKind(NamedTuple):
-    """Nodes of the same make: GPUs as (type, number), with type '' where Slurm has none."""
+    """Nodes of the same make: GPUs of a node as (type, number), with type '' where Slurm has none,
+    its CPUs, and its memory in MB."""
 
     gpus: tuple[tuple[str, int], ...]
     cpus: int
@@ -209,12 +210,12 @@ def partitions_of(facts: ClusterFacts) -> list[Partition]:
 
 @dataclass(frozen=True)
 class Preemption:
-    """Jobs of a partition or QOS that other jobs may preempt; scope None: any job may be."""
+    """Jobs of a partition or QOS that other jobs may preempt."""
 
-    scope: tuple[str, str] | None
-    mode: str
+    scope: tuple[str, str] | None  # as ("partition", "low"); None: any job may be preempted
+    mode: str  # Slurm's PreemptMode, as REQUEUE
     grace_s: int
-    by: Sequence[str]
+    by: Sequence[str]  # the partitions or QOS whose jobs preempt; empty where unknown
 
     def __str__(self) -> str:
         """The preemption in words, as a part of a sentence."""
@@ -223,8 +224,8 @@ class Preemption:
 
 
 def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
-    """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s); []
-    where no job is. Preemption by QOS is one kind, of any job, where there is no accounting."""
+    """Return the partitions, or the QOS, whose jobs may be preempted; [] where no job may be.
+    Preemption by QOS without the accounting's list of them is one row, for any job."""
     plugin = facts.value("PreemptType").rpartition("/")[2]
     if plugin == "partition_prio":
         return [row for p in partitions if (row := _of_partition(p, partitions))]

@@ -20,7 +20,7 @@ from hpc_ddp.submission.site_detect.cluster import (
     preemptions,
 )
 
-OLDEST = (20, 11)
+OLDEST = (20, 11)  # the oldest version of Slurm that hpc-ddp supports
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Site:
-    """The content of a site file: settings, remarks in words, and a summary of each table."""
+    """The content of a site file: settings, remarks (sentences), and by scope a summary of each
+    table, as ``("partition", "low")``."""
 
     title: str
     settings: Sequence[Setting]

@@ -139,6 +139,20 @@ def test_accelerate_with_its_configuration(tmp_path: Path) -> None:
     assert any("fsdp.yaml can't be read" in note for _, note in converted("accelerate").notes)
 
 
+@pytest.mark.parametrize("text", ["a: [", "only words", "- 1"])
+def test_a_configuration_of_accelerate_that_is_none_is_a_note(tmp_path: Path, text: str) -> None:
+    (tmp_path / "fsdp.yaml").write_text(text)
+    notes = converted("accelerate", tmp_path).notes
+    assert any("fsdp.yaml can't be read" in note for _, note in notes)
+
+
+def test_odd_keys_of_a_configuration_of_accelerate_end_no_import(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text("1: one\nnum_processes: many\nmixed_precision: bf16\n")
+    result = converted("accelerate", tmp_path)
+    assert result.settings()["env"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert any("1 of fsdp.yaml" in note for _, note in result.notes)
+
+
 def test_mpirun_and_a_container() -> None:
     assert settings("mpirun") == {
         "script": "python",
@@ -245,6 +259,13 @@ def test_the_site_s_values_are_left_out() -> None:
     assert "constraint" not in result
     assert "setup" not in result
     assert result["without"] == ["--licenses=scratch"]
+
+
+def test_an_empty_setting_of_the_site_changes_nothing() -> None:
+    conversion = of_text("#SBATCH --nodes=2", "srun python train.py")
+    before = conversion.settings()
+    subtract_site(conversion, {"constraint": "", "env": {"CACHE": ""}})
+    assert conversion.settings() == before
 
 
 def test_a_broken_quote_is_reported_and_nothing_is_lost() -> None:
