@@ -62,9 +62,11 @@ class DrilledRun(Run):
         self._began = time.monotonic()
         self._checkpoints.before_publishing = self._hold_save
 
-    def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
-        """Name what is recorded, too; see `Run.track`."""
-        super().track(per_rank=per_rank, **objects)
+    def track(
+        self, *, per_rank: Sequence[str] = (), added: Sequence[str] = (), **objects: Any
+    ) -> None:
+        """Name the objects that are recorded, too; see `Run.track`."""
+        super().track(per_rank=per_rank, added=added, **objects)
         self._tracked |= objects
 
     def _begin_loop(self) -> None:
