@@ -34,16 +34,16 @@ from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import CANCELLED, NONE
 from hpc_ddp.training.telemetry.metrics import check_values
 
-HOLD_S = 60.0
-LEAST_STEPS = 12
+HOLD_S = 60.0  # the longest wait for a disturbance
+LEAST_STEPS = 12  # before ``seconds`` end a run
 KINDS = {"model": torch.nn.Module, "optimizer": Optimizer, "scheduler": LRScheduler}
-ATOMS = (bool, int, float, complex, str, bytes, type(None))
+ATOMS = (bool, int, float, complex, str, bytes, type(None))  # digested by their values
 
 
 class DrilledRun(Run):
     """A `Run` that is recorded and disturbed. The plan's keys, all optional, ``hold`` with ``at``:
 
-    - ``end``: the step to end at; else after ``seconds`` of training
+    - ``end``: the step to end at; else after ``seconds`` of training, and `LEAST_STEPS` at least
     - ``save``: the step to save at
     - ``hold``: the disturbance that is to come from outside, at step ``at``: ``"stop"``,
       ``"kill"``, or ``"save"``, a kill before the save of that step is published
@@ -59,7 +59,7 @@ class DrilledRun(Run):
         self._records = Journal(self._folder, f"rank-{self.rank}", self._attempt)
         self._tracked: dict[str, Any] = {"precision": self._precision}
         self._steps = OptimizerSteps(self._tracked)
-        self._began = time.monotonic()
+        self._began = time.monotonic()  # the loop, once there is one
         self._checkpoints.before_publishing = self._hold_save
 
     def track(
@@ -162,9 +162,8 @@ class DrilledRun(Run):
             tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
         ]
         digests, gradients_size = self._steps.take()
-        is_counted = (
-            moment != "step" or self._loader is None
-        )  # a batch counts when its step is done
+        # At a step's record the loader has not counted its batch yet.
+        is_counted = moment != "step" or self._loader is None
         states: dict[str, Any] = {}
         for name, tracked in self._tracked.items():
             state = dict(unwrap(tracked).state_dict())
@@ -202,8 +201,8 @@ class OptimizerSteps:
         register_optimizer_step_pre_hook(self._add)
 
     def take(self) -> tuple[dict[str, str], float]:
-        """Return the step's digests by kind and name, and the sum of its gradients' absolute
-        values; begin the next step."""
+        """Return the digests since the last call, by "gradients" and "untracked" with a class, and
+        the sum of the gradients' absolute values; both begin anew."""
         digests, self._digests = self._digests, {}
         size, self._gradients_size = self._gradients_size, 0.0
         return digests, size
@@ -229,8 +228,8 @@ def _kind(tracked: Any) -> str:
 
 
 def digest_of(state: Any) -> str:
-    """Return the digest of a tree of tensors and plain values, equal where these are, bit for bit;
-    other objects count by their type only."""
+    """Return the digest, 16 hex digits, of a tree of tensors and plain values, equal where these
+    are, bit for bit. A DTensor counts by this rank's part, other objects by their type only."""
     digest = blake2b(digest_size=8)
     _feed(digest, state)
     return digest.hexdigest()
