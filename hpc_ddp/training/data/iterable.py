@@ -68,8 +68,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
             block, samples = later, its_samples
 
     def _open(self) -> Iterator[Any]:
-        """Return the rest of the stream, from the current position on, after its ``set_epoch``;
-        without a ``skip`` it is read up to there."""
+        """Return the rest of the stream, from the current position on, after its ``set_epoch``; a
+        stream without ``skip`` is read up to there."""
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self._dataset
         skips = start > 0 and hasattr(stream, "skip")
