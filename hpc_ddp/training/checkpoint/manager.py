@@ -46,6 +46,7 @@ class CheckpointManager:
 
     `devices` are this rank's, `seed` the run's; with `only_finite` weights with NaN are not saved.
     Every rank must call its public methods at the same step, but for `tracked` and `start_random`.
+    `track`, `judge` and `load_best` raise RuntimeError if a peer is gone.
     """
 
     def __init__(

@@ -353,8 +353,9 @@ class Checkpoints(Restorer):
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
     def _make_room(self, content: Content) -> None:
-        """On rank 0: remove all but the newest checkpoints, the best and those of `keep.every`;
-        nothing in a superseded attempt. Raise OSError if the attempts can't be listed."""
+        """On rank 0: remove all but the newest `schedule.LEAST` checkpoints, the best and those of
+        `keep.every`; nothing in a superseded attempt. Raise OSError if the attempts can't be
+        listed."""
         if self._run.is_newest(self._attempt):
             self._prune(content, Retention(schedule.LEAST, self._keep.every))
 

@@ -101,8 +101,8 @@ class SaveSchedule:
     def after_step(self, step: int) -> bool:
         """Return whether a save belongs to this step, by `every_steps`; the same on all ranks.
 
-        Where a library counts several steps at once, it belongs to the first one from a multiple
-        on.
+        It is called after each step, or, where a library counts several at once, after some: the
+        save then belongs to the first of these that has reached or passed a multiple.
         """
         before, self._newest_step = self._newest_step, step
         if self._every_steps is None:

@@ -93,9 +93,9 @@ class FrozenWeights:
         return FrozenPart(pieces, hashes, buffer)
 
     def add(self, part: FrozenPart, path: Path, facts: FileFacts | None) -> FileFacts:
-        """Note that a draft has the data file of `part` at `path`, written there with `facts`; with
-        None link it there from the save before. Return its facts. Later saves link to it, where the
-        file system can.
+        """Note that a draft has the data file of `part` at `path`, written there with `facts`; if
+        these are None, link the file of the save before to `path`. Return the file's facts. Later
+        saves link to it, where the file system can.
 
         Raise OSError if the disk refuses, or the file to link to is gone.
         """

@@ -94,7 +94,7 @@ class StagingBuffer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: list[torch.Tensor] = []
-        self._segments: list[list[torch.Tensor]] = []  # of each piece, in the order of its numbers
+        self._segments: list[list[torch.Tensor]] = []  # the memory of each piece, in order
         self._copies: list[tuple[torch.Event, torch.Event]] = []  # begin and end, by device
         self.pieces: list[StoredShard] = []
 
