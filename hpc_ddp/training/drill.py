@@ -97,14 +97,14 @@ class DrilledRun(Run):
         if hold == "stop":
             self._hold_until_notice()
         if step == self._plan.get("save") or hold == "save":
-            self._decide(Decision(save=True))
+            self._add_decision(Decision(save=True))
         if self._is_end(step):
             self._notices.reason = CANCELLED  # all stop, and no attempt follows
         super().step(**values)
         if hold == "kill":
             self._manager.settle()
             self._hold("kill")
-        self._decide(self._consensus.decide_now())
+        self._add_decision(self._consensus.decide_now())
         self._act_in_step()
 
     def finish(self, **results: float | torch.Tensor) -> None:
@@ -121,7 +121,7 @@ class DrilledRun(Run):
         since = time.monotonic() - self._began
         return limit_s is not None and step >= LEAST_STEPS and since > limit_s
 
-    def _ready(self) -> None:
+    def _signal_ready(self) -> None:
         """Signal to the drill that this is the moment, by an empty file of rank 0; raise OSError if
         the disk refuses."""
         if self.rank == 0:
@@ -129,8 +129,8 @@ class DrilledRun(Run):
 
     def _hold_until_notice(self) -> None:
         """Signal the drill, then wait on rank 0 for a notice, `HOLD_S` at most; raises as
-        `_ready`."""
-        self._ready()
+        `_signal_ready`."""
+        self._signal_ready()
         if self.rank == 0:  # the other ranks wait for it at the next exchange
             end = time.monotonic() + HOLD_S
             while self._notices.reason == NONE and time.monotonic() < end:
@@ -148,7 +148,7 @@ class DrilledRun(Run):
     def _hold(self, disturbance: str) -> None:
         """Signal the drill, and wait to be killed; raise HpcDdpError after `HOLD_S`, OSError if the
         disk refuses the signal."""
-        self._ready()
+        self._signal_ready()
         time.sleep(HOLD_S)
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 

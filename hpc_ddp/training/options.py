@@ -35,7 +35,7 @@ class Options:
     hang_after
         seconds without a sign of progress, from the first step on, after which a rank writes
         its threads' stacks into the run's folder and fails, so that the run can be retried;
-        None: never; ``HPC_DDP_HANG_AFTER`` overrides (0: never). Progress is a step, a batch
+        None or 0: never; ``HPC_DDP_HANG_AFTER`` overrides. Progress is a step, a batch
         of the run's `loader` or of a `shard`, a `sum`, a save, an epoch's end: code between
         steps that takes longer than this calls ``run.sum()`` now and then, on all ranks
     precision

@@ -58,7 +58,8 @@ class Run(ModelSetup):
         Parameters
         ----------
         dataset
-            map-style or iterable; its random numbers depend on (seed, epoch, index) only
+            iterable, or map-style with a length (else TypeError); its random numbers depend on
+            (seed, epoch, index) only
         batch_size
             samples per data parallel rank and micro-batch
         global_batch_size
@@ -115,8 +116,7 @@ class Run(ModelSetup):
         HpcDdpError
             the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
-            called twice; another seed or training set than the checkpoint's; a wrong object,
-            option, or optimizer
+            called twice; another seed or training set than the checkpoint's; a wrong object or name
         """
         check_tracked(objects, per_rank, added)
         outlive_notices()  # now the loaders' libraries are imported
@@ -153,7 +153,7 @@ class Run(ModelSetup):
                     self._loader.end_epoch()
                 beat()
                 self._consensus.end_pause()
-                self._decide(self._consensus.decide_now())
+                self._add_decision(self._consensus.decide_now())
                 self._act()
 
     def steps(self, total: int) -> Iterator[int]:
@@ -162,8 +162,8 @@ class Run(ModelSetup):
 
         The loop's body calls `step`, and is part of the step: the run saves and stops at its end.
         Random numbers drawn in it go on as if nothing had happened, so batches that are drawn at
-        random need nothing else. A run's loader begins its next epoch by itself. Raises as `step`,
-        UsageError also before `track`, if `total` is no int, or for a body without a `step`.
+        random need nothing else. A run's loader begins its next epoch by itself. Raises as
+        `epochs`, and UsageError for a body without a `step`.
         """
         with self._calls.in_loop("steps", total, self._manager.tracked):
             self._begin_loop()
@@ -180,7 +180,7 @@ class Run(ModelSetup):
 
         It is weighted by the number of samples that are really in it, so that the accumulated
         and averaged gradient is the mean over the global batch, also where micro-batches differ
-        in size at the end of an epoch. DDP averages in the last one of a step only.
+        in size at the end of an epoch. DDP averages in the last one of a step only. All call it.
         """
         weighted = self._weighted(loss)
         self._timer.end_forward()
@@ -197,7 +197,7 @@ class Run(ModelSetup):
 
         Does no more than the calls of one's own would (``optimizer.step()`` above all) unless
         the precision is fp16, where it also undoes the scaling, and skips the step, and the
-        scheduler's, if a gradient has overflowed.
+        scheduler's, if a gradient has overflowed. All ranks call it.
 
         Parameters
         ----------
@@ -264,7 +264,7 @@ class Run(ModelSetup):
         is_next_to_last = steps_left == 1 and self._calls.loop == "epochs"
         decision = self._consensus.step_done(self.position.step, wait_for_all=is_next_to_last)
         self._watch_weights(self._consensus.exchanges)
-        self._decide(decision)
+        self._add_decision(decision)
         self._timer.start_step()
         self._act_in_step()
 
@@ -278,7 +278,7 @@ class Run(ModelSetup):
         that is no number, RuntimeError if a peer is gone.
         """
         is_best = self._manager.judge(number("run.best", "value", value), higher)
-        self._decide(Decision(save=is_best))
+        self._add_decision(Decision(save=is_best))
         return is_best
 
     @property
@@ -383,7 +383,7 @@ class Run(ModelSetup):
         if self._acts_in_step:
             self._act()
 
-    def _decide(self, decision: Decision) -> None:
+    def _add_decision(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)
 
     def _act(self) -> None:

@@ -58,8 +58,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
                     yield micro_batch, self._batch(micro_batch, samples)
 
     def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
-        """Yield each global batch, the samples that this rank may need by place, and whether it is
-        the last."""
+        """Yield the places of each global batch, those of its samples that this rank may need, by
+        place, and whether it is the epoch's last."""
         source = self._open()
         block, samples = self._read(source, self._position.samples)
         while self._plan.steps(len(block)):

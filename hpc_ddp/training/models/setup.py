@@ -276,6 +276,8 @@ class ModelSetup(Worker):
         ------
         UsageError
             the batch size is below 1, or an option is refused
+        TypeError
+            a map-style data set has no length
         """
         dims = self._dims
         plan = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)

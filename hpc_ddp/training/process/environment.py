@@ -46,9 +46,9 @@ class LaunchEnv:
     """The ``HPC_DDP_*`` variables, which hpc-ddp's launcher and supervisor set, or the user; None
     where one is not set, but for `node`, `runs` and `stem`.
 
-    `run` is the run's folder, `attempt` its number, both None under a plain start. `end_time` is in
-    unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds. `runs` is the
-    folder of plain starts' runs, `stem` the script's file name without ``.py``, which names them.
+    `run` is the run's folder, `attempt` the attempt's number; a plain start has neither. `end_time`
+    is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds. `runs` is
+    the folder of plain starts' runs, `stem` the script's file name without ``.py``, their name.
     `notice` is the file in which the supervisor gives notice, `local_notice` the one in its memory.
     """
 

@@ -63,7 +63,7 @@ class StepTimer:
 
     def start_step(self) -> None:
         """Start the clock of a step, since between two of them may lie a save, or the end of an
-        epoch; also that of its forward, in one step of `SAMPLE_S` at most."""
+        epoch; also that of its forward, in at most one step per `SAMPLE_S`."""
         self._step_start = time.perf_counter()
         is_measured = self.has_ddp and self._control.world_size > 1
         if self._is_sampled:  # and not ended
