@@ -152,7 +152,7 @@ def measure(model_name: str, way: str, small: bool) -> dict[str, Any]:
     for _ in range(rounds):
         for side in sides:
             times[side].append(seconds(side, steps))
-        run._decide(Decision(save=True))
+        run._add_decision(Decision(save=True))
         times["saving"].append(seconds("ours", steps) * steps - times["ours"][-1] * steps)
         run._manager.settle()
         times["copy"].append(_copy_seconds(wrapped, run.device))

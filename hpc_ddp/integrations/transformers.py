@@ -37,7 +37,7 @@ from hpc_ddp.integrations.stop_point import (
 )
 from hpc_ddp.training.data.iterable import set_epoch
 from hpc_ddp.training.process.hang_watchdog import beat
-from hpc_ddp.training.telemetry.metrics import TAKEN
+from hpc_ddp.training.telemetry.metrics import RESERVED
 
 
 def train(trainer: Trainer, **options: Any) -> Any:
@@ -130,7 +130,7 @@ class StopCallback(TrainerCallback):
         numbers = {
             name: entry
             for name, entry in (logs or {}).items()
-            if name not in TAKEN and isinstance(entry, (int, float))
+            if name not in RESERVED and isinstance(entry, (int, float))
         }
         self._values |= numbers
 

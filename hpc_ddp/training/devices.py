@@ -102,7 +102,8 @@ def carries(backend: str, device: torch.device) -> bool:
 
 
 def bound(backend: str, device: torch.device) -> dict[str, Any]:
-    """Return the option that binds a process group to a device, {} where its backend takes none."""
+    """Return the argument of ``init_process_group`` that binds the group to a device, {} where its
+    backend takes none."""
     kind = KINDS.get(device.type)
     binds = kind is not None and kind.binds and backend == default_backend(device)
     return {"device_id": device} if binds else {}
@@ -192,7 +193,7 @@ class Transfer:
         return all(event.query() for event in self._marks)
 
     def numbers(self) -> dict[str, Any]:
-        """Return the values as Python's numbers, by name; waits for those that are not here.
+        """Return the values by name, as `plain` has them; waits for those that are not here.
 
         Raise RuntimeError or ValueError for several numbers (`plain`).
         """
@@ -226,7 +227,7 @@ def _start_copy(value: Any) -> Any:
 
 
 def seed(device: torch.device, value: int) -> None:
-    """Seed the generator of one accelerator; the others' stay as they are."""
+    """Seed the generator of one accelerator with `value`; the others' stay as they are."""
     with torch.accelerator.device_index(device.index):
         torch.get_device_module(device).manual_seed(value)
 
@@ -248,7 +249,7 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
     Raises
     ------
     HpcDdpError
-        there are GPUs, but fewer than the workers of a torchrun on this node need
+        there are GPUs, but fewer than this worker and those before it on its node need
     """
     visible = count()
     if not visible:
@@ -277,7 +278,7 @@ def choose_backend(requested: str | None, device: torch.device) -> str:
     Raises
     ------
     HpcDdpError
-        this torch was built without it, or NCCL is requested and there is no GPU
+        this torch was built without it, or it sends no tensors of the device (NCCL without a GPU)
     """
     backend = requested or default_backend(device)
     why = ""

@@ -34,16 +34,16 @@ from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import CANCELLED, NONE
 from hpc_ddp.training.telemetry.metrics import check_values
 
-HOLD_S = 60.0
-LEAST_STEPS = 12
+HOLD_S = 60.0  # the longest wait for a disturbance
+LEAST_STEPS = 12  # before ``seconds`` end a run
 KINDS = {"model": torch.nn.Module, "optimizer": Optimizer, "scheduler": LRScheduler}
-ATOMS = (bool, int, float, complex, str, bytes, type(None))
+ATOMS = (bool, int, float, complex, str, bytes, type(None))  # digested by their values
 
 
 class DrilledRun(Run):
     """A `Run` that is recorded and disturbed. The plan's keys, all optional, ``hold`` with ``at``:
 
-    - ``end``: the step to end at; else after ``seconds`` of training
+    - ``end``: the step to end at; else after ``seconds`` of training, and `LEAST_STEPS` at least
     - ``save``: the step to save at
     - ``hold``: the disturbance that is to come from outside, at step ``at``: ``"stop"``,
       ``"kill"``, or ``"save"``, a kill before the save of that step is published
@@ -59,12 +59,14 @@ class DrilledRun(Run):
         self._records = Journal(self._folder, f"rank-{self.rank}", self._attempt)
         self._tracked: dict[str, Any] = {"precision": self._precision}
         self._steps = OptimizerSteps(self._tracked)
-        self._began = time.monotonic()
+        self._began = time.monotonic()  # the loop, once there is one
         self._checkpoints.before_publishing = self._hold_save
 
-    def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
-        """Name what is recorded, too; see `Run.track`."""
-        super().track(per_rank=per_rank, **objects)
+    def track(
+        self, *, per_rank: Sequence[str] = (), added: Sequence[str] = (), **objects: Any
+    ) -> None:
+        """Name the objects that are recorded, too; see `Run.track`."""
+        super().track(per_rank=per_rank, added=added, **objects)
         self._tracked |= objects
 
     def _begin_loop(self) -> None:
@@ -95,14 +97,14 @@ class DrilledRun(Run):
         if hold == "stop":
             self._hold_until_notice()
         if step == self._plan.get("save") or hold == "save":
-            self._decide(Decision(save=True))
+            self._add_decision(Decision(save=True))
         if self._is_end(step):
             self._notices.reason = CANCELLED  # all stop, and no attempt follows
         super().step(**values)
         if hold == "kill":
             self._manager.settle()
             self._hold("kill")
-        self._decide(self._consensus.decide_now())
+        self._add_decision(self._consensus.decide_now())
         self._act_in_step()
 
     def finish(self, **results: float | torch.Tensor) -> None:
@@ -119,7 +121,7 @@ class DrilledRun(Run):
         since = time.monotonic() - self._began
         return limit_s is not None and step >= LEAST_STEPS and since > limit_s
 
-    def _ready(self) -> None:
+    def _signal_ready(self) -> None:
         """Signal to the drill that this is the moment, by an empty file of rank 0; raise OSError if
         the disk refuses."""
         if self.rank == 0:
@@ -127,8 +129,8 @@ class DrilledRun(Run):
 
     def _hold_until_notice(self) -> None:
         """Signal the drill, then wait on rank 0 for a notice, `HOLD_S` at most; raises as
-        `_ready`."""
-        self._ready()
+        `_signal_ready`."""
+        self._signal_ready()
         if self.rank == 0:  # the other ranks wait for it at the next exchange
             end = time.monotonic() + HOLD_S
             while self._notices.reason == NONE and time.monotonic() < end:
@@ -146,7 +148,7 @@ class DrilledRun(Run):
     def _hold(self, disturbance: str) -> None:
         """Signal the drill, and wait to be killed; raise HpcDdpError after `HOLD_S`, OSError if the
         disk refuses the signal."""
-        self._ready()
+        self._signal_ready()
         time.sleep(HOLD_S)
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 
@@ -160,9 +162,8 @@ class DrilledRun(Run):
             tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
         ]
         digests, gradients_size = self._steps.take()
-        is_counted = (
-            moment != "step" or self._loader is None
-        )  # a batch counts when its step is done
+        # At a step's record the loader has not counted its batch yet.
+        is_counted = moment != "step" or self._loader is None
         states: dict[str, Any] = {}
         for name, tracked in self._tracked.items():
             state = dict(unwrap(tracked).state_dict())
@@ -200,8 +201,8 @@ class OptimizerSteps:
         register_optimizer_step_pre_hook(self._add)
 
     def take(self) -> tuple[dict[str, str], float]:
-        """Return the step's digests by kind and name, and the sum of its gradients' absolute
-        values; begin the next step."""
+        """Return the digests since the last call, by "gradients" and "untracked" with a class, and
+        the sum of the gradients' absolute values; both begin anew."""
         digests, self._digests = self._digests, {}
         size, self._gradients_size = self._gradients_size, 0.0
         return digests, size
@@ -227,8 +228,8 @@ def _kind(tracked: Any) -> str:
 
 
 def digest_of(state: Any) -> str:
-    """Return the digest of a tree of tensors and plain values, equal where these are, bit for bit;
-    other objects count by their type only."""
+    """Return the digest, 16 hex digits, of a tree of tensors and plain values, equal where these
+    are, bit for bit. A DTensor counts by this rank's part, other objects by their type only."""
     digest = blake2b(digest_size=8)
     _feed(digest, state)
     return digest.hexdigest()

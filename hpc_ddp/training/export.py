@@ -137,8 +137,8 @@ def _save_folder(
 
 
 def _grouped(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names of tensors in their order, together as many as `MOST` bytes hold; at least
-    one."""
+    """Yield groups of the names in `sizes` (bytes by name), in their order: of each as many as
+    `MOST` bytes hold, and at least one."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -151,8 +151,8 @@ def _grouped(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _draft_of(out: Path) -> Path:
-    """Return a path beside `out` whose name others can't foresee, to put a link to a file of the
-    user's in its place."""
+    """Return a path beside `out` with a random name: other users, who can't foresee it, put no link
+    to a file of the user's there."""
     return out.with_name(f".part-{os.urandom(8).hex()}.{out.name}")
 
 

@@ -35,7 +35,7 @@ class Options:
     hang_after
         seconds without a sign of progress, from the first step on, after which a rank writes
         its threads' stacks into the run's folder and fails, so that the run can be retried;
-        None: never; ``HPC_DDP_HANG_AFTER`` overrides (0: never). Progress is a step, a batch
+        None or 0: never; ``HPC_DDP_HANG_AFTER`` overrides. Progress is a step, a batch
         of the run's `loader` or of a `shard`, a `sum`, a save, an epoch's end: code between
         steps that takes longer than this calls ``run.sum()`` now and then, on all ranks
     precision
@@ -100,12 +100,12 @@ class Options:
     devices_per_worker: int = 1
 
     def checked(self, env: LaunchEnv) -> Options:
-        """Return the options, those of the environment in place of the script's.
+        """Return the options, checked, with those of the environment in place of the script's.
 
         Raises
         ------
         UsageError
-            a value makes no sense
+            a value makes no sense, or the package tensorboard is needed and not installed
         """
         overrides: dict[str, Any] = {name: getattr(env, name) for name in OF_ENVIRONMENT}
         overrides = {name: option for name, option in overrides.items() if option is not None}
@@ -133,7 +133,8 @@ class Options:
             )
 
     def _check_numbers(self) -> None:
-        """Raise UsageError for a number out of its range, or values that exclude each other."""
+        """Raise UsageError for a number out of its range, a wrong `profile`, or fp16 with `tp` or
+        `pp`."""
         self._check("seed", -(2**63), kind=int)
         self._check("keep_last", LEAST, kind=int)
         for name in ("tp", "pp", "replicas", "devices_per_worker"):

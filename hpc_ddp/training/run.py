@@ -31,6 +31,7 @@ class Run(ModelSetup):
     """One worker's view of a run; `start` makes it. A context manager that finishes the run."""
 
     def __init__(self, options: Options) -> None:
+        """Do as `start` says, and have rank 0 warn at an exit without `finish`."""
         super().__init__(options)
         self._calls = CallOrder()
         self._decision = Decision()  # which the end of a batch, a step or an epoch carries out
@@ -57,7 +58,8 @@ class Run(ModelSetup):
         Parameters
         ----------
         dataset
-            map-style or iterable; its random numbers depend on (seed, epoch, index) only
+            iterable, or map-style with a length (else TypeError); its random numbers depend on
+            (seed, epoch, index) only
         batch_size
             samples per data parallel rank and micro-batch
         global_batch_size
@@ -98,7 +100,7 @@ class Run(ModelSetup):
         Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and plain
         values. A wrapped model is stored without its wrapper. Weights are taken to be the same on
         all ranks, which some saves check (the first, and ever fewer), and of other objects rank 0's
-        are saved. All ranks call it.
+        are saved. Data parallel ranks have random numbers of their own from here on. All call it.
 
         Parameters
         ----------
@@ -114,8 +116,7 @@ class Run(ModelSetup):
         HpcDdpError
             the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
-            called twice; another seed or training set than the checkpoint's; a wrong object,
-            option, or optimizer
+            called twice; another seed or training set than the checkpoint's; a wrong object or name
         """
         check_tracked(objects, per_rank, added)
         outlive_notices()  # now the loaders' libraries are imported
@@ -152,7 +153,7 @@ class Run(ModelSetup):
                     self._loader.end_epoch()
                 beat()
                 self._consensus.end_pause()
-                self._decide(self._consensus.decide_now())
+                self._add_decision(self._consensus.decide_now())
                 self._act()
 
     def steps(self, total: int) -> Iterator[int]:
@@ -161,8 +162,8 @@ class Run(ModelSetup):
 
         The loop's body calls `step`, and is part of the step: the run saves and stops at its end.
         Random numbers drawn in it go on as if nothing had happened, so batches that are drawn at
-        random need nothing else. A run's loader begins its next epoch by itself. Raises as `step`,
-        UsageError also before `track`, if `total` is no int, or for a body without a `step`.
+        random need nothing else. A run's loader begins its next epoch by itself. Raises as
+        `epochs`, and UsageError for a body without a `step`.
         """
         with self._calls.in_loop("steps", total, self._manager.tracked):
             self._begin_loop()
@@ -179,7 +180,7 @@ class Run(ModelSetup):
 
         It is weighted by the number of samples that are really in it, so that the accumulated
         and averaged gradient is the mean over the global batch, also where micro-batches differ
-        in size at the end of an epoch. DDP averages in the last one of a step only.
+        in size at the end of an epoch. DDP averages in the last one of a step only. All call it.
         """
         weighted = self._weighted(loss)
         self._timer.end_forward()
@@ -196,7 +197,7 @@ class Run(ModelSetup):
 
         Does no more than the calls of one's own would (``optimizer.step()`` above all) unless
         the precision is fp16, where it also undoes the scaling, and skips the step, and the
-        scheduler's, if a gradient has overflowed.
+        scheduler's, if a gradient has overflowed. All ranks call it.
 
         Parameters
         ----------
@@ -231,7 +232,7 @@ class Run(ModelSetup):
         `epochs` without that loader it does so here, and a resume skips what stands behind. Where
         gradients accumulate it may be called after every micro-batch, and does nothing unless
         `ends_step`. `values` (numbers or scalar tensors; this rank's own) go into the journal, from
-        rank 0, about twice a second.
+        rank 0: at first twice a second, later every ten seconds.
 
         Raises
         ------
@@ -263,20 +264,21 @@ class Run(ModelSetup):
         is_next_to_last = steps_left == 1 and self._calls.loop == "epochs"
         decision = self._consensus.step_done(self.position.step, wait_for_all=is_next_to_last)
         self._watch_weights(self._consensus.exchanges)
-        self._decide(decision)
+        self._add_decision(decision)
         self._timer.start_step()
         self._act_in_step()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
-        """Take in `value`, once; return whether it is the best so far: its checkpoint then stays.
+        """Return whether `value` is the best so far: this step is saved then, and its checkpoint
+        stays; else `stale` grows by 1, as for NaN.
 
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
-        break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch, or
-        within it (without the run's loader before `step`); the checkpoint of that step is the best
-        one. Raise UsageError for a value that is no number, RuntimeError if a peer is gone.
+        break`` is an early stop. All ranks call it, once after an evaluation: at the end of an
+        epoch, or within it (without the run's loader before `step`). Raise UsageError for a value
+        that is no number, RuntimeError if a peer is gone.
         """
         is_best = self._manager.judge(number("run.best", "value", value), higher)
-        self._decide(Decision(save=is_best))
+        self._add_decision(Decision(save=is_best))
         return is_best
 
     @property
@@ -340,8 +342,7 @@ class Run(ModelSetup):
             )
 
     def _begin_loop(self) -> None:
-        """Start the generators of random numbers, the journal and the clocks of the training;
-        raises as `epochs`."""
+        """Set the random generators, journal the begin, start the clocks; raises as `epochs`."""
         if self._loader is not None:
             self._loader.rolls = self._calls.loop == "steps"
         self._manager.start_random()
@@ -352,15 +353,14 @@ class Run(ModelSetup):
         self._timer.start_step()
 
     def _measure(self, values: dict[str, Any]) -> None:
-        """Pass on a step's values; raise UsageError, on all ranks, for a first one of its name that
-        is no number, or whose name is the journal's."""
+        """Journal a step's values, and count it for the profiler; raises as `_check_values`."""
         self._check_values(values)
         if self.rank == 0:
             self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
         self._profiler.step_done()
 
     def _end_batch(self) -> None:
-        """Save or stop as the last step decided, now that the loop's code behind it has run."""
+        """Save or stop as the last step decided; called when the loop asks for another batch."""
         # The end of the epoch comes first: a start that finds an epoch without a batch would trip
         # over what a loop leaves behind, such as the last loss. Most stops come a step earlier.
         batch = self._batch
@@ -376,18 +376,18 @@ class Run(ModelSetup):
 
     @property
     def _acts_in_step(self) -> bool:
-        """Whether nothing shows when the loop's body behind `step` has run."""
+        """Whether `step` itself saves and stops: nothing shows when the code behind it has run."""
         return self._loader is None and self._calls.loop == "epochs"
 
     def _act_in_step(self) -> None:
         if self._acts_in_step:
             self._act()
 
-    def _decide(self, decision: Decision) -> None:
+    def _add_decision(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)
 
     def _act(self) -> None:
-        """Stop, or save, as all ranks have decided; raises as `step`."""
+        """Stop, or save, as all ranks have decided since the last call; raises as `step`."""
         decision, self._decision = self._decision, Decision()
         if decision.reason != NONE:
             self._stop(decision.reason)

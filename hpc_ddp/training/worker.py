@@ -48,13 +48,15 @@ class Worker(Member):
         options = self._options
         self._join(options)
         self._prepare(options)
-        self._over = False
-        self._look_at = 0  # the number of exchanges
+        self._over = False  # `_end` has been called
+        # Numbers of exchanges: at the first the weights are looked at next, at the second the
+        # answer of the look under way is read.
+        self._look_at = 0
         self._look_answers_at: int | None = None
 
     def _join(self, options: Options) -> None:
-        """Join the process group, and open the run's folder; every rank must call it. Raises as
-        `start`."""
+        """Choose the devices, join the process group, and open the run's folder; every rank must
+        call it. Raises as `start`."""
         info = self._info
         self.seed = options.seed
         if options.deterministic:
@@ -127,11 +129,13 @@ class Worker(Member):
         raise SystemExit(0)
 
     def _end(self, event: JournalEvent) -> None:
-        """Save, journal the event, and leave the process group; every rank must call it. Once done,
-        nothing.
+        """Save, journal the event, end the other parts of the run, and leave the process group;
+        nothing at a second call. Every rank must call it.
 
+        Unless it is a stop, it waits until old checkpoints are removed and all ranks are here; the
+        event is left out if one of them is gone and a notice has come. Rank 0 prints the goodput.
         Raise HpcDdpError if a weight is not finite or the save fails, SupersededError for a later
-        attempt.
+        attempt, RuntimeError if a peer is gone.
         """
         if self._over:
             return
@@ -160,7 +164,7 @@ class Worker(Member):
 
         One of the ranks that take the same samples counts: with pipelines, one of the last stage.
         Tensors have one number each: `float` raises RuntimeError, ValueError or TypeError for other
-        values, and the other ranks then wait.
+        values, and the other ranks then wait. Raise RuntimeError if a peer is gone.
         """
         counts = self._dims.counts
         numbers_here = [float(value) if counts else 0.0 for value in values]
@@ -184,13 +188,13 @@ class Worker(Member):
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, on each: ``max(run.gather(x))``. They can be
-        pickled, and are small. All ranks call it."""
+        pickled, and are small. All ranks call it; raise RuntimeError if a peer is gone."""
         values: list[Any] = self._control.from_first(self._control.to_first(value))
         beat()
         return values
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it; raise RuntimeError if a peer is gone."""
         self._control.barrier()
         beat()
 
@@ -214,8 +218,9 @@ class Worker(Member):
         self._consensus.end_pause()
 
     def on_metrics(self, hook: Callable[[int, dict[str, float]], object]) -> None:
-        """Call ``hook(step, metrics)`` on rank 0 for each line of the journal's metrics, about two
-        a second: the values of `step` as numbers, with ``epoch`` and ``samples_per_s``.
+        """Call ``hook(step, metrics)`` on rank 0 for each line of the journal's metrics, at first
+        two a second, later one in ten seconds: the values of `step` as numbers, with ``epoch``,
+        ``samples_per_s`` and, where it is known, ``mfu``.
 
         A step that an earlier attempt has journalled, and that is done again since the last
         checkpoint, is passed over: a tracker gets each step once. An error of the hook ends the
@@ -238,7 +243,8 @@ class Worker(Member):
     def _watch_weights(self, exchanges: int) -> None:
         """Look at the weights now and then, and read the result; every rank at the same steps.
 
-        `exchanges` is their number so far. Raise HpcDdpError for NaN or infinity.
+        `exchanges` is the number of those so far: a look comes with every `LOOK_EVERY`-th, and its
+        result is read at the one after it. Raises as `_refuse_non_finite`.
         """
         if self._look_answers_at is not None and exchanges >= self._look_answers_at:
             self._look_answers_at = None

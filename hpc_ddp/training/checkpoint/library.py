@@ -93,12 +93,14 @@ class LibraryCheckpoints(Checkpoints):
         return super()._damage_of(folder)
 
     def _owner_fault(self, folder: Path) -> str:
-        """Return `checkpoint_fault`; raise DiskError if the disk does not answer for a minute."""
+        """Return which part of a checkpoint belongs to another user, "" where none does; raise
+        HpcDdpError as `checkpoint_fault`, DiskError if the disk does not answer for a minute."""
         with reading(folder):
             return patiently(partial(checkpoint_fault, self._run, folder))
 
     def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
-        """Publish as any checkpoint, then let those read it who may read the folder of all."""
+        """Publish as any checkpoint, then let those read it who may read the folder of all
+        checkpoints."""
         outcome = super()._publish(plan, draft, content, answers)
         if outcome.error is None:
             mode = stat.S_IMODE(self._run.checkpoints.stat().st_mode)

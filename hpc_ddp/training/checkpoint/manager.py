@@ -27,12 +27,13 @@ from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import TrainedParameters
 
-RETRY_S = 1.0
+RETRY_S = 1.0  # between two tries of `save_surely`
 
 
 @dataclass
 class Best:
-    """The best value so far, the step of its checkpoint, and how many came after it."""
+    """The best value so far, the step of its checkpoint (None without one yet), and how many values
+    came after it."""
 
     value: float | None = None
     step: int | None = None
@@ -45,6 +46,7 @@ class CheckpointManager:
 
     `devices` are this rank's, `seed` the run's; with `only_finite` weights with NaN are not saved.
     Every rank must call its public methods at the same step, but for `tracked` and `start_random`.
+    `track`, `judge` and `load_best` raise RuntimeError if a peer is gone.
     """
 
     def __init__(
@@ -65,12 +67,12 @@ class CheckpointManager:
         self.resumed = False  # by `track`
         # Whether one rank reads for all what they have alike: on one node they share its cache.
         self.shares_reads = False
-        self._objects: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}  # these three as `track` was given them
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
         self._buffer = StagingBuffer(devices[0])
-        self._written: tuple[Position, Best] | None = None  # saved, or being saved
+        self._written: tuple[Position, Best] | None = None  # `_identity` of the newest save
         self._names_best = False  # the last save is to be the best checkpoint
 
     def track(
@@ -123,7 +125,7 @@ class CheckpointManager:
         self._put_back(objects, tree, checkpoint, added)
         vars(self._position).update(checkpoint.index.shared["position"])
         self.best = Best(**checkpoint.index.shared["best"])
-        self._written, self.resumed = self._now(), True
+        self._written, self.resumed = self._identity(), True
         # All ranks of a stream take up the same one, whichever of them wrote it.
         first = checkpoint.index.first_of_stream(self._dims.stream)
         self._rng = None if first is None else checkpoint.values_of(first)["rng"]
@@ -184,12 +186,12 @@ class CheckpointManager:
         self._rng = None
 
     def save(self, *, is_last: bool = False) -> None:
-        """Copy the state and begin to write it, once the save before is done.
+        """Wait for the save before, then begin to copy the state, and to write it in a thread.
 
         Where this very position and best value are saved already, it only waits. A best value
         without a checkpoint gets this one. A save that fails is printed on stderr by its thread;
         the next call then saves again. Tensors that are to be the same on all ranks are compared
-        now and then, and with `is_last`, since there may be no other save.
+        at saves 1, 2, 4, 8, …, and with `is_last`, since there may be no other save.
 
         Raises
         ------
@@ -199,16 +201,16 @@ class CheckpointManager:
             a later attempt of this run has started
         """
         self.settle()
-        if self._written == self._now():
+        if self._written == self._identity():
             return
         began = time.monotonic()
         self._names_best = self.best.step is None and self.best.value is not None
         if self._names_best:
             self.best.step = self._position.step
-        # Ranks may part later, too: at saves 1, 2, 4, 8, … this costs little in all.
+        # Ranks may part later, too; at ever fewer saves this costs little in all.
         compares = is_last or (self._checkpoints.saves + 1).bit_count() == 1
         content = self._copy(compares and self._dims.stage_size > 1)
-        self._written = self._now()
+        self._written = self._identity()
         self._checkpoints.begin(replace(content, stall_s=time.monotonic() - began))
 
     def _copy(self, compares: bool) -> Content:
@@ -305,7 +307,8 @@ class CheckpointManager:
         checkpoint: Restored,
         added: Sequence[str] = (),
     ) -> None:
-        """Load a checkpoint into objects; raises as `put_back.put_back`."""
+        """Wait for the devices, then load a checkpoint into objects; raises as
+        `put_back.put_back`."""
         for device in self._devices:  # an evaluation may still copy weights from the host
             devices.wait_for(device)
         step, is_stage = checkpoint.step, self._dims.pp > 1
@@ -326,8 +329,8 @@ class CheckpointManager:
         return done
 
     def save_surely(self) -> None:
-        """Save and wait until it is durable, trying again after a failure until the run has to give
-        up; raises as `save` does."""
+        """Save and wait until the save is durable; after a failure try again until `save` or
+        `settle` raises."""
         self.save(is_last=True)
         while not self.settle():
             time.sleep(RETRY_S)
@@ -337,7 +340,7 @@ class CheckpointManager:
     def tracked(self) -> bool:
         return bool(self._objects)
 
-    def _now(self) -> tuple[Position, Best]:
+    def _identity(self) -> tuple[Position, Best]:
         """Return copies of the position and the best value, by which two saves are the same."""
         return replace(self._position), replace(self.best)
 

@@ -44,7 +44,7 @@ def put_back(
         the disk does not answer
     """
     if set(objects) != set(tree):
-        raise _other(
+        raise _other_objects(
             step, f"it holds {', '.join(sorted(tree))}, tracked are {', '.join(sorted(objects))}"
         )
     labels = states.labels_of(objects)
@@ -63,9 +63,9 @@ def put_back(
         except UnreadableError:
             raise
         except HpcDdpError as error:
-            raise _other(step, error.message) from None
+            raise _other_objects(step, error.message) from None
         except (ValueError, RuntimeError, KeyError) as error:
-            raise _other(step, f"{name}: {error}") from error
+            raise _other_objects(step, f"{name}: {error}") from error
 
 
 def _load(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
@@ -181,8 +181,11 @@ def _for_optimizer(
 def _new_groups(
     name: str, groups: Sequence[Sequence[str]], tree: Any, added: Sequence[str]
 ) -> list[bool]:
-    """Return of each of an optimizer's groups of parameters whether it is wholly `added`, and so is
-    not in `tree`, its stored state; raise HpcDdpError if others differ from the stored ones."""
+    """Return of each of an optimizer's `groups` (of parameters, by name) whether it is wholly
+    `added`, and so is not in `tree`, the optimizer's stored state.
+
+    `name` is the optimizer's. Raise HpcDdpError if the other groups differ from the stored ones.
+    """
     stored_groups = [group["params"] for group in tree["param_groups"]]
     stored_names = set(chain(*stored_groups))
     new = {label for label in chain(*groups) if label not in stored_names and _is_in(label, added)}
@@ -254,7 +257,7 @@ def _shape(shape: Any) -> str:
     return "no tensor" if shape is None else str(tuple(shape))
 
 
-def _other(step: int, how: str) -> HpcDdpError:
+def _other_objects(step: int, how: str) -> HpcDdpError:
     """Return the error for a checkpoint of other objects; `how` tells the difference."""
     return HpcDdpError(
         f"the checkpoint of step {step} is not of this program's objects: {how}",

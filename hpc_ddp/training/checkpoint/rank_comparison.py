@@ -241,5 +241,6 @@ def _crc(items: Iterable[object]) -> int:
 
 
 def _weighted(counts: Mapping[str, int]) -> int:
-    """Return a sum of counts in which too many of one name do not make up for another's lack."""
+    """Return the sum of counts, each times a number of its name: so too many of one name do not
+    make up for another's lack."""
     return sum((zlib.crc32(name.encode()) + 1) * count for name, count in counts.items())

@@ -79,8 +79,8 @@ class Written(NamedTuple):
 
 
 def payload_of(content: Content, node: str) -> tuple[Claim, Payload]:
-    """Return what a rank on `node` claims, and what it is to write: the content, once all of it is
-    copied."""
+    """Return what a rank on `node` claims, and what it is to write: the content, whose buffer has
+    been waited for. Waits for the copies of its frozen weights."""
     tensors, kinds = content.buffer.bytes, [content.buffer.pieces]
     frozen: Bytes = ()
     if content.frozen:

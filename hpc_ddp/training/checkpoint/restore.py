@@ -103,7 +103,7 @@ class Restorer:
         since ``--fresh``.
 
         The ranks share the reading. Rank 0 sets a damaged one aside as `.bad-`, names it on stderr
-        and in the journal, and removes half-written ones.
+        and in the journal, removes half-written ones, and prints and journals the step.
 
         Raises
         ------

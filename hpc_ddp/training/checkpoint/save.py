@@ -82,7 +82,8 @@ class Failure(NamedTuple):
 class Checkpoints(Restorer):
     """The checkpoints of a run, as this attempt sees them; those that `keep` names stay.
 
-    `control` is for the training's thread, `background` for the one that saves.
+    `control` is for the training's thread, `background` for the one that saves. `journal` gets each
+    save, or its failure.
 
     Attributes
     ----------
@@ -131,7 +132,8 @@ class Checkpoints(Restorer):
         return not self.in_flight and bool(self._outcome.failure or self._outcome.error)
 
     def begin(self, content: Content) -> None:
-        """Wait as `tidy` does, then write in a thread; every rank calls it, after `settle`."""
+        """Wait as `tidy` does, then write `content` in a thread that is started here; every rank
+        calls it, after `settle`."""
         self.tidy()
         self._done.clear()
         self._is_unsettled = True
@@ -140,7 +142,8 @@ class Checkpoints(Restorer):
         self._thread.start()
 
     def tidy(self) -> None:
-        """Wait until the last save has ended, if any, and old checkpoints are removed."""
+        """Wait until the thread of the last save, if any, has ended: it removes old checkpoints, on
+        rank 0, after its save is durable."""
         if self._thread is not None:
             self._thread.join()
 
@@ -242,8 +245,8 @@ class Checkpoints(Restorer):
         return agreed
 
     def _prepare(self, content: Content) -> tuple[Claim, Any]:
-        """Wait for the copied state, set `stall_s`; return what this rank claims, and what it is
-        to write."""
+        """Wait for the copied state, and add its copying to `stall_s`; return this rank's claim,
+        and its `Payload`."""
         self.stall_s = content.stall_s + content.buffer.wait()
         return payload_of(content, self.node)
 
@@ -327,7 +330,8 @@ class Checkpoints(Restorer):
         return self._fail(f"rank {rank}: {failure.text}")
 
     def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:
-        """Count a failure that has lasted for `lasted_s`; return it, with an error if too many."""
+        """Count a failure that has lasted for `lasted_s` seconds; return it, with an error if it is
+        at least the `TRIES`-th in a row, and the first one is `PATIENCE_S` ago."""
         now = time.monotonic()
         self._failed_at.append(now - lasted_s)
         error: HpcDdpError | None = None
@@ -349,8 +353,9 @@ class Checkpoints(Restorer):
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
     def _make_room(self, content: Content) -> None:
-        """On rank 0: remove all but the newest checkpoints, the best and those of `keep.every`;
-        nothing in a superseded attempt. Raise OSError if the attempts can't be listed."""
+        """On rank 0: remove all but the newest `schedule.LEAST` checkpoints, the best and those of
+        `keep.every`; nothing in a superseded attempt. Raise OSError if the attempts can't be
+        listed."""
         if self._run.is_newest(self._attempt):
             self._prune(content, Retention(schedule.LEAST, self._keep.every))
 
@@ -362,7 +367,8 @@ class Checkpoints(Restorer):
         )
 
     def _report(self, content: Content, took_s: float) -> None:
-        """On rank 0: journal a save, or journal and print its failure; not an `error` alone."""
+        """On rank 0: journal a save, or journal and print its failure; an `error` without one is
+        left to `settle`."""
         outcome = self._outcome
         if outcome.failure:
             self._journal.write(SaveFailed(content.step, outcome.failure))

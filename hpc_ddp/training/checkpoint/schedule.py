@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from hpc_ddp.training.checkpoint.save import Checkpoints
 
 FIRST_SAVE_S = 5.0  # a guess, until a save has been measured
-RETRY_AFTER_S = 30.0
+RETRY_AFTER_S = 30.0  # from a save that fails to the next try, at most
 FIRST_AUTO_S = 30.0  # the first save is made early, to measure what one costs
-LONGEST_AUTO_S = 3600.0
+LONGEST_AUTO_S = 3600.0  # the longest interval that "auto" chooses
 PRIOR_S = 86_400.0  # as if one failure had been seen in a day
-LEAST = 2  # checkpoints that are kept even where there is no space for another
+LEAST = 2  # checkpoints, the newest, that are kept even where there is no space for another
 
 
 def young_daly(stall_s: float, between_failures_s: float) -> float:
-    """Return the interval between saves, in seconds, that loses the least time.
+    """Return the interval between saves, in seconds, that loses the least time, where a save holds
+    the training up for `stall_s` and failures are `between_failures_s` apart on average.
 
     sqrt(2 * stall * mean time between failures): J. W. Young, A first order approximation to the
     optimum checkpoint interval, CACM 17 (1974); J. T. Daly, FGCS 22 (2006), lowest order.
@@ -65,7 +66,7 @@ def slowest_save(events: Sequence[JournalEvent]) -> float:
 
 
 class SaveSchedule:
-    """Decides when a save is due, by rank 0's clock.
+    """Decides when a save is due, by rank 0's clock and by the number of steps.
 
     Parameters
     ----------
@@ -90,18 +91,18 @@ class SaveSchedule:
     ) -> None:
         self._checkpoints, self._rank = checkpoints, rank
         self._every_steps = every_steps
-        self._newest_step: int | None = None  # the newest one
+        self._newest_step: int | None = None  # of the last call of `after_step`
         self._auto = isinstance(every, str)
         self._every = FIRST_AUTO_S if isinstance(every, str) else every
         self._between_failures_s = failure_interval_s
-        self._last = time.monotonic()
+        self._last = time.monotonic()  # when the last save began
         self._slowest_before_s = slowest_save_s
 
     def after_step(self, step: int) -> bool:
         """Return whether a save belongs to this step, by `every_steps`; the same on all ranks.
 
-        Where a library counts several steps at once, it belongs to the first one from a multiple
-        on.
+        It is called after each step, or, where a library counts several at once, after some: the
+        save then belongs to the first of these that has reached or passed a multiple.
         """
         before, self._newest_step = self._newest_step, step
         if self._every_steps is None:
@@ -126,12 +127,12 @@ class SaveSchedule:
         return every is not None and since >= every
 
     def saved(self) -> None:
-        """Start the clock anew after a save has begun; with ``"auto"``, rank 0 chooses and prints
-        the interval, once, as soon as a save is measured."""
+        """Start the clock anew; called when a save has begun. With ``"auto"``, rank 0 chooses and
+        prints the interval, once, as soon as a save is measured."""
         self._last = time.monotonic()
         if self._auto and self._rank == 0 and self._checkpoints.slowest_save_s:
             self._auto = False
-            self._choose(self._checkpoints.stall_s)
+            self._choose_interval(self._checkpoints.stall_s)
 
     def save_s(self) -> float:
         """Return how long a save may take from now until it is durable, in seconds: as long as the
@@ -139,7 +140,7 @@ class SaveSchedule:
         slowest = self._checkpoints.slowest_save_s or self._slowest_before_s
         return slowest * (2 if self._checkpoints.in_flight else 1)
 
-    def _choose(self, stall_s: float) -> None:
+    def _choose_interval(self, stall_s: float) -> None:
         """Set the interval by the measured saves, each of which holds the training up for
         `stall_s`; print it."""
         best = young_daly(stall_s, self._between_failures_s)
@@ -165,8 +166,8 @@ class Retention:
 
 
 def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
-    """Remove the checkpoints that `keep` does not name, and all `.old-` ones; call it after a newer
-    one is durable.
+    """Remove the checkpoints in `folder` that `keep` does not name, and all `.old-` ones; call it
+    after a newer one is durable.
 
     `pinned` are steps that stay whatever their age: the best one. Raise OSError if the folder can't
     be listed; a checkpoint that can't be removed stays.

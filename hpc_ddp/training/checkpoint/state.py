@@ -31,7 +31,7 @@ COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
 _LARGEST = 1 << 2039  # weights_only reads whole numbers below it
-SHOWN = 8
+SHOWN = 8  # names in an error
 
 
 def unwrap(thing: Any) -> Any:

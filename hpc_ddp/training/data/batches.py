@@ -14,8 +14,8 @@ from hpc_ddp.training.devices import CPU, is_accelerator
 
 
 def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return the rows of a tensor at some indices, on its device; the host does not wait for
-    that."""
+    """Return the rows of a tensor at some indices, a copy on its device, for which the host does
+    not wait."""
     if not is_accelerator(tensor.device):
         return tensor[indices]
     index = torch.tensor(indices, device="cpu").pin_memory()
@@ -57,9 +57,10 @@ def _pinned(value: Any) -> Any:
 
 
 def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch whose parts are changed; other objects in it stay the same.
+    """Return a copy of a batch whose parts are changed; other objects in it stay the same.
 
-    `change` returns the new part, or None for an object to look into, or to leave alone.
+    `change` returns the new part, or None for an object to look into (tuple, list, mapping or
+    dataclass), or to leave alone.
     """
     changed = change(batch)
     if changed is not None:

@@ -22,12 +22,13 @@ class CallOrder:
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
         self.has_looped = False
-        self._handled = sys.exc_info()[1]  # `start` or a loop was called in its ``except`` block
+        # The exception in whose ``except`` block `start`, or the last loop, was called.
+        self._handled = sys.exc_info()[1]
 
     @contextmanager
     def in_loop(self, loop: Kind, total: int, is_tracked: bool) -> Iterator[None]:
-        """Be in a loop of so many epochs or steps. Raise UsageError before `track`, inside another
-        loop, or if `total` is no int."""
+        """Note that the block is a loop of `total` epochs or steps. Raise UsageError if `track`
+        was not called, inside another loop, or if `total` is no int."""
         if not isinstance(total, int):
             raise UsageError(f"run.{loop} was given {total!r}; accepted: a whole number")
         if not is_tracked:
@@ -79,7 +80,8 @@ class CallOrder:
             )
 
     def check_step(self, is_trained: bool) -> None:
-        """Refuse ``run.step`` outside of a loop, and for a batch that `is_trained` already."""
+        """Refuse ``run.step`` outside of a loop, and where `is_trained`: the present batch has had
+        its step, or there is none yet."""
         if not self.loop:
             raise UsageError(
                 "run.step was called outside of run.epochs and run.steps",
@@ -92,7 +94,7 @@ class CallOrder:
             )
 
     def check_body(self, is_trained: bool) -> None:
-        """Refuse a body of ``run.steps`` that has ended without ``run.step``."""
+        """Refuse a body of ``run.steps`` that has ended without ``run.step`` (not `is_trained`)."""
         if not is_trained:
             raise UsageError(
                 "the body of run.steps has ended without run.step()",

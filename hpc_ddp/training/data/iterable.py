@@ -58,8 +58,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
                     yield micro_batch, self._batch(micro_batch, samples)
 
     def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
-        """Yield each global batch, the samples that this rank may need by place, and whether it is
-        the last."""
+        """Yield the places of each global batch, those of its samples that this rank may need, by
+        place, and whether it is the epoch's last."""
         source = self._open()
         block, samples = self._read(source, self._position.samples)
         while self._plan.steps(len(block)):
@@ -68,8 +68,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
             block, samples = later, its_samples
 
     def _open(self) -> Iterator[Any]:
-        """Return the rest of the stream, from the current position on, after its ``set_epoch``;
-        without a ``skip`` it is read up to there."""
+        """Return the rest of the stream, from the current position on, after its ``set_epoch``; a
+        stream without ``skip`` is read up to there."""
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self._dataset
         skips = start > 0 and hasattr(stream, "skip")

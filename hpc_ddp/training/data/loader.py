@@ -42,11 +42,12 @@ class Loader:
     """Yields this rank's micro-batches of the current epoch, from the current position on.
 
     Made by `Run.loader`. Batches are on the run's device; `batch` is the one last yielded in the
-    epoch. A batch counts from its step on (`count_batch`), so a look at some of them (a *peek*)
-    changes nothing, in the midst of the loop, too. `samples` is the size of the data set, None for
-    a stream. `check` is called before a second batch, `sync` before each micro-batch with whether
-    it ends a step, `batch_done` when the loop asks for another one; `timed` wraps the batches. With
-    `rolls` an epoch's end begins the next one.
+    epoch. A batch counts from its step on (`count_batch`), so a look at some of them (a *peek*: an
+    iteration that is closed before a step, or is opened in the midst of another) changes nothing.
+    `samples` is the size of the data set, None for a stream. `check` is called before a second
+    batch, `sync` before each micro-batch with whether it ends a step, `batch_done` when the loop
+    asks for another one; `timed` wraps the batches. With `rolls` an epoch's end begins the next
+    one.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Loader:
         shuffle: bool | None = None,
         **options: Any,
     ) -> None:
-        """Take the options of `batches_of`; `shuffle` is None for: all but a stream.
+        """Take the options of `batches_of`; `shuffle` None shuffles all data sets but a stream.
 
-        Raise UsageError for refused options, and a data set too small for one step.
+        Raise UsageError for refused options, and a data set too small for one step, TypeError for
+        a map-style one without a length.
         """
         self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.samples = size_of(dataset)
@@ -95,7 +97,7 @@ class Loader:
 
         Raise UnknownLengthError for a stream.
         """
-        return self._plan.steps(known(self.samples))
+        return self._plan.steps(known_size(self.samples))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -133,9 +135,11 @@ class Loader:
         self.batch = Batch(is_trained=True)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches on the device; of an epoch that is done one, the first.
+        """Yield batches on the device, from the run's position on; of an epoch that is done only
+        the first one, for a peek.
 
-        Raise UsageError for a second batch outside of a run's loop, or of an epoch that is done,
+        Each becomes the present `batch`, until a peek is closed: then the one before is it again.
+        Raise UsageError for a second batch outside of a run's loop, or in an epoch that is done,
         HpcDdpError for a loader worker that died; errors of the data set come through, and what
         `batch_done` raises.
         """
@@ -191,7 +195,8 @@ class Shard:
         even: bool = False,
         **options: Any,
     ) -> None:
-        """Take the options of `batches_of`; raise UsageError for those that a shard can't have."""
+        """Take the options of `batches_of`; raise UsageError for those that a shard can't have,
+        TypeError for a map-style data set without a length."""
         self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.counts, self._even = True, even
         if options.pop("shuffle", False) or options.pop("drop_last", False):
@@ -203,8 +208,8 @@ class Shard:
         """Return the number of batches that this rank yields; raise UnknownLengthError for a
         stream."""
         if self._even:
-            return self._plan.steps(known(self._samples))
-        numbers = range(self._plan.rank, known(self._samples), self._plan.world_size)
+            return self._plan.steps(known_size(self._samples))
+        numbers = range(self._plan.rank, known_size(self._samples), self._plan.world_size)
         return len(numbers[:: self._plan.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
@@ -238,8 +243,8 @@ def size_of(dataset: Dataset[Any]) -> int | None:
     return None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
 
 
-def known(samples: int | None) -> int:
-    """Return the size of a data set, or raise UnknownLengthError for a stream's."""
+def known_size(samples: int | None) -> int:
+    """Return `samples`, the size of a data set; raise UnknownLengthError for a stream's, None."""
     if samples is None:
         raise UnknownLengthError(
             "the length of an iterable data set is not known before its end",
@@ -261,8 +266,9 @@ def batches_of(
     worker_init_fn: Callable[[int], None] | None = None,
     **options: Any,
 ) -> DataLoader[_Batch]:
-    """Return torch's loader of the rest of the epoch of `position`, a new one at each iteration;
-    raise UsageError for a keyword of DataLoader's that the run or a stream can't have."""
+    """Return torch's loader, of which each iteration yields the rest of the epoch from `position`
+    on, where that is by then. `options` are DataLoader's; raise UsageError for one that the run or
+    a stream can't have, or that torch refuses."""
     if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
         raise UsageError(
             f"{min(refused)} was given; the run has its own, so that the order can be resumed",

@@ -14,7 +14,7 @@ import torch
 
 from hpc_ddp.core.errors import UsageError
 
-LISTED = 1 << 20  # samples: the list of an order takes 4 MB, and some ms
+LISTED = 1 << 20  # the most samples whose order is a list, which takes 4 MB, and some ms
 ODD = 0x5851F42D4C957F2D  # the multiplier of Knuth's MMIX generator
 
 
@@ -48,7 +48,7 @@ class MicroBatch:
     ends_epoch: bool  # in the last step of the epoch
 
 
-# The place between two epochs, and at any time of a script that has no loader of the run.
+# The micro-batch between two epochs, and at any time of a script that has no loader of the run.
 NO_BATCH = MicroBatch(range(0), weight=1.0, total=0, ends_step=True, ends_epoch=False)
 
 
@@ -57,7 +57,9 @@ class BatchPlan:
     """How an epoch is cut into global batches of `size` samples, and those for one rank.
 
     Each optimizer step takes a global batch. A rank has its part of it in at most `accumulate`
-    micro-batches, at the tail of an epoch in fewer, but every rank in the same number.
+    micro-batches, at the tail of an epoch in fewer, but every rank in the same number. With
+    `drop_last` an incomplete global batch is left out. `rank` and `world_size` count data parallel
+    ranks.
     """
 
     size: int
@@ -76,8 +78,8 @@ class BatchPlan:
         return samples // self.size if self.drop_last else _ceil(samples, self.size)
 
     def micro_batches(self, samples: int, start: int) -> Iterator[MicroBatch]:
-        """Yield what is left of an epoch of `samples` from place `start` on; nothing where no step
-        is left."""
+        """Yield this rank's micro-batches of an epoch of `samples` from place `start`, at which a
+        global batch begins, to its end; nothing where no step is left."""
         stop = min(start + self.steps(samples - start) * self.size, samples)
         for first in range(start, stop, self.size):
             block = range(first, min(first + self.size, stop))
@@ -89,8 +91,8 @@ class BatchPlan:
 
         DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks. With
         each micro-batch's mean loss weighted by n * ranks / n_total, the sum over them is the mean
-        over the samples of the global batch, however unevenly they are spread. `ends_epoch`: it is
-        the last one.
+        over the samples of the global batch, however unevenly they are spread. `ends_epoch`: the
+        global batch is the last one.
         """
         total = len(block)
         places = block[self.rank :: self.world_size]
@@ -117,8 +119,8 @@ def make_plan(
     world_size: int,
     drop_last: bool = False,
 ) -> BatchPlan:
-    """Return the plan of `rank` for samples per rank and micro-batch, or for samples of all ranks'
-    steps.
+    """Return the plan of data parallel rank `rank` for `batch_size` samples per rank and
+    micro-batch, or for `global_batch_size` samples of all ranks together per step.
 
     `accumulate` counts micro-batches per step; `drop_last` drops an incomplete global batch.
 
@@ -153,8 +155,11 @@ def derive(*parts: int) -> int:
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor | FormulaOrder:
-    """Return the order of an epoch, of which a slice is an integer tensor, leaving global
-    generators alone: one of all orders up to `LISTED` samples, else a `FormulaOrder`."""
+    """Return the random order of an epoch's samples, of which a slice is an integer tensor.
+
+    Up to `LISTED` samples each order is possible, else it is a `FormulaOrder`. Global generators
+    stay as they are.
+    """
     if samples > LISTED:
         return FormulaOrder(samples, seed, epoch)
     generator = torch.Generator().manual_seed(derive(seed, epoch))

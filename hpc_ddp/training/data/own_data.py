@@ -15,18 +15,19 @@ HINT = "write run.loader(dataset, batch_size) in place of DataLoader(dataset, â€
 
 
 class OwnData:
-    """Warns of samples that are seen twice after a resume.
+    """Warns of samples that are seen twice after a resume, by a call of `warn` with the text.
 
-    `is_likely`: after a resume, where the script has neither a loader of the run nor objects that
-    each rank has its own of, such as a StatefulDataLoader.
+    `is_likely`: the run was resumed, and the script has neither a loader of the run nor objects
+    that each rank has its own of, such as a StatefulDataLoader; else no method does anything.
     """
 
     def __init__(self, is_likely: bool, warn: Callable[[str], None]) -> None:
         self._is_likely, self._warn = is_likely, warn
 
     def warn_of_epoch(self, position: Position) -> None:
-        """Warn, once, at the start of an epoch that was partly done: it begins again. At the start
-        of another one, only an iteration that is under way repeats samples."""
+        """Called before the loop's first epoch: warn, once, if it was partly done, since it begins
+        again. A resume at the start of an epoch repeats samples only if the iteration of a
+        DataLoader is under way by now: then `warn_of_step` looks again."""
         if self._is_likely and not position.epoch_steps:
             self._is_likely = is_own_loader_open()
         elif self._is_likely:

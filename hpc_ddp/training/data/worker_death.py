@@ -30,7 +30,8 @@ _REPORT = re.compile(
 
 
 def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
-    """Yield each micro-batch with its batch; errors of the data set come through.
+    """Yield each micro-batch of a loader of `batches_of` with its content; errors of the data set
+    come through.
 
     Raises
     ------

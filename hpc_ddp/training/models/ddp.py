@@ -39,7 +39,7 @@ class _StandIn(torch.nn.Module):
 
 
 def _zero(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return 0, a real scalar, of which a gradient of zeros goes to the parameter."""
+    """Return 0, a real scalar, whose backward gives the parameter a gradient of zeros."""
     numbers = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return numbers.sum() * 0
 

@@ -27,10 +27,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def gathered(value: Any) -> Any:
-    """Return a tensor without its graph, a DTensor's as each rank has it whole: a collective then.
-
-    Other values are returned as they are.
-    """
+    """Return a tensor without its graph; a DTensor as a whole, plain tensor on each of its ranks,
+    all of which call it. Other values are returned as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     plain: Any = value.detach()
@@ -49,7 +47,7 @@ def fsdp_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let FSDP2 have its shards for parameters again; other models stay as they are.
+    """Give a model that FSDP2 has sharded its shards for parameters again; others stay as they are.
 
     After a forward without a backward, an evaluation's, the outermost module has the gathered ones,
     which no optimizer knows.
@@ -159,7 +157,8 @@ def reduced(tensor: Any) -> torch.Tensor:
 
 
 def step_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step one tensor at a time where a group has DTensors and plain ones.
+    """Hook an optimizer, so that it steps one tensor at a time where a group has DTensors and plain
+    ones.
 
     On accelerators torch's optimizers take all tensors of a group in one call (foreach), which is
     refused for a mixture, as tensor parallelism leaves it: its plan names the layers that are cut.

@@ -58,7 +58,8 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
 
 
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
-    """Return a copy whose ``update_parameters`` averages weights and running statistics.
+    """Return a copy of a model whose ``update_parameters`` averages weights and running statistics:
+    `decay` is the share of the average that an update keeps.
 
     Buffers that are no floating-point numbers (counters, masks) are copied, and so are 8-bit
     numbers, and those of buffers and frozen parameters whose average is not finite. Raise
@@ -107,7 +108,7 @@ class Average(AveragedModel):
             if self.n_averaged > 0 and _has_average(dtype):
                 torch._foreach_lerp_(means, news, 1 - self._decay)
                 if not has_gradient:
-                    _mend(means, news)
+                    _replace_non_finite(means, news)
             else:
                 for mean, new in zip(means, news, strict=True):
                     mean.copy_(new)
@@ -115,12 +116,12 @@ class Average(AveragedModel):
 
 
 def _has_average(dtype: torch.dtype) -> bool:
-    """Return whether torch averages numbers of a type: of those with a point, not the 8-bit
-    ones."""
+    """Return whether torch averages numbers of a type: floating-point and complex ones, but none of
+    8 bits."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
-def _mend(means: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> None:
+def _replace_non_finite(means: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> None:
     """Overwrite averages that are not finite with the new numbers, on their device.
 
     A mask of infinities is a buffer, or a frozen parameter: its average would be NaN, for which no

@@ -35,12 +35,12 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Copies of the model, each of which takes its own samples."""
+        """The number of copies of the model, each of which takes its own samples."""
         return self.world_size // (self.tp * self.pp)
 
     @property
     def shards(self) -> int:
-        """The data parallel ranks that share one replica of a sharded model."""
+        """The number of data parallel ranks that share one replica of a sharded model."""
         return self.dp // self.replicas
 
     @property

@@ -88,15 +88,15 @@ class Precision:
             if self._scaler:
                 self._scaler.unscale_(optimizer)
             norm = clip_(parameters_of(optimizer), clip_norm, self._dims, self._device)
-        if self._step(optimizer, scheduler is not None) and scheduler is not None:
+        if self._step(optimizer, is_asked=scheduler is not None) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         self._left_scaled = False
         return norm
 
-    def _step(self, optimizer: torch.optim.Optimizer, answers: bool) -> bool:
-        """Step the optimizer; return False when the scaler has skipped that, which only counts if
-        the call `answers`.
+    def _step(self, optimizer: torch.optim.Optimizer, is_asked: bool) -> bool:
+        """Step the optimizer; if `is_asked`, return whether it did, and was not skipped by the
+        scaler: else the result may be True for a step that was skipped.
 
         The scaler's flags lie on the device, behind the kernels of the step: to read them is to
         wait for those. Whether an ordinary optimizer was called shows on the host; a fused one is
@@ -114,7 +114,7 @@ class Precision:
             hook.remove()
         flags = list(self._scaler._found_inf_per_device(optimizer).values())
         self._flags += flags
-        if answers and calls and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if is_asked and calls and getattr(optimizer, "_step_supports_amp_scaling", False):
             return not any(flag.item() for flag in flags)
         return bool(calls)
 
@@ -189,7 +189,8 @@ class Precision:
         return self._scaler.state_dict() if self._scaler else {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over a scale that was saved; one of another precision is passed over."""
+        """Take over the scale and counters of `state_dict`; those of another precision are passed
+        over."""
         if self._scaler and saved:
             self._scaler.load_state_dict(saved)
 

@@ -33,8 +33,8 @@ def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
 
 
 def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Return the state of the generators, with those of the devices in `places`, for ``torch.load``
-    with ``weights_only``."""
+    """Return the state of the generators, with those of the devices in `places`, in types that
+    ``torch.load`` with ``weights_only`` takes; `restore` puts it back."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, torch.tensor(words, device="cpu"), gauss],

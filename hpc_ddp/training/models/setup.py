@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 
 
 class ModelSetup(Worker):
-    """The methods of a `Run` on models."""
+    """The methods of a `Run` on models. `stop_on_nan` looks at the weights of those that went
+    through `wrap`, `parallelize` or `fully_shard`."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._wrapped: list[Any] = []
+        self._wrapped: list[Any] = []  # models whose gradients DDP or FSDP2 averages
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
-        self._no_loader = Batch()
+        self._no_loader = Batch()  # of a script without a loader of the run
 
     @property
     def _batch(self) -> Batch:
@@ -275,6 +276,8 @@ class ModelSetup(Worker):
         ------
         UsageError
             the batch size is below 1, or an option is refused
+        TypeError
+            a map-style data set has no length
         """
         dims = self._dims
         plan = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
@@ -303,7 +306,7 @@ class ModelSetup(Worker):
             yield plain if isinstance(model, torch.nn.Module) else model
 
     def _check_optimizers(self, objects: Collection[Any]) -> None:
-        """Refuse tracked `objects` as `_check_models` and `_check_copies` do."""
+        """Raise UsageError for tracked `objects`, as `_check_models` and `_check_copies` do."""
         self._check_models(objects)
         self._check_copies(objects)
 
@@ -354,7 +357,7 @@ class ModelSetup(Worker):
                 )
 
     def _sync_gradients(self, on: bool) -> None:
-        """Choose whether the gradients of the coming micro-batch are averaged over ranks.
+        """Choose whether DDP and FSDP2 average the gradients of the coming micro-batch over ranks.
 
         For DDP by the flag of its `no_sync`, which counts in forward already.
         """

@@ -38,8 +38,8 @@ SET_TIMEOUT = ("_set_default_timeout", "set_timeout")
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
     """Return the ranks as torch's mesh; all ranks make it at the same time.
 
-    `timeout` is that of the run's collectives, which the mesh's groups get. On accelerators
-    DTensor's random generator is set, too, for the process.
+    `timeout` is that of the run's collectives, which the mesh's groups and the default one get. On
+    accelerators DTensor's random generator is set, too, for the process.
     """
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
     if dims.replicas > 1:
@@ -65,7 +65,8 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
 
 
 class _Stage(PipelineStage):
-    """torch's, whose backward is not under the autocast of its forward, as torch recommends."""
+    """torch's stage, whose backward is not under the autocast of its forward, as torch
+    recommends."""
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
         with torch.autocast(self.device.type, enabled=False):
@@ -73,7 +74,8 @@ class _Stage(PipelineStage):
 
 
 class _Tracker(_random.OffsetBasedRNGTracker):
-    """torch's, of this rank's device: torch takes the one that the global rank would have."""
+    """torch's tracker of random numbers, of this rank's device: torch takes the device that the
+    global rank would have."""
 
     def __init__(self, device: torch.device) -> None:
         super(_random.OffsetBasedRNGTracker, self).__init__(device)
@@ -86,10 +88,10 @@ def share_layers(
     device: torch.device,
     init: Init | None,
 ) -> None:
-    """Split the layers in a plan among the ranks of `mesh`; see `Run.parallelize`.
+    """Split the layers in a plan among the ranks of `mesh`, in place; see `Run.parallelize`.
 
-    One module of the plan after the other comes to the device. Raise UsageError for a name that no
-    module has, and as `materialize`.
+    One module of the plan after the other comes to the device. All ranks call it. Raise UsageError
+    for a name that no module has, and as `materialize`.
     """
     for pattern, style in plan.items():
         modules = list(_matching(model, pattern))
@@ -181,9 +183,9 @@ class Pipeline:
         mesh = run.mesh["pp"]
         self._group = mesh.get_group()
         self._index, self._last = mesh.get_local_rank(), mesh.size() - 1
-        self._losses: list[torch.Tensor] = []
-        self._shapes: dict[Any, list[Any]] = {}
-        self._schedules: dict[Any, Any] = {}
+        self._losses: list[torch.Tensor] = []  # of the micro-batches, on the last stage
+        self._shapes: dict[Any, list[Any]] = {}  # by the shape of inputs: see `_boundaries`
+        self._schedules: dict[Any, Any] = {}  # torch's, by the shape of a batch
 
         def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             """Return a micro-batch's share of the batch's loss, with its weight, and keep the plain
@@ -211,7 +213,7 @@ class Pipeline:
             )
         key = tuple(inputs.shape)
         if key not in self._schedules:
-            self._schedules[key] = self._make(inputs[: len(inputs) // self._count])
+            self._schedules[key] = self._make_schedule(inputs[: len(inputs) // self._count])
         self._losses.clear()
         first, last = self._index == 0, self._index == self._last
         with self._autocast():
@@ -225,8 +227,8 @@ class Pipeline:
         return loss
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the whole model's output, without gradients, on all ranks."""
-        between = self._between(inputs)
+        """Return the whole model's output, in eval mode and without gradients, on all ranks."""
+        between = self._boundaries(inputs)
         if self._index:
             inputs = torch.empty_like(between[self._index], device=self._device)
             dist.recv(inputs, group=self._group, group_src=self._index - 1)
@@ -237,9 +239,9 @@ class Pipeline:
         dist.broadcast(output, group=self._group, group_src=self._last)
         return output
 
-    def _make(self, inputs: torch.Tensor) -> Any:
+    def _make_schedule(self, inputs: torch.Tensor) -> Any:
         """Return torch's schedule for micro-batches like `inputs`; it is a collective."""
-        between = self._between(inputs)
+        between = self._boundaries(inputs)
         stage = _Stage(
             self.stage,
             self._index,
@@ -249,13 +251,13 @@ class Pipeline:
             output_args=between[self._index + 1].requires_grad_(),
             group=self._group,
         )
-        # `_between` has connected the stages; torch 2.9 would, and send an int64 into a float32.
+        # `_boundaries` has connected the stages; torch 2.9 would, and send an int64 into a float32.
         vars(stage)["_get_init_p2p_neighbors_ops"] = list
         # torch would divide the whole gradients, also those of earlier batches of the same step.
         schedule = get_schedule_class(self._schedule)
         return schedule(stage, self._count, loss_fn=self._loss_fn, scale_grads=False)
 
-    def _between(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+    def _boundaries(self, inputs: torch.Tensor) -> list[torch.Tensor]:
         """Return what goes into the first stage and what comes out of each, on ``meta``, for inputs
         like these; a collective for a new shape.
 
@@ -287,8 +289,8 @@ class Pipeline:
 
 
 def check_schedule(name: str, n_microbatches: int, stages: int, device: torch.device) -> None:
-    """Raise UsageError for a schedule of this `name` that torch, this backend or so many stages
-    can't have."""
+    """Raise UsageError for a schedule `name` that is not in `SCHEDULES`, fewer micro-batches than
+    stages, or Gloo as the backend of accelerators."""
     if devices.is_accelerator(device) and dist.get_backend() == "gloo" and stages > 1:
         raise UsageError(
             f"the backend is 'gloo' on {device.type} with pp={stages}; accepted: the device's own,"

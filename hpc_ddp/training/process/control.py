@@ -18,7 +18,8 @@ class Control:
 
     Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel while a
     step computes. All ranks make it at the same time, one for each thread. Its methods are
-    collectives: all ranks call them in the same order; RuntimeError is raised when a peer is gone.
+    collectives: all ranks call them in the same order; RuntimeError is raised when a peer is gone,
+    or has not called for as long as `timeout`.
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
@@ -34,9 +35,9 @@ class Control:
 
     def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
         """Begin to send a CPU tensor to rank 0; return all ranks' tensors there ([] elsewhere), and
-        work.
+        work whose `wait` comes before reading them.
 
-        Call the work's `wait` before reading the tensors.
+        The tensor is of the same shape and type on all ranks, and stays as it is until then.
         """
         tensors = [
             torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)
@@ -44,7 +45,7 @@ class Control:
         return tensors, self._begin_gather(values, tensors)
 
     def _begin_gather(self, values: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-        """Begin to write all ranks' values into rank 0's `tensors`; return work."""
+        """Begin to write all ranks' values into rank 0's `tensors` ([] elsewhere); return work."""
         return dist.gather(values, tensors or None, dst=0, group=self._group, async_op=True)
 
     def sum(self, values: torch.Tensor) -> None:
@@ -65,7 +66,8 @@ class Control:
         return box or []
 
     def first_copy(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor, of the same shape on all ranks, with rank 0's."""
+        """Overwrite a tensor, of the same shape and type on all ranks, on any device, with rank
+        0's."""
         on_cpu = tensor.detach().cpu().contiguous()
         # As bytes: gloo refuses int16, uint16, uint32 and float8.
         self._copy_bytes(on_cpu.view(-1).view(torch.uint8))
@@ -76,11 +78,13 @@ class Control:
         dist.broadcast(data, src=0, group=self._group)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it."""
         dist.barrier(group=self._group)
 
 
 class _Done:
+    """The work of a message that has arrived."""
+
     def wait(self) -> None:
         """Return at once."""
 

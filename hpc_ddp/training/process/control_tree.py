@@ -52,11 +52,12 @@ class TreeControl(Control):
     """The messages of `Control`, with the same results; a sum of floating-point numbers is added up
     in another order, which is the same in each run with as many ranks.
 
-    A thread of its own carries them out, in the order of the calls.
+    A thread of this object carries them out, in the order of the calls.
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
-        """Make the groups that this rank is in; all ranks do so at the same time."""
+        """Make the groups that this rank is in, and start the thread; all ranks do so at the same
+        time."""
         self.rank, self.world_size, self.timeout = info.rank, info.world_size, timeout
         levels = ranks_of_levels(self.rank, self.world_size, FANOUT)
         self._levels = [Level(ranks, _new_group(ranks, timeout)) for ranks in levels]
@@ -103,8 +104,8 @@ class TreeControl(Control):
     def _gather(self, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Write all ranks' values into the `tensors` of rank 0.
 
-        Each rank of a group sends as many rows as the largest of them has ranks below it; those of
-        the last one may be fewer, and what is missing comes last.
+        Each rank of a group sends a row for itself and each rank below it, and zeros up to the rows
+        of the group's largest: only its last rank may have fewer, so the zeros come last.
         """
         rows, size = values.detach().unsqueeze(0), 1
         for level in self._levels:
@@ -143,7 +144,7 @@ def _new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
 
 
 class _Call(Future[Any]):
-    """A call in the thread, with the `wait` of torch's work."""
+    """A call of a `_CallQueue`, with the `wait` of torch's work."""
 
     def wait(self) -> Any:
         """Wait for the end; return the result or raise the error."""
@@ -170,7 +171,7 @@ class _CallQueue:
         return result
 
     def _serve(self) -> None:
-        """Make the calls; each keeps its result or error."""
+        """Make the calls for ever, in the thread; each keeps its result or error."""
         while True:
             call, act = self._queue.get()
             try:
@@ -180,8 +181,8 @@ class _CallQueue:
 
 
 def open_control(info: DistEnv, timeout: timedelta) -> Control:
-    """Return the messages of ranks that wait `timeout` for each other at most; all ranks make it at
-    the same time, in a default process group."""
+    """Return a `Control` of the ranks of the default process group, which wait `timeout` for each
+    other at most: a tree for more than `FANOUT`. All ranks call it at the same time."""
     if info.world_size > FANOUT:
         return TreeControl(info, timeout)
     return Control(info, timeout)

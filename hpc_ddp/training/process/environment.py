@@ -43,12 +43,13 @@ class DistEnv:
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """The variables of hpc-ddp's launcher and supervisor; under a plain start None, but for `node`,
-    `runs` and `stem`.
+    """The ``HPC_DDP_*`` variables, which hpc-ddp's launcher and supervisor set, or the user; None
+    where one is not set, but for `node`, `runs` and `stem`.
 
-    `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds.
-    `runs` is the folder of plain starts' runs, `stem` the script's name for them, `notice` the file
-    in which the supervisor gives notice, `local_notice` that in its memory.
+    `run` is the run's folder, `attempt` the attempt's number; a plain start has neither. `end_time`
+    is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds. `runs` is
+    the folder of plain starts' runs, `stem` the script's file name without ``.py``, their name.
+    `notice` is the file in which the supervisor gives notice, `local_notice` the one in its memory.
     """
 
     run: Path | None
@@ -100,14 +101,14 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
-    """Return a variable in seconds, None where it is empty or not set; UsageError if it is no
+    """Return a variable in seconds, None where it is empty or not set; raise UsageError if it is no
     number."""
     return _parse(environ, name, float, "a number of seconds")
 
 
 def _window(text: str) -> tuple[int, ...]:
-    """Return the numbers of a text like ``10:15``, as many as it has; raise ValueError for other
-    texts than numbers."""
+    """Return the whole numbers of a text like ``10:15``, as many as it has; raise ValueError if one
+    is none."""
     return tuple(int(step) for step in text.split(":"))
 
 

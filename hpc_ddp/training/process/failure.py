@@ -24,7 +24,7 @@ from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.process.environment import DistEnv
 
 
-class _Patient(io.FileIO):
+class _LossyFile(io.FileIO):
     def write(self, data: Any) -> int:
         """Write bytes; after an error of the disk their text is lost, and their number returned."""
         try:
@@ -33,7 +33,7 @@ class _Patient(io.FileIO):
             return memoryview(data).nbytes
 
 
-def make_patient() -> None:
+def drop_failing_prints() -> None:
     """Let this process's prints pass over an error of the disk, which holds the log under hpc-ddp.
 
     It replaces stdout and stderr; a stream of the script's own in their place is left alone.
@@ -43,7 +43,7 @@ def make_patient() -> None:
         if old is not getattr(sys, f"__{name}__"):
             continue
         # TextIOWrapper takes a raw file, as `python -u` does.
-        raw: Any = _Patient(number, "wb", closefd=False)
+        raw: Any = _LossyFile(number, "wb", closefd=False)
         new = io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True)
         with suppress(OSError):
             old.flush()
@@ -53,8 +53,9 @@ def make_patient() -> None:
 class FailureHook:
     """A ``sys.excepthook`` that journals, prints, and ends the process without a teardown.
 
-    `journal` is None until the run's folder is known, and `info` and `node` may follow later. The
-    exit code is 1, or an HpcDdpError's own. ``sys.exit(n)`` does not pass here and keeps its code.
+    `journal` and `position` are None until the run's folder is known, and `info` and `node` may
+    follow later. The exit code is 1, or an HpcDdpError's own. ``sys.exit(n)`` does not pass here
+    and keeps its code.
     """
 
     def __init__(self, info: DistEnv | None = None, node: str = "") -> None:

@@ -28,7 +28,7 @@ from hpc_ddp.training.data.order import Position
 
 dist: Any = torch_distributed  # some of what is used here has no types
 c10d: Any = _distributed_c10d
-_last_beat = 0.0  # one per process, as faulthandler's timer is
+_last_beat = 0.0  # on the monotonic clock; one per process, as faulthandler's timer is
 _shown: int | None = None  # the file of the stacks for `hpc-ddp attach`
 
 
@@ -41,7 +41,7 @@ def beat() -> None:
 def show_stacks_when_asked() -> None:
     """Have a signal write the stacks to the file in memory that `hpc-ddp attach --py-spy` reads.
 
-    Once per process, and only where there are files in memory.
+    The signal is `process.SHOW_STACKS`. Once per process, and only where there are files in memory.
     """
     global _shown
     if sys.platform == "linux" and _shown is None:
@@ -78,8 +78,8 @@ class Watchdog:
         device: torch.device,
         report: Callable[[BaseException, str], None],
     ) -> None:
-        """Prepare the watch, which begins with the first step; `node` is the folder for the
-        stacks."""
+        """Prepare the watch, which begins with the first step, and `show_stacks_when_asked`; `node`
+        is the folder for the stacks, `position` the run's, which the report names."""
         self._hang_after_s = hang_after_s or 0.0
         # The ranks' last beats lie up to a step apart, and the first one to exit ends all.
         self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)
@@ -92,8 +92,8 @@ class Watchdog:
         show_stacks_when_asked()
 
     def step_done(self) -> None:
-        """Beat; the first time also start to watch. A disk that refuses the file of stacks is tried
-        again at the next step."""
+        """Beat; the first time also make the file of stacks and start to watch, by a thread and a
+        timer in C. A disk that refuses the file is tried again at the next step."""
         beat()
         if self._stacks is None and self._hang_after_s > 0:
             # Opened now, since nothing can be opened once Python's lock is gone.

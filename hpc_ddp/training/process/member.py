@@ -21,7 +21,7 @@ from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import run_directory
 from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
-from hpc_ddp.training.process.failure import FailureHook, make_patient
+from hpc_ddp.training.process.failure import FailureHook, drop_failing_prints
 from hpc_ddp.training.process.hang_watchdog import Watchdog
 from hpc_ddp.training.stops.consensus import StopConsensus
 from hpc_ddp.training.stops.loader_workers import outlive_notices
@@ -38,26 +38,28 @@ class Member:
     """
 
     def __init__(self, options: Options) -> None:
-        """Install the handlers of signals and exceptions, and check the options; signals first: the
-        rest takes seconds, and may wait for peers. Raise UsageError for wrong variables or
-        options, ValueError outside of the main thread."""
-        self._called = time.time()
+        """Install the handlers of exceptions and signals, have loader workers outlive signals and,
+        below a supervisor, prints a full disk; check the options. Handlers first: the rest takes
+        seconds, and may wait for peers. Raise UsageError for wrong variables or options,
+        ValueError outside of the main thread."""
+        self._called = time.time()  # unix seconds, for the journal
         self._hook = FailureHook()
         self._hook.install()
         self._info, self._env = DistEnv.from_env(), LaunchEnv.from_env()
         self._hook.info, self._hook.node = self._info, self._env.node
         if self._env.notice is not None:
-            make_patient()
+            drop_failing_prints()
         self._notices = Notices(self._env.notice, self._env.local_notice)
         self._notices.install()
         outlive_notices()
         self._options = options.checked(self._env)
         self.position = Position()
-        self._checked_values: set[str] = set()
+        self._checked_values: set[str] = set()  # names of which a first value was checked
 
     def _open_run(self, control: Control) -> None:
-        """Open the run's folder and the journal, once the ranks have met; every rank must call it.
-        Raise HpcDdpError as `run_directory.find`."""
+        """Open the run's folder and the journal, once the ranks have met; on rank 0 journal the
+        start, and watch for a cancel and the end time. Every rank must call it. Raises as
+        `run_directory.find`."""
         self._control = control
         self.rank, self.world_size = control.rank, control.world_size
         self._hook.install()
@@ -83,7 +85,7 @@ class Member:
 
     def _prepare_decisions(self, checkpoints: Checkpoints, device: torch.device) -> Sequence[str]:
         """Make the parts that decide, time the steps and watch for a hang; every rank must call it.
-        Return the names of the ranks' nodes on rank 0."""
+        Return the names of the ranks' nodes, by rank, on rank 0; [] elsewhere."""
         options, attempt = self._options, self._journal.attempt
         history = self._read_history() if self.rank == 0 and attempt else []
         self._schedule = SaveSchedule(
@@ -118,14 +120,15 @@ class Member:
         self._metrics = Metrics(self._journal, self.world_size, hosts, use_per_sample_s, listeners)
 
     def _check_values(self, values: dict[str, Any]) -> None:
-        """Raise UsageError, on all ranks, for a first value of its name that is no number, or whose
-        name is the journal's."""
+        """Check the values of names that have had none so far: raise UsageError for one that is no
+        number, or whose name is the journal's. Every rank checks: a mistake is to end all."""
         if not values.keys() <= self._checked_values:
             check_values(values)
             self._checked_values |= values.keys()
 
     def _end_journal(self, event: JournalEvent | None = None) -> None:
-        """On rank 0 write out all values, and the event if there is one."""
+        """On rank 0 write out all values, then the event if there is one; waits for the disk, and
+        raises as `Metrics.flush`."""
         if self.rank == 0:
             self._metrics.flush()
             self._journal.drain()
@@ -142,6 +145,7 @@ class Member:
         self._say(f"stopped and saved at step {self.position.step}; it can go on from there")
 
     def _say_goodput(self) -> None:
-        """Print the run's goodput; nothing if its journal can't be read."""
+        """Print the run's goodput, on rank 0, which alone calls it; nothing if its journal can't be
+        read."""
         with suppress(OSError):  # all is done: no reason left to fail
             say(goodput.line(goodput.account(self.folder.events(), time.time())))

@@ -24,7 +24,7 @@ from hpc_ddp.training.process.environment import DistEnv
 
 T = TypeVar("T")
 
-TEARDOWN_S = 10.0
+TEARDOWN_S = 10.0  # the longest wait for the end of the process group
 WAKE_S = 1.0  # so often a Ctrl-C is noticed
 TIMEOUT_S = 1800.0  # torch's own for gloo
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
@@ -39,8 +39,9 @@ def join(
     """Create the default process group and return the control group beside it; every rank must call
     it.
 
-    The first of `rank_devices`, this rank's, is the current one. Collectives wait longer than
-    `hang_after_s`: the watchdog comes first, and reports more; without one (None) 20 days.
+    `rank_devices` are this rank's, the first of which is the current one; with several, the
+    environment variable TORCH_DIST_USE_NCCL2 is set, if it is not. Collectives wait longer than
+    `hang_after_s`: the watchdog comes first, and reports more; without one (None or 0) 20 days.
     `requested` is the name of a backend, None for the device's own.
 
     Raise UsageError if there is a group already, or there was one that met in torchrun's store, in
@@ -97,15 +98,17 @@ def _store_of(prefix: str, timeout: timedelta) -> dict[str, Any]:
 
 
 def timeout_beyond(hang_after_s: float | None) -> timedelta:
-    """Return how long collectives wait, which is longer than the watchdog does."""
+    """Return how long collectives wait: longer than the watchdog does, which waits `hang_after_s`;
+    20 days without one (None or 0)."""
     return timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
 
 
 def on_first(control: Control, act: Callable[[], T]) -> T:
-    """Return on all ranks what `act` returns on rank 0; an HpcDdpError of it is raised on all, and
-    an OSError as an HpcDdpError.
+    """Call `act` on rank 0; return its result, which can be pickled, on all ranks. An HpcDdpError
+    of it is raised on all, and an OSError as an HpcDdpError.
 
-    Every rank must call it. Any other error is raised on rank 0 alone, and the others wait in vain.
+    Every rank must call it. Any other error of `act` is raised on rank 0 alone, and the others wait
+    in vain. Raise RuntimeError if a peer is gone.
     """
     answer: Any = None
     if control.rank == 0:
@@ -123,8 +126,9 @@ def on_first(control: Control, act: Callable[[], T]) -> T:
 
 
 def meet(control: Control) -> bool:
-    """Wait for all ranks, as late as their own work has it, such as the plots that rank 0 alone
-    draws; return whether all came: False where one is gone. Signals are handled meanwhile."""
+    """Wait for all ranks, however long their own work takes, such as the plots that rank 0 alone
+    draws; return whether all came: False where one is gone. Every rank must call it. Signals are
+    handled meanwhile."""
     errors: list[RuntimeError] = []
 
     def wait() -> None:
@@ -142,16 +146,17 @@ def meet(control: Control) -> bool:
 
 
 def leave(control: Control, device: torch.device, then_exit: bool, destroys: bool = True) -> None:
-    """Tear the process group down once all ranks are here, within `TEARDOWN_S`.
+    """Wait for all ranks, then tear the process group down; every rank must call it.
 
-    Unless it `destroys` the group, which a library made, it only waits for the ranks. Ranks that
-    are to exit (`then_exit`) come within that time, too; others as late as their own work has it,
-    such as the plots that rank 0 alone draws.
+    With `destroys` false the group, which a library made, stays, and it only waits. With
+    `then_exit` the ranks and the teardown have `TEARDOWN_S` together; else the ranks have all the
+    time that their own work takes, such as the plots that rank 0 alone draws, and the teardown
+    `TEARDOWN_S`.
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by now,
-    so after that time, with a message, a process that is to exit does so, on the spot and with code
-    0; one that has more to do goes on without it, and `leave_quickly` ends it. Errors of torch are
-    printed.
+    so after that time it prints a message, and with `then_exit` ends the process on the spot, with
+    code 0; else it returns, and `leave_quickly` ends the process later. Errors of torch in the
+    teardown are printed, and not raised.
     """
     are_here = threading.Event()
 

@@ -31,13 +31,16 @@ SILENT_S = 300.0  # a live run of another host writes its journal more often
 def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder, int]:
     """Return the run's folder and this attempt's number, the same on all ranks; it is a collective.
 
-    They are the launcher's. Under a plain start rank 0 makes the folder and claims the attempt.
+    Both are the launcher's. Under a plain start rank 0 makes the folder, claims the attempt, prints
+    the folder and journals the start (`_claim_local`).
 
     Raises
     ------
     HpcDdpError
         under a plain start: another process is at work in the folder, it is another script's or
         user's, can be written or renamed by others, or can't be made, read or written
+    RuntimeError
+        a peer is gone
     """
     if env.run is not None and env.attempt is not None:
         return RunFolder(env.run), env.attempt
@@ -50,7 +53,7 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     a finished one is renamed. Claim an attempt, print the folder, and journal the start.
 
     Return the folder and the attempt's number. Raise HpcDdpError if another process is at work in
-    it, or it is another script's or user's, OSError if the disk refuses.
+    it, it is another script's or user's, or its job.json is broken; OSError if the disk refuses.
     """
     run = RunFolder(env.runs / env.stem / "local")
     check_folder(run)
@@ -72,7 +75,7 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     if not run.job_json.exists():
         write_json(run.job_json, asdict(job))
     else:
-        _compare(run, JobSpec.from_json(run.job_json.read_text()), job)
+        _adopt_job(run, JobSpec.from_json(run.job_json.read_text()), job)
     moved = f" (the finished one is now {finished})" if finished else ""
     say(f"run: {run.path}{moved}")
     run.journal("rank-0", attempt.number).write(Started(backend="local", **process.identity()))
@@ -80,9 +83,12 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
 
 
 def _may_be_live(run: RunFolder, own_info: dict[str, Any], info: dict[str, Any]) -> bool:
-    """Return whether the attempt that `info` describes runs, or may on another host: there it is
-    taken for live while its journal changes, unless it has ended by it, or is an earlier start of
-    this very Slurm job. Raise OSError where the journal can't be read."""
+    """Return whether the attempt that `info` describes (its host, process and Slurm job) is live.
+
+    On another host than `own_info`'s it is taken for live while the run's journal has changed in
+    the last `SILENT_S`, unless the journal has its end, or it is an earlier start of this very
+    Slurm job. Raise OSError where the journal can't be read.
+    """
     if process.is_live(info):
         return True
     is_same_job = info.get("job") is not None and info.get("job") == own_info["job"]
@@ -96,9 +102,10 @@ def _may_be_live(run: RunFolder, own_info: dict[str, Any], info: dict[str, Any])
     return time.time() - changed < SILENT_S
 
 
-def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
-    """Refuse to go on with another script's run. Other arguments are the run's from here on: the
-    script has them in any case; with a checkpoint a warning names the earlier ones.
+def _adopt_job(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
+    """Refuse to go on with another script's run. Write other arguments of `job`, which starts now,
+    and its working folder into the run's job.json: the script has them in any case. Where there is
+    a checkpoint, a warning names the earlier arguments.
 
     `begun` is the job in the run's folder. Raise UsageError for another script, OSError if the new
     arguments can't be written, or the checkpoints listed.

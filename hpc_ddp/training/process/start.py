@@ -41,8 +41,10 @@ def start(options: Options) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 
     Call it first, on every rank: until then a SIGTERM just ends the process. Seeds all generators
-    with `seed`, the same on all ranks, so that they build the same model and data; `Run.epochs`
-    then gives each rank its own. `Options` documents the parameters::
+    with `seed`, the same on all ranks, so that they build the same model and data; `Run.track`
+    then gives each rank its own. It takes over SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2, and
+    ``sys.excepthook``: an exception ends the process without a teardown. Under ``hpc-ddp drill``
+    the run is recorded and disturbed, too. `Options` documents the parameters::
 
         run = start(seed=1, precision="bf16", save_every=600)
 

@@ -28,7 +28,8 @@ MOST_STEPS = 2 * (PERIOD_US // LEAST_STEP_US) + 1  # until a stop that is decide
 class Decision:
     """The result of one exchange, the same on all ranks. `reason` is `NONE` unless they must stop.
 
-    `gather`: the ranks send what they have measured of themselves to rank 0.
+    `save`: all save the state. `gather`: the ranks send what they have measured of themselves to
+    rank 0.
     """
 
     reason: int = NONE
@@ -36,7 +37,8 @@ class Decision:
     gather: bool = False
 
     def joined(self, later: Decision) -> Decision:
-        """Return the decision that both ask for."""
+        """Return the more urgent reason of both, and a save if one asks for it; never `gather`,
+        which is carried out where it is read."""
         return Decision(max(self.reason, later.reason), self.save or later.save)
 
 
@@ -94,8 +96,9 @@ class StopConsensus:
     read at the next, so that no step waits for it; both happen at the same steps on all ranks,
     since the period comes from reduced values only.
 
-    `notices` has the end time, in unix seconds, on the ranks that are to watch it: None means no
-    limit, or not this rank.
+    `notices` has this rank's reason to stop, and the end time, in unix seconds, on the ranks that
+    are to watch it: None means no limit, or not this rank. `timer` gathers figures where a decision
+    asks for it; None: nothing is gathered.
     """
 
     def __init__(
@@ -107,19 +110,22 @@ class StopConsensus:
     ) -> None:
         self._control, self._timer = control, timer
         self._notices, self._schedule = notices, schedule
-        self._stepped_at, self._started_at = time.monotonic(), time.time()
+        self._stepped_at = time.monotonic()  # when the step under way began
+        self._started_at = time.time()  # of the attempt, in unix seconds
         self.exchanges = 0  # so far, the same number on all ranks
         self._period = 1  # steps from one exchange to the next
         self._since_exchange: list[float] = []  # the durations of steps, in seconds
-        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._pending: tuple[torch.Tensor, Any] | None = None  # values and work under way
         self._times = StepTimes()
 
     def step_done(self, step: int, wait_for_all: bool = False) -> Decision:
         """Count a step, `step` of the run, and return the decision of all ranks after it; all ranks
         call it.
 
-        `wait_for_all` see `decide_now`: before the last step of an epoch, where a stop would have
-        to wait for what the script does at the epoch's end. Raise RuntimeError if a peer is gone.
+        With `wait_for_all` the decision is that of `decide_now`: before the last step of an epoch,
+        where a stop would have to wait for what the script does at the epoch's end. Else it is that
+        of the last exchange, if one is due, and the schedule's for this step. Raise RuntimeError if
+        a peer is gone.
         """
         now = time.monotonic()
         self._since_exchange.append(now - self._stepped_at)
@@ -135,10 +141,10 @@ class StopConsensus:
         return decision
 
     def decide_now(self) -> Decision:
-        """Return the decision of all ranks by all that any of them knows; it is a collective, of
-        some 0.2 ms. Raise RuntimeError if a peer is gone."""
+        """Return the decision of all ranks by all that any of them knows, after an exchange that
+        takes some 0.2 ms. All ranks call it; raise RuntimeError if a peer is gone."""
         first = self._exchange()
-        return first.joined(self._read())
+        return first.joined(self._take_decision())
 
     def restart_step(self) -> None:
         """Start the clock of a step, after something that is no part of it, such as a save."""
@@ -150,9 +156,9 @@ class StopConsensus:
         self.restart_step()
 
     def _exchange(self) -> Decision:
-        """Return the result of the last exchange, as `_read` does, and begin the next; it is a
-        collective."""
-        decision = self._read()
+        """Return the decision of the last exchange, as `_take_decision` does, and begin the next
+        with this rank's values; it is a collective."""
+        decision = self._take_decision()
         self.exchanges += 1
         # A save that has just been decided is not due once more.
         save = self._schedule.is_due() and not decision.save
@@ -164,12 +170,12 @@ class StopConsensus:
         self._since_exchange.clear()
         return decision
 
-    def _read(self) -> Decision:
-        """Take the result of the last exchange, an empty decision without one, or once it is taken.
-        It sets the period to the next.
+    def _take_decision(self) -> Decision:
+        """Wait for the last exchange, and return its decision; an empty one where its decision has
+        been returned before, or there was no exchange. Set the period to the next exchange.
 
-        Here, at the same step on all ranks, they report and gather figures, so it is a collective.
-        Raise RuntimeError if a peer is gone.
+        The timer reports figures here, and gathers them if the decision asks for it: at the same
+        step on all ranks, so it is a collective. Raise RuntimeError if a peer is gone.
         """
         decision = Decision()
         if self._pending is not None:

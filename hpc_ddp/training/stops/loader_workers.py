@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hpc_ddp.training.stops.signals import ignore_in_loader
 
-# In which the loaders look up `_worker_loop`.
+# The modules in which the loaders look up `_worker_loop`.
 _MODULES = (
     "torch.utils.data._utils.worker",
     "torchdata.stateful_dataloader.stateful_dataloader",
@@ -24,8 +24,8 @@ _LOOPS: dict[str, Callable[..., None]] = {}  # the modules' own
 
 
 def outlive_notices() -> None:
-    """Have the loader workers that this process starts from now on outlive a notice, by the modules
-    that are imported by now."""
+    """Have the loader workers that this process starts from now on outlive a notice: replace
+    `_worker_loop` in those of the loaders' modules that are imported by now."""
     # Not by worker_init_fn: libraries have one of their own where there is none.
     for name in _MODULES:
         module = sys.modules.get(name)
@@ -35,11 +35,13 @@ def outlive_notices() -> None:
 
 
 class _DeafLoop(NamedTuple):
-    """The loop of a loader worker, deaf to notices; it can be pickled, for workers by spawn."""
+    """The `_worker_loop` of the loaders' module `module`, deaf to notices; it can be pickled, for
+    workers by spawn."""
 
     module: str
 
     def __call__(self, *args: Any) -> None:
+        """Run the module's own loop with `args`, in a process after `ignore_in_loader`."""
         if multiprocessing.parent_process() is not None:  # else it is a thread of the rank
             ignore_in_loader()
         loop = _LOOPS.get(self.module) or importlib.import_module(self.module)._worker_loop

@@ -37,24 +37,37 @@ REASONS = {
 SIGNALS = NOTICE_SIGNALS
 WARNINGS = tuple(n for n in SIGNALS if n not in (signal.SIGTERM, signal.SIGINT))
 WORD_S = 2.0  # the cluster may signal everybody before the supervisor has written its file
-POLL_S = 1.0
+POLL_S = 1.0  # between two looks at the files
 DISK_EVERY_S = 60.0
-STALE_S = 10.0
-AGAIN_S = 1.0
+STALE_S = 10.0  # a supervisor without a beat for so long is not at work
+AGAIN_S = 1.0  # a Ctrl-C within it is torchrun's copy of the first
 TORN_DOWN = 143  # what a shell shows for a death by SIGTERM
 
 
 class Notices:
-    """Listens for notices. `reason` is one of the numbers above, `source` its sender.
+    """Listens for notices, from `install` on.
 
-    The signal handler sets nothing but a flag; a thread does the rest, since the main thread may
-    sit in a collective for as long as its peers like. The thread also looks at the files once a
-    second, so a notice without a signal works, and no step ever reads a file. `notice` is the
-    supervisor's file, None without a supervisor. `local_notice` is that in its memory: where it can
-    be read, the shared disk is asked at a signal, and once in `DISK_EVERY_S`.
+    The signal handler does nothing; a thread does the rest, since the main thread may sit in a
+    collective for as long as its peers like. The thread also looks at the files once a second, so a
+    notice without a signal works, and no step ever reads a file.
 
-    `end_time`, in unix seconds, is when the attempt's time is over: None without a limit, and on a
-    rank that does not watch the time.
+    Parameters
+    ----------
+    notice
+        the supervisor's file on the shared disk, None without a supervisor
+    local_notice
+        the file in the supervisor's memory: where it can be read, the shared disk is asked at a
+        signal, and once in `DISK_EVERY_S`
+
+    Attributes
+    ----------
+    reason
+        `NONE` so far, or why the attempt must end: `CANCELLED` or `NOTICE`
+    source
+        the sender of the reason, such as a signal's name; None so far
+    end_time
+        when the attempt's time is over, in unix seconds: None without a limit, and on a rank that
+        does not watch the time
     """
 
     def __init__(self, notice: Path | None, local_notice: Path | None = None) -> None:
@@ -62,15 +75,15 @@ class Notices:
         self.source: str | None = None
         self.end_time: float | None = None
         self._notice, self._local_notice = notice, local_notice
-        self._disk_look_at = 0.0
+        self._disk_look_at = 0.0  # of the next look at the disk, on the monotonic clock
         self._end_time_file: Path | None = None
-        self._cancelled: Path | None = None
+        self._cancelled: Path | None = None  # the file that is there once the run is cancelled
         self._ended = False
         self._first_s = 0.0  # when the first signal came, on the monotonic clock
 
     def install(self) -> None:
-        """Take the signals over and start a thread that listens. Raise ValueError outside of the
-        main thread."""
+        """Take the signals over, but in processes that are forked later, and start a thread that
+        listens. Raise ValueError outside of the main thread."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -80,8 +93,8 @@ class Notices:
         threading.Thread(target=self._listen, name="hpc-ddp notices", daemon=True).start()
 
     def take_signals(self) -> None:
-        """Take the signals over, also from a library that has handlers of its own. Raise ValueError
-        outside of the main thread."""
+        """Take the signals over, also from a library that has handlers of its own; a SIGHUP that is
+        ignored stays so. Raise ValueError outside of the main thread."""
         for number in SIGNALS:
             is_hang_up = number == signal.SIGHUP
             if not (is_hang_up and signal.getsignal(number) is signal.SIG_IGN):  # below nohup
@@ -93,18 +106,19 @@ class Notices:
         self._look()
 
     def watch_end_time(self, end_time: float | None, path: Path) -> None:
-        """Note when the time is over, in unix seconds; the file at `path`, and the local notice,
-        have another time once Slurm does."""
+        """Note when the time is over, in unix seconds, None without a limit. The file at `path`, or
+        the local notice, gives another time once Slurm does: it is taken over from now on."""
         self.end_time, self._end_time_file, self._disk_look_at = end_time, path, 0.0
         self._look()
 
     def end(self, then_exit: bool) -> None:
-        """Ignore what comes now: the work is safe, and only the exit code could suffer.
+        """Ignore the signals from now on, and let the thread end: the work is safe, and only the
+        exit code could suffer.
 
         Ignored and not handled, because Python gives handled signals back to their deadly
-        default a good while before the process is gone. Where no supervisor is there and the
-        script has more to do (not `then_exit`), SIGTERM, SIGHUP and Ctrl-C are ordinary ones again.
-        Raise ValueError outside of the main thread.
+        default a good while before the process is gone. Where no supervisor is there and the script
+        has more to do (not `then_exit`), SIGTERM, SIGHUP (unless it was ignored before) and Ctrl-C
+        are ordinary ones again. Raise ValueError outside of the main thread.
         """
         self._ended = True
         hears_hang_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
@@ -124,14 +138,14 @@ class Notices:
             is_ready = poll.poll(POLL_S * 1000)
             for number in self._reader.recv(4096) if is_ready else b"":
                 if number in SIGNALS:  # the socket gets all handled ones: SIGCHLD, for one
-                    self._signalled(signal.Signals(number))
+                    self._handle_signal(signal.Signals(number))
 
-    def _signalled(self, number: signal.Signals) -> None:
-        """Take a signal for a notice where no supervisor is there; else look for the supervisor's
-        file.
+    def _handle_signal(self, number: signal.Signals) -> None:
+        """Without a supervisor, take a signal for a notice, and print that; exit with 130 at a
+        further Ctrl-C, more than `AGAIN_S` after the first signal.
 
-        Without that within `WORD_S`, a SIGTERM or SIGINT exits with `TORN_DOWN`: a peer has failed.
-        Without a supervisor a second Ctrl-C exits, too.
+        With one, wait for its notice in a file, `WORD_S` at most. Where none comes, exit with
+        `TORN_DOWN` at a SIGTERM or SIGINT, since a peer has failed; pass over `WARNINGS`.
         """
         if self._notice is None:
             again = time.monotonic() - self._first_s > AGAIN_S  # not torchrun's copy of a Ctrl-C
@@ -152,10 +166,12 @@ class Notices:
             os._exit(TORN_DOWN)
 
     def _look(self, is_signalled: bool = False) -> None:
-        """Read the files of notice, cancel and end time; those absent or unreadable say nothing.
+        """Take over the reason and the end time from the files of notice, cancel and end time;
+        those absent or unreadable change nothing.
 
         The supervisor's local notice, which costs no disk, is read at each call. Where it can be
-        read, the notice on the disk is needed only if a signal has come without a word there.
+        read, the notice on the disk is read only if it has no notice at a signal, and the files of
+        cancel and end time once in `DISK_EVERY_S`.
         """
         fields = _read_local(self._local_notice) if self._local_notice else None
         if fields and "source" in fields:
@@ -171,7 +187,7 @@ class Notices:
             self.end_time = float(fields["end_time"])
 
     def _look_at_disk(self) -> None:
-        """Read the files of cancel and end time."""
+        """Take over a cancel and the end time from their files, if they are there."""
         # os.path's: Path.exists raises for a disk that is in trouble.
         if self._cancelled is not None and self.reason == NONE and os.path.exists(self._cancelled):
             self._note(CANCELLED, "cancelled")
@@ -189,37 +205,40 @@ def _flag(number: int, frame: FrameType | None) -> None:
 
 
 def _give_back() -> None:
-    """In a forked child: stop writing to the parent's socket, and be as deadly as any process."""
+    """In a forked child: stop writing to the parent's socket, and give the signals their default
+    effect again."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         if signal.getsignal(number) is _flag:
             signal.signal(number, signal.SIG_DFL)
 
 
-def ignore_in_loader(worker: int = 0) -> None:
-    """Have a loader worker (a number) outlive a notice: the rank needs its batches until it stops.
+def ignore_in_loader() -> None:
+    """Have this process, a loader worker, ignore the signals of a notice: the rank needs its
+    batches until it stops.
 
-    It ends when its parent is gone, or ends it: multiprocessing does that by a SIGTERM, for which
-    it then waits without end.
+    A thread that is started here ends it at its parent's SIGTERM: multiprocessing sends one to end
+    it, and then waits for that without end.
     """
     for number in (signal.SIGINT, *WARNINGS):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     parent = multiprocessing.parent_process()  # of a fork server's child that isn't its getppid
     pid = os.getppid() if parent is None else parent.pid
-    threading.Thread(target=_obey, args=(pid,), daemon=True).start()
+    threading.Thread(target=_exit_at_sigterm_of, args=(pid,), daemon=True).start()
 
 
-def _obey(parent: int) -> None:
-    """Exit at a SIGTERM of the process `parent`; others do nothing."""
+def _exit_at_sigterm_of(parent: int) -> None:
+    """Wait for a SIGTERM of the process `parent`, a PID, and exit with 0; others' are taken, and do
+    nothing."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
 
 
 def _read_local(path: Path) -> dict[str, Any] | None:
-    """Return the fields that the supervisor has written into its memory; {} for a text that is not
-    whole, None where it can't be read, or the supervisor has not been at work for `STALE_S`."""
+    """Return the fields of the supervisor's local notice at `path`; {} for a text that is not a
+    whole JSON object, None where it can't be read, or had no beat for `STALE_S`."""
     try:
         if not is_memory_file(path, LOCAL_NOTICE):  # another PID namespace: a read may never end
             return None

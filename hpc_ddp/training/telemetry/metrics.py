@@ -12,13 +12,15 @@ from hpc_ddp.core.journal.journal import Journal, first_attempt
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import Transfer, plain
 
-EVERY_S = 0.5  # in the first minute; then less often: a week is no gigabyte, and a disk has rest
-SELDOM_S = 10.0  # after a quarter of an hour
-TAKEN = {"time", "event", "attempt", "step", "total_steps", "epoch", "samples_per_s", "mfu"}
+# Seconds between two lines: in the first minute, then ever more, since a week is to be no gigabyte,
+# and a disk has rest; and from a quarter of an hour on.
+EVERY_S, SELDOM_S = 0.5, 10.0
+RESERVED = {"time", "event", "attempt", "step", "total_steps", "epoch", "samples_per_s", "mfu"}
 
 
 class Metrics:
-    """Writes `first_step`, then `metrics`: one per `EVERY_S` at most, and the last one always.
+    """Journals `FirstStep`, then lines of `MetricsLine`: one per `EVERY_S` at most, later one per
+    `SELDOM_S`, and the last one always.
 
     Values are this rank's own (rank 0's in practice): a reduced loss would cost a collective
     a step. A tensor is read only when a line is due, and written once it has come from its
@@ -42,9 +44,9 @@ class Metrics:
         self._listeners = list(listeners)
         self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
         self._began = self._written_at = time.monotonic()
-        self._due = self._began + EVERY_S
-        self._samples = 0
-        self._latest: dict[str, Any] | None = None
+        self._due = self._began + EVERY_S  # the next line, on the monotonic clock
+        self._samples = 0  # since the last line
+        self._latest: dict[str, Any] | None = None  # fields of the last step, if of no line yet
         self._line: Transfer | None = None  # the fields of a line under way to the journal
 
     def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
@@ -58,11 +60,11 @@ class Metrics:
         values: dict[str, Any],
         total_steps: int | None = None,
     ) -> None:
-        """Take in a step's values, and write a line where one is due or has come; `samples` is the
-        size of its global batch, 0 where it is not known.
+        """Take in a step's values, begin a line where one is due, and write one whose values have
+        come from their device. The first call journals `FirstStep`.
 
-        `total_steps` of the run are None where they are not known. Raises as `_write_line`, perhaps
-        some steps later.
+        `samples` is the size of the step's global batch, 0 where it is not known, `total_steps` the
+        run's, None where it is not known. Raises as `_write_line`, perhaps some steps later.
         """
         if self._first:
             self._journal.write(FirstStep(position.step, **self._first))
@@ -100,7 +102,8 @@ class Metrics:
         """Pass the fields that are not None on to the journal and the listeners, if a line is under
         way, -0.0 as 0.0; waits for values that are not here.
 
-        Raise RuntimeError, ValueError or TypeError for a value that is no scalar.
+        Raise RuntimeError, ValueError or TypeError for a value that is no scalar; errors of a
+        listener come through.
         """
         if self._line is None:
             return
@@ -116,9 +119,9 @@ class Metrics:
 def once_for_each_step(
     hook: Callable[[int, dict[str, float]], object], history: Sequence[JournalEvent]
 ) -> Callable[[dict[str, Any]], None]:
-    """Return a listener that calls `hook` with the step and the other fields of each line, but for
-    steps up to the last one of `history`, the journal so far. Steps before a ``--fresh`` do not
-    count."""
+    """Return a listener that calls `hook` with the step of each line and its fields, without
+    ``step`` and ``total_steps``; not for steps up to the last one of `history`, the journal so far.
+    Steps before a ``--fresh`` do not count."""
     first = first_attempt(history)
     lines = (event for event in history if isinstance(event, MetricsLine))
     last_step = max((line.step for line in lines if line.attempt >= first), default=-1)
@@ -132,9 +135,9 @@ def once_for_each_step(
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Raise UsageError for a value that is no number (None is none of this step), or whose name the
-    journal has already. Waits for the values of an accelerator."""
-    if reserved := TAKEN & values.keys():
+    """Raise UsageError for a value that is no number, or whose name is `RESERVED`; None is taken
+    for a value that this step lacks. Waits for the values of an accelerator."""
+    if reserved := RESERVED & values.keys():
         raise UsageError(
             f"run.step was given {sorted(reserved)[0]!r}, which the journal has already",
             hint="give it another name",
@@ -153,8 +156,8 @@ def check_values(values: dict[str, Any]) -> None:
 
 
 def number(call: str, name: str, value: Any) -> float:
-    """Return a number or a tensor of one as a float; raise UsageError, which names `call`, for
-    others."""
+    """Return `value`, a number or a tensor of one, as a float; raise UsageError for others, which
+    names the `call`, as ``run.best``, and its argument `name`. Waits for an accelerator's."""
     try:
         return float("no number" if isinstance(value, str) else plain(value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's

@@ -70,9 +70,10 @@ def use_per_sample(
 
 
 class Profiler:
-    """Traces the steps of a window (first, last), counted from 1 in this attempt.
+    """Traces the steps of a window (first, last), counted from 1 in this attempt, the first from 2.
 
-    Leaves a Chrome trace at `path`, and prints its path where it `announces`.
+    Leaves a Chrome trace at `path`, whose folder it makes, and prints the path where it
+    `announces`.
     """
 
     def __init__(self, window: tuple[int, ...] | None, path: Path, announces: bool) -> None:

@@ -29,8 +29,8 @@ class ProgressLines:
         self._every_s = TERMINAL_S if sys.stderr.isatty() else EVERY_S
         self._first: tuple[float, int] | None = None  # time and step of the first metrics
         self._due_s = time.monotonic() + self._every_s
-        self._is_begun = False
-        self._text = ""
+        self._is_begun = False  # a line was printed
+        self._text = ""  # of the newest metrics
 
     def show(self, fields: dict[str, Any]) -> None:
         """Take in the fields of a metrics line, and print a line where one is due."""
@@ -71,7 +71,8 @@ def _scalars(fields: dict[str, Any]) -> dict[str, float]:
 class TensorBoardSink:
     """TensorBoard's writer, made at its first use, after the checkpoint is restored.
 
-    Values that an earlier attempt wrote for steps that are now done again are purged.
+    `position` is the run's. Values that an earlier attempt wrote for steps behind it, at the first
+    use, are purged: these steps are done again.
     """
 
     def __init__(self, folder: Path, position: Position) -> None:
@@ -91,7 +92,8 @@ class TensorBoardSink:
         return self._writer
 
     def show(self, fields: dict[str, Any]) -> None:
-        """Write the numbers of a metrics line; a disk that refuses them is named once."""
+        """Write the numbers of a metrics line. A disk that refuses is reported on stderr, once, and
+        nothing more is written."""
         if self._has_failed:
             return
         with self._tolerance():
@@ -99,7 +101,7 @@ class TensorBoardSink:
                 self.writer.add_scalar(name, number, fields["step"])
 
     def end(self) -> None:
-        """Close the writer, if it was used."""
+        """Close the writer, if it was used; a disk that refuses is reported, not raised."""
         if self._writer is None or self._has_failed:
             return
         with self._tolerance():

@@ -31,8 +31,9 @@ Mark = Any  # a moment: seconds, or torch.Event
 class StepTimer:
     """Times this rank's steps; rank 0 gathers the means of all ranks, and journals them.
 
-    `nodes` are the names of the ranks' nodes, on rank 0. Forwards are timed where `has_ddp` is set:
-    those of other strategies wait for peers.
+    `nodes` are the names of the ranks' nodes, by rank, on rank 0. Forwards are timed where
+    `has_ddp` is set, as `Run.wrap` does, and there are several ranks: those of other strategies
+    wait for peers.
     """
 
     def __init__(
@@ -49,19 +50,20 @@ class StepTimer:
         self.has_ddp = self._is_sampled = False
         self._forward_start: Mark = None
         self._forwards: list[tuple[Mark, Mark]] = []  # of the last sampled step
-        self._gathered: tuple[int, Any, Any] | None = None
-        self._next_sample = self._step_start = 0.0
+        self._gathered: tuple[int, Any, Any] | None = None  # step, tensors and work under way
+        self._next_sample = self._step_start = 0.0  # when; 0 for the start: no step has begun
         self._began = time.monotonic()
         self._due_at = self._began + EVERY_S
         self._clear()
 
     def _clear(self) -> None:
-        """Begin the means anew."""
+        """Begin the sums of the means anew: steps, those of them with a forward, and seconds."""
         self._steps = self._samples = 0
         self._wall_s = self._forward_s = self._data_s = 0.0
 
     def start_step(self) -> None:
-        """Start the clock: between two steps may lie a save, or the end of an epoch."""
+        """Start the clock of a step, since between two of them may lie a save, or the end of an
+        epoch; also that of its forward, in at most one step per `SAMPLE_S`."""
         self._step_start = time.perf_counter()
         is_measured = self.has_ddp and self._control.world_size > 1
         if self._is_sampled:  # and not ended
@@ -73,7 +75,8 @@ class StepTimer:
             self._forward_start = self._mark()
 
     def end_step(self) -> None:
-        """Count the step; nothing where `start_step` was not called since the last one."""
+        """Count the step and its seconds, and the forwards of the last sampled one if over;
+        nothing where `start_step` was not called since the last call."""
         if not self._step_start:
             return
         self._steps += 1
@@ -82,7 +85,8 @@ class StepTimer:
         self._add_forwards()
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of `source`, and count the seconds that they are waited for."""
+        """Yield the batches of `source`, and count the seconds that each is waited for; in a step
+        that is sampled the forward's clock starts when the batch has come."""
         while True:
             start = time.perf_counter()
             try:
@@ -124,8 +128,8 @@ class StepTimer:
         return several and time.monotonic() >= self._due_at
 
     def gather(self) -> None:
-        """Begin to send the means since the last time to rank 0; every rank must call it, at the
-        same step."""
+        """Begin to send this rank's means since the last call to rank 0; `report` journals them.
+        Every rank must call it, at the same step; raise RuntimeError if a peer is gone."""
         now = time.monotonic()
         self._due_at = now + min(max(EVERY_S, (now - self._began) / 100), SELDOM_S)
         steps = max(self._steps, 1)
@@ -137,9 +141,10 @@ class StepTimer:
         self._clear()
 
     def report(self) -> None:
-        """Journal on rank 0 what was gathered, some steps later, so that no step waits for it.
+        """Journal on rank 0 the means of the last `gather`, if that is not done; called some steps
+        after it, so that no step waits for a peer.
 
-        Nothing where nothing is under way. Raise RuntimeError if a peer is gone.
+        Nothing is journalled if no step was counted. Raise RuntimeError if a peer is gone.
         """
         if self._gathered is None:
             return

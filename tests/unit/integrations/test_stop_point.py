@@ -42,7 +42,7 @@ def exits(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(member, "Notices", lambda *paths: QuietNotices())
-    monkeypatch.setattr(member, "make_patient", lambda: None)
+    monkeypatch.setattr(member, "drop_failing_prints", lambda: None)
     monkeypatch.setattr(stop_point, "leave_quickly", lambda: None)
     monkeypatch.setattr(atexit, "register", calls.append)
     for name, text in {"RUN": run.path, "ATTEMPT": 0, "NOTICE": run.path / "notice"}.items():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hpc_ddp.training import drill
+from hpc_ddp.training.run import Run
 from unit.training.fakes import FakeDTensor
 
 
@@ -15,3 +16,14 @@ def test_a_drill_compares_a_ranks_part_of_a_tensor(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(drill, "is_sharded", lambda tensor: isinstance(tensor, FakeDTensor))
     tensors: Any = [FakeDTensor(), torch.ones(1)]
     assert drill.size_of(tensors) == 7.0
+
+
+def test_a_drill_records_no_names_of_added_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = object.__new__(drill.DrilledRun)
+    run._tracked = {}
+    passed: dict[str, Any] = {}
+    monkeypatch.setattr(Run, "track", lambda self, **arguments: passed.update(arguments))
+    model = torch.nn.Linear(1, 1)
+    run.track(model=model, per_rank=("model",), added=("model.bias",))
+    assert passed["added"] == ("model.bias",)  # which has no state to digest
+    assert run._tracked == {"model": model}

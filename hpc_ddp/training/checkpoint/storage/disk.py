@@ -106,7 +106,7 @@ def publish(draft_folder: Path, attempt: int) -> Path:
 
     A folder that has the name already is moved aside, never written into. It is `.old-` when it
     verifies: the same step before and after the code at the end of an epoch; else `.bad-`. Raise
-    OSError if a rename fails, or the sync after it: the draft has its final name then.
+    OSError if a rename fails, or the sync after it, when the draft has its final name already.
     """
     final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():

@@ -59,15 +59,16 @@ class FrozenWeights:
     """The frozen weights of a rank, over the saves of an attempt."""
 
     def __init__(self) -> None:
-        self._saved: FrozenPart | None = None
+        self._saved: FrozenPart | None = None  # of the last save, with its file
         self._changing: set[str] = set()  # by the script itself, as an average of weights
-        self._can_link = True
+        self._can_link = True  # until a try of a hard link shows that the file system can't
 
     def take_out(self, parts: dict[str, LocalShard], names: Container[str]) -> FrozenPart | None:
-        """Take the frozen ones, those in `names`, out of a rank's parts of a save; return them for
-        a file of their own. None where they are few, or the file system has no links: they stay.
-        So do, from then on, those that have changed since the save before.
+        """Take the frozen ones, those in `names`, out of `parts`, a rank's parts of a save, and
+        return them for a file of their own: the last save's, if nothing has changed, or a copy.
 
+        Return None where they are few, or the file system has no links: all stay in `parts` then. A
+        weight that has changed since the save before stays there, too, at this and all later saves.
         Waits for the devices that have them.
         """
         frozen = {n: part for n, part in parts.items() if n in names and n not in self._changing}
@@ -92,8 +93,9 @@ class FrozenWeights:
         return FrozenPart(pieces, hashes, buffer)
 
     def add(self, part: FrozenPart, path: Path, facts: FileFacts | None) -> FileFacts:
-        """Link the data file of `part` into a draft, as `path`, unless it has been written there,
-        with `facts`; return its facts. Later saves link to it, where the file system can.
+        """Note that a draft has the data file of `part` at `path`, written there with `facts`; if
+        these are None, link the file of the save before to `path`. Return the file's facts. Later
+        saves link to it, where the file system can.
 
         Raise OSError if the disk refuses, or the file to link to is gone.
         """

@@ -30,7 +30,7 @@ STATE = "state.pt"
 FILE = "rank-{}.bin"  # named after the first rank that writes into it
 FROZEN = "frozen-{}.bin"
 INDEX = "index"  # key of the index among the shared values
-MOST_FILES = 64  # of parts, or one for each node where there are more nodes
+MOST_FILES = 64  # with parts, or one for each node where there are more nodes
 PAGE = 4096  # bytes; parts of two ranks share no page of the cache
 
 
@@ -118,7 +118,7 @@ class Plan:
 
 
 def plan_of(claims: Sequence[Claim]) -> Plan:
-    """Return where the ranks write that claim this much, by rank."""
+    """Return where the ranks write, whose claims these are, by rank."""
     numbers: dict[bytes, int] = {}
     senders: dict[int, list[int]] = {}
     for rank, claim in enumerate(claims):
@@ -190,8 +190,8 @@ class Index:
 
 
 def dump_index(plan: Plan, layouts: Mapping[int, Layout], shared: Mapping[str, Any]) -> bytes:
-    """Return the content of `STATE` for a checkpoint whose parts lie as planned: `layouts` by
-    number, and plain values that the ranks share."""
+    """Return the content of the file `STATE` for a checkpoint whose parts lie as planned: the
+    `layouts` by number, and `shared`, the plain values that the ranks share."""
     rows = {number: list(map(_plain, layout)) for number, layout in layouts.items()}
     index = {
         "parts": list(map(tuple, plan.parts)),
@@ -257,8 +257,8 @@ def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
 
 
 def reader_of(folder: Path, index: Index, rank: int | None) -> Reader:
-    """Return a reader of a checkpoint's tensors; `rank` is the one whose own it reads, None: only
-    the buffers of the first."""
+    """Return a reader of a checkpoint's tensors. From those that ranks saved for themselves it has
+    the ones of `rank`; None: the buffers alone, as the first rank of the stage had them."""
     parts, parts_of_rank = list[Part](), set[int]()
     for number, part in enumerate(index.parts):
         places = ((folder / part.file, part.offset), (folder / FROZEN.format(number), 0))

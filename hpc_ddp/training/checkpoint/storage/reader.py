@@ -148,7 +148,8 @@ class Reader:
         return torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta")
 
     def read(self, name: str, template: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a new tensor, or, where `template` is a DTensor, this rank's part of it as one.
+        """Return a new tensor on the CPU, or, where `template` is a DTensor, this rank's part as a
+        DTensor sharded as that is. With `sharing` all ranks call it, in the same order.
 
         Raises
         ------
@@ -189,7 +190,8 @@ class Reader:
         return numbers
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor, from all parts that have some of it; raises as `read`."""
+        """Return a box of a tensor, read by this rank from all parts that have some of it; raises
+        as `read`."""
         start, size = box
         numbers = _blank(size, self.describe(name).dtype)
         count = 0
@@ -217,7 +219,8 @@ class Reader:
                     yield index, StoredShard(name, entry.dtype, entry.shape, start, size, offset)
 
     def _parts_by(self, layout: int, axes: Shape) -> dict[Shape, int]:
-        """Return the numbers of the parts of a layout by their places on some of its axes."""
+        """Return the numbers of the parts of a layout (a number), by the parts' places on `axes`,
+        numbers of coordinates."""
         key = layout, axes
         if key not in self._writers:
             self._writers[key] = {

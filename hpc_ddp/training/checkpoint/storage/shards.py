@@ -55,8 +55,8 @@ def shard(tensor: Any) -> LocalShard:
 
 
 def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
-    """Return the rows of a tensor that begin between byte `low` and byte `high` of it, None without
-    any.
+    """Return the rows of a tensor that begin from byte `low` of it to before byte `high`, None
+    without any; a scalar is one row.
 
     The tensor has at least one byte; `low` may be below 0 and `high` beyond its end.
     """
@@ -74,7 +74,8 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
 
 def share_of(total: int, rank: int, size: int) -> tuple[int, int]:
     """Return which of `total` bytes rank `rank` of `size` writes, as first byte and end; (0, 0) for
-    none: shares have at least `LEAST_SHARE`, and their ranks are spread over the nodes."""
+    none. Several shares have at least `LEAST_SHARE` each, of ranks that are spread over the
+    nodes."""
     count = max(1, min(size, total // LEAST_SHARE))
     number = -(-rank * count // size)  # of the first share that begins at this rank or later
     if number * size // count != rank:
@@ -93,13 +94,13 @@ class StagingBuffer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: list[torch.Tensor] = []
-        self._segments: list[list[torch.Tensor]] = []  # of each piece, in the order of its numbers
+        self._segments: list[list[torch.Tensor]] = []  # the memory of each piece, in order
         self._copies: list[tuple[torch.Event, torch.Event]] = []  # begin and end, by device
         self.pieces: list[StoredShard] = []
 
     def fill(self, parts: Mapping[str, LocalShard]) -> None:
-        """Begin to copy the parts in, over those before; no thread may read the buffer until
-        `wait`.
+        """Begin to copy the parts in, over those before; only after `wait` may a thread read the
+        buffer.
 
         The copies take their place in the devices' current streams. So what the training does
         there afterwards comes after them, and the host waits for nothing.

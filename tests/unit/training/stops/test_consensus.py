@@ -226,9 +226,9 @@ def test_an_exchange_is_read_one_period_later(clock: Clock) -> None:
     assert planner._exchange() == Decision()
     control: Any = planner._control
     assert control.sent == [NOTICE, 1, 0, 0]
-    assert planner._read() == Decision(NOTICE, save=True)
+    assert planner._take_decision() == Decision(NOTICE, save=True)
     assert planner._period == 2
-    assert planner._read() == Decision()  # it has been read
+    assert planner._take_decision() == Decision()  # it has been read
     exchanges = []
     for step in range(4):
         planner.step_done(step)

@@ -119,7 +119,7 @@ def test_without_its_local_notice_a_rank_asks_the_disk(
     clock.now += 1.0
     hanging._look()  # the supervisor has not been at work for a while
     assert hanging.reason == NOTICE
-    other._signalled(signal.SIGTERM)
+    other._handle_signal(signal.SIGTERM)
     assert (other.reason, other.source) == (NOTICE, "time limit")
 
 
@@ -128,7 +128,7 @@ def test_a_signal_without_a_supervisor_is_a_notice(
     clock: Clock, printed: list[str], number: signal.Signals
 ) -> None:
     notices = Notices(None)
-    notices._signalled(number)
+    notices._handle_signal(number)
     assert (notices.reason, notices.source) == (NOTICE, number.name)
     more = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
     assert printed == [f"{number.name}: stops and saves after this step{more}"]
@@ -138,13 +138,13 @@ def test_a_second_ctrl_c_ends_the_process_and_a_copy_of_the_first_does_not(
     clock: Clock, printed: list[str]
 ) -> None:
     notices = Notices(None)
-    notices._signalled(signal.SIGINT)
+    notices._handle_signal(signal.SIGINT)
     clock.now += 1.0
-    notices._signalled(signal.SIGINT)  # torchrun's copy
+    notices._handle_signal(signal.SIGINT)  # torchrun's copy
     clock.now += 0.1
-    notices._signalled(signal.SIGTERM)
+    notices._handle_signal(signal.SIGTERM)
     with pytest.raises(LeftError, match="130"):
-        notices._signalled(signal.SIGINT)
+        notices._handle_signal(signal.SIGINT)
     assert len(printed) == 1
 
 
@@ -174,10 +174,10 @@ def test_a_signal_under_a_supervisor_needs_its_notice(
     notices = Notices(path)
     if code:
         with pytest.raises(LeftError, match=code):
-            notices._signalled(number)
+            notices._handle_signal(number)
         assert printed == ["SIGTERM without a notice: a peer has failed; ending"]
     else:
-        notices._signalled(number)
+        notices._handle_signal(number)
     assert notices.reason == reason
     assert clock.now - begin == pytest.approx(min(word_after_s, 2.0), abs=0.1)
 
@@ -197,7 +197,7 @@ def test_signals_after_the_end_are_ignored(clock: Clock, printed: list[str]) -> 
             assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
             assert (signal.getsignal(signal.SIGINT) == signal.SIG_IGN) is (term == signal.SIG_IGN)
             assert notices._ended
-        notices._signalled(signal.SIGTERM)
+        notices._handle_signal(signal.SIGTERM)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -295,13 +295,13 @@ def test_a_loader_worker_survives_signals_to_the_whole_step(
     threads: list[dict[str, Any]] = []
     monkeypatch.setattr(threading, "Thread", partial(Thread, threads))
     try:
-        signals.ignore_in_loader(0)
+        signals.ignore_in_loader()
         assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert masks == [(signal.SIG_BLOCK, {signal.SIGTERM})]
-    obeys = {"target": signals._obey, "args": (os.getppid(),), "daemon": True}
+    obeys = {"target": signals._exit_at_sigterm_of, "args": (os.getppid(),), "daemon": True}
     assert threads == [obeys]
 
 
@@ -313,7 +313,7 @@ def test_a_loader_worker_obeys_its_parent_alone(
         signal, "sigwaitinfo", lambda numbers: SimpleNamespace(si_pid=senders.pop(0))
     )
     with pytest.raises(LeftError, match="0"):
-        signals._obey(7)
+        signals._exit_at_sigterm_of(7)
     assert senders == [5]
 
 
