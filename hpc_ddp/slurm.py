@@ -200,7 +200,7 @@ def _find_submitted(
         argv = ["squeue", "--me", "--noheader", columns, "--states=all"]
         argv += [f"--clusters={cluster}"] if cluster else []
         rows = slurm_text.parse_table(_run_patiently(argv, give_up), 3, slurm_text.SEPARATOR)
-        ids = [id for id, row, command in rows if command == str(script) and task in (None, row)]
+        ids = [id for id, tasks, path in rows if path == str(script) and task in (None, tasks)]
         new = [id for id in ids if not JobRef(id, cluster).is_among(earlier)]
         if new:
             return JobRef(max(new, key=int), cluster)
