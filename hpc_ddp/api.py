@@ -2,7 +2,8 @@
 
 It means what the command line means: ``hpc-ddp.toml`` and site files count, runs lie where
 ``hpc-ddp status`` finds them, and each side can look after what the other one has started.
-Errors are `HpcDdpError`; a `UsageError` is one of what was asked for.
+Errors are `HpcDdpError`, or its subclass `UsageError` where the request itself is wrong; those of a
+disk are OSError.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hpc_ddp.submission.settings.user import home_folder
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
 
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 10.0  # between two looks, of which one of a job asks Slurm
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 10.0  # of `wait` between two looks; for a job each asks Slurm
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Handle:
     """
 
     path: Path
+    # The process behind this one that `submit` has started; only of the local and salloc back-ends.
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -57,7 +59,7 @@ class Handle:
 
     @property
     def id(self) -> str:
-        """``<run id>``, as `hpc-ddp status` has it; of a task of an array with ``/task-<n>``."""
+        """``<run id>``, as `hpc-ddp status` has it; of a task of an array ``<run id>/task-<n>``."""
         return self._run.id
 
     @property
@@ -67,45 +69,46 @@ class Handle:
 
     @property
     def job_id(self) -> str | None:
-        """The newest Slurm job of the run; None where there was none. Raises OSError where its
-        journal can't be read."""
+        """The id of the newest Slurm job of the run; None where it has had none. Raises OSError
+        where the run's journal can't be read."""
         jobs = self._run.jobs(self._run.events())
         return jobs[-1].id if jobs else None
 
     @property
     def state(self) -> str:
         """The run's state in one word, as `hpc-ddp status` has it: ``waiting``, ``running``,
-        ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time. Raises
-        OSError where the journal can't be read."""
+        ``finished``, ``failed``, ``cancelled``, ``stopped`` … For a run that has a job, Slurm is
+        asked each time. Raises OSError where the journal can't be read."""
         return str(self.status().state)
 
     def status(self) -> Status:
         """Return all that a line of `hpc-ddp status` has: step, loss, goodput, results …
 
-        Slurm is asked for a run that has a job. Without an answer the state is that of the journal,
-        or ``unknown`` where it has no end. Raises OSError where the journal can't be read.
+        Slurm is asked for a run that has a job; without an answer the state is that of the journal
+        alone. Raises OSError where the journal can't be read.
         """
         return status_of(self._run, read_queue() if self.job_id else Queue(None))
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait until nothing works on the run any more and nothing will, and return its state.
+        """Wait until no process or job works on the run any more, and none will; return its state.
 
-        A job that is requeued is waited for until its last attempt is over; a Slurm that gives no
-        answer, and a job whose cluster can't be asked, without end.
+        A job that is requeued is waited for until its last attempt is over. A job also counts as
+        not over while Slurm gives no answer, or where its cluster can't be asked from here. A run
+        that this process has started on its machine is over when the process behind it has ended.
 
         Parameters
         ----------
         timeout
-            how long to wait at most, in seconds; None: as long as it takes
+            how long to wait at most, in seconds; None: without end
 
         Raises
         ------
         TimeoutError
-            it was not over by then
+            the run was not over by then
         HpcDdpError
-            it is a job, and there is no Slurm to ask, or Slurm refuses
+            the run has a job, and this machine has no Slurm client, or Slurm refuses
         OSError
-            its journal can't be read
+            the run's journal can't be read
 
         Examples
         --------
@@ -124,9 +127,9 @@ class Handle:
         return self.state
 
     def _at_work(self) -> bool:
-        """Return whether a process or a job works on the run, or will; True also while Slurm gives
-        no answer. Raise HpcDdpError without a Slurm for a run that has a job, and OSError where the
-        journal can't be read."""
+        """Return whether a process or a job works on the run, or will work on it; True also while
+        Slurm gives no answer. Raise HpcDdpError without a Slurm client for a run that has a job,
+        and OSError where the journal can't be read."""
         if self._process:
             return self._process.poll() is None
         try:
@@ -136,35 +139,41 @@ class Handle:
         return describe_work(self._run, queue) is not None
 
     def cancel(self) -> None:
-        """End the run for good: nothing requeues it after this.
+        """End the run for good, an array with all tasks: nothing requeues it after this.
 
-        It is marked as cancelled first, and stays so also where Slurm then refuses. The end of its
-        jobs is waited for, some 10 s at most, that of a process on this machine is not. A run that
-        is finished but whose script still works is ended, and stays finished.
+        The run is marked as cancelled first, and keeps the mark also where Slurm then refuses. A
+        process of it on this machine gets SIGTERM, and its end is not waited for. Its jobs are
+        cancelled, and their end is waited for, some 10 s at most. A run that is finished but whose
+        script still works is ended, too, and stays finished.
 
         Raises
         ------
         UsageError
-            it is finished and nothing works on it, or another user could have written the ids of
-            its processes and jobs
+            the run is finished and nothing works on it, or another user could have written the ids
+            of its processes and jobs
         HpcDdpError
-            Slurm gives no answer or refuses, or a job is live after the wait, or can't be asked for
+            Slurm gives no answer or refuses; or a job is live after the wait; or a job or process
+            can't be asked for from here
         OSError
             the run's folder can't be read
         """
         cancel(self._run)
 
     def logs(self, rank: int | None = None) -> str:
-        """Return what the job has printed so far, or one `rank`, over all attempts.
+        """Return the text that the job, or with `rank` that rank, has printed so far, over all
+        attempts.
 
-        The text of a rank is empty before the first attempt. The first 64 MiB of each log count.
+        The job's text has the launcher's lines and rank 0's; rank 0's alone where a dry run printed
+        to a terminal. The text of a rank is '' before the first attempt. The first 64 MiB of each
+        log count.
 
         Raises
         ------
         UsageError
-            there is no such rank, or, without a `rank`, nothing was printed yet
+            no attempt has a log of that rank; or, without a `rank`, nothing was printed yet, or the
+            script was started by hand and printed to its terminal
         OSError
-            a log can't be read
+            a log, an attempt's folder or the journal can't be read
 
         Examples
         --------
@@ -177,9 +186,11 @@ class Handle:
 
 
 def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
-    """Submit a job, as ``hpc-ddp submit`` does, and return at once.
+    """Submit a job, as ``hpc-ddp submit`` does, and return its handle without waiting for its end.
 
-    With ``backend="local"`` it is played here, behind this process, and stops with it.
+    With ``backend="local"`` a process behind this one plays the job on this machine; when this
+    process ends, that one gives the workers notice to save and stop. The job's output goes to the
+    run's ``logs``.
 
     Parameters
     ----------
@@ -187,18 +198,19 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
         the job. A field at its default counts as unset: the project's ``hpc-ddp.toml`` and the site
         file may set it. Paths are relative to the working directory.
     settings
-        the keys that ``hpc-ddp.toml`` may have, with ``_`` for ``-``: the same without a
-        `JobSpec`, or more that one has no field for, such as ``site``; and ``sweep``, values by
-        parameter. They come before `spec`.
+        keys of ``hpc-ddp.toml``, with ``_`` for ``-``, in place of `spec` or beside it: they come
+        before its fields, and some, as ``site``, have no field. One that is None counts as unset.
+        One more is ``sweep``: a mapping of each parameter's name to its values.
 
     Raises
     ------
     UsageError
-        a setting is unknown or refused, or the script does not exist; nothing is left behind
+        a setting is unknown or refused, the script does not exist, or the run's folder can't be
+        written; nothing is left behind
     HpcDdpError
-        it could not be started; its folder stays only where Slurm gave no answer
+        the job could not be started; its folder stays only where Slurm gave no answer
     OSError
-        the script or the output can't be written, or the process not be started
+        the batch script, the output or the journal can't be written, or the process not be started
 
     Examples
     --------
@@ -227,10 +239,12 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
 
 
 def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
-    """Return the run that a folder, run id, run name (the newest) or job id means.
+    """Return a handle of the run that `run` names; for a job id Slurm may be asked for its cluster.
 
     Parameters
     ----------
+    run
+        a folder, job id, run id or run name (the newest run of it); the first of these that fits
     runs_dir
         where runs are; None: where the command line looks
 
@@ -245,14 +259,15 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
 
 
 def _set_fields(spec: JobSpec) -> dict[str, Any]:
-    """Return the fields of a job that differ from their default, by name."""
+    """Return the values of a job's fields that differ from their default, by the field's name."""
     values = {item.name: (getattr(spec, item.name), default_of(item)) for item in fields(spec)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under the keys of a project file, checked; None counts as not set. Raise
-    UsageError for an unknown key or a value of the wrong kind."""
+    """Return settings under the keys of a project file, checked; those that are None are left out,
+    tuples become lists, and paths text. Raise UsageError for an unknown key or a value of the wrong
+    kind."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple):
@@ -263,9 +278,9 @@ def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of a sweep over these values by parameter; {} for None and without a
-    parameter. Raise UsageError for anything but a mapping to iterables of values, and for too many
-    trials."""
+    """Return the settings ``sweep`` and ``array`` of a mapping of parameters to values; {} for None
+    and an empty one. Raise UsageError for anything but a mapping to iterables of values, and for
+    too many trials."""
     if not sweep:
         return {}
     if not isinstance(sweep, Mapping) or any(

@@ -1,7 +1,7 @@
 """Which jobs and processes work on a run, and whether its next one may be started.
 
-One answer for all of hpc-ddp: `Queue.life` for a job, `describe_work` for a run. An answer that
-can't be had from here is none: it starts nothing and deletes nothing.
+One answer for all of hpc-ddp: `Queue.life` for a job, `describe_work` for a run. A job or process
+that can't be asked for from here may be live: nothing is started or deleted in spite of it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,21 @@ class Life(Word):
 
     LIVE = "live"
     OVER = "over"
-    UNKNOWN = "unknown"  # its cluster can't be asked from here, or it is ending, or to come back
+    UNKNOWN = "unknown"  # its cluster can't be asked from here, or it is ending, or preempted
 
 
 class Queue:
-    """The user's jobs. Another cluster than this one is asked once, when one of its jobs is first
-    looked for; no method raises an error of Slurm's.
+    """The user's jobs as squeue shows them. Another cluster than this one is asked once, when a job
+    of it is first looked for; no method raises an error of Slurm's.
 
-    `jobs` are those of this cluster by id, None where Slurm can't be asked, and `problem` is why;
-    `cluster` is as `JobRef` has it, '' where Slurm does not say, None to ask when it is needed.
+    Parameters
+    ----------
+    jobs
+        those of this cluster by id; None where Slurm can't be asked
+    cluster
+        this cluster as `JobRef` has it, '' where Slurm does not say; None: it is asked when needed
+    problem
+        why Slurm can't be asked, '' where there is no Slurm client
     """
 
     def __init__(
@@ -59,21 +65,22 @@ class Queue:
         problem: str = "",
     ) -> None:
         self.jobs, self._cluster, self.problem = jobs, cluster, problem
-        self._others: dict[str, Mapping[str, QueuedJob] | None] = {}
+        self._others: dict[str, Mapping[str, QueuedJob] | None] = {}  # `jobs` of other clusters
 
     @property
     def cluster(self) -> str:
-        """This cluster as `JobRef` has it, '' where Slurm does not say; the first time it may be
-        asked."""
+        """This cluster as `JobRef` has it, '' where Slurm does not say; the first use may ask
+        Slurm."""
         if self._cluster is None:
             self._cluster = "" if self.jobs is None else slurm.own_cluster()
         return self._cluster
 
     def find(self, job: JobRef, run: RunFolder) -> QueuedJob | None:
-        """Return Slurm's line of a job of a run; None without one, where its cluster can't be
-        asked, and for a job of another run: a cluster that is set up anew begins its numbers anew.
+        """Return Slurm's line of a job of `run`; None without one, where the job's cluster can't be
+        asked, and where the line is that of another run's job: a cluster that is set up anew begins
+        its numbers anew.
 
-        Raise OSError where the job's script can't be looked at.
+        Raise OSError where the job's script can't be looked at, UsageError as `has_task`.
         """
         jobs = self._jobs_of(job) or {}
         array, is_task, index = job.id.partition("_")
@@ -87,8 +94,7 @@ class Queue:
         """Return whether a job of a run is live; OVER for one that its cluster does not know.
 
         UNKNOWN where its cluster can't be asked, where another cluster of the same name may have
-        it, and for a job that is ending or preempted. Raise OSError as `find` does: where the job's
-        script can't be looked at.
+        it, and for a job that is ending or preempted. Raises as `find`.
         """
         if self._jobs_of(job) is None:
             return Life.UNKNOWN
@@ -105,8 +111,8 @@ class Queue:
         return {id: job for id, job in (self.jobs or {}).items() if job.state not in OVER}
 
     def _jobs_of(self, job: JobRef) -> Mapping[str, QueuedJob] | None:
-        """Return the jobs of a job's cluster ('': of this one) by id; None where it can't be
-        asked."""
+        """Return the user's jobs by id on the cluster of `job` ('': this one), which is asked the
+        first time; None where it can't be asked."""
         name = job.cluster_name
         if self.jobs is None or not name or name == JobRef("", self.cluster).cluster_name:
             return self.jobs
@@ -119,8 +125,9 @@ class Queue:
 
 
 def is_of_another_run(run: RunFolder, script: str) -> bool:
-    """Return whether a job's script is that of a run, and neither `run` nor its array; False where
-    there is no such file here. Raise OSError where the file can't be looked at."""
+    """Return whether `script`, the path of a job's script, is the script of another run than `run`
+    and its array; False where there is no such file here. Raise OSError where the file can't be
+    looked at."""
     path = Path(script)
     if path.name != run.script.name or not os.path.isfile(path):
         return False
@@ -129,8 +136,8 @@ def is_of_another_run(run: RunFolder, script: str) -> bool:
 
 
 def read_queue() -> Queue:
-    """Ask Slurm for the user's jobs, and return them. Without an answer the queue's `jobs` are None
-    and its `problem` is the reason; '' on a machine without squeue."""
+    """Ask Slurm once for the user's jobs, and return them. Without an answer the queue's `jobs` are
+    None and its `problem` is the reason, '' on a machine without squeue; nothing is raised."""
     if shutil.which("squeue") is None:
         return Queue(None)
     try:
@@ -144,7 +151,8 @@ def read_queue() -> Queue:
 
 @dataclass(frozen=True)
 class Work:
-    """A job or a process that works on a run, or may; as text a description in words."""
+    """A job or a process that works on a run, or may; `text` describes it in words, and `job` is
+    None for a process and for a job whose id is not known."""
 
     text: str
     life: Life
@@ -157,13 +165,14 @@ class Work:
 def describe_work(
     run: RunFolder, queue: Queue, besides: JobRef | None = None, guesses: bool = True
 ) -> Work | None:
-    """Return the job or process that works on a run, or on a task of its array, or will; None
-    where nothing does.
+    """Return the first job or process that works on a run or on one of its tasks, or will work on
+    it; for a task, a job of its array, too. None without one.
 
-    Unknown counts as work: a job whose cluster can't be asked, and a process of another machine,
-    that have journaled no end. With `guesses` so does any job that may have been submitted without
-    hpc-ddp, and, where this Slurm can't be asked, a job whose end is journaled. The job `besides`
-    is passed over, unless another shell of it works on the run.
+    A job whose cluster can't be asked, or a process of another machine, counts too, with
+    `Life.UNKNOWN`, if the journal does not have its end. With `guesses` any job counts that may
+    have been submitted without hpc-ddp, and, where this cluster can't be asked, a job of which the
+    journal has the end. The job `besides` does not count, unless another shell of it works on the
+    run.
 
     Raise OSError where a journal can't be read, or a job's script can't be looked at.
     """
@@ -172,9 +181,9 @@ def describe_work(
 
 
 def leaves_nothing(events: Sequence[JournalEvent]) -> bool:
-    """Return whether no job or process of a finished run can go on, by its journal: its newest
-    attempt has a verdict. Nor does an allocation or the process of a plain start count, which go on
-    with other work."""
+    """Return whether a finished run has no job or process that could still work on it, by its
+    journal: its newest attempt has a verdict or was started by hand, or its last submit was inside
+    an allocation (``salloc``). A process by hand, and an allocation, may go on with other work."""
     last = last_event(events, Started, VerdictGiven)
     is_plain = isinstance(last, Started) and last.backend == "local"
     submitted = last_event(events, Submitted)
@@ -183,8 +192,8 @@ def leaves_nothing(events: Sequence[JournalEvent]) -> bool:
 
 
 def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:
-    """Return the job of its array that works on a task, or will; None without one. Raise OSError
-    where the array's journal can't be read."""
+    """Return the live job of a task's array that works on the task, or will work on it; None
+    without one. Raise OSError where the array's journal can't be read, or as `Queue.find`."""
     array = RunFolder(task.whole)
     for array_job in array.jobs(array.events()):
         job = array_job.task(task.index)
@@ -194,8 +203,8 @@ def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:
 
 
 def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool) -> Work | None:
-    """Return the job or process that works on one run, as `describe_work` does, but not on its
-    tasks; None without one. Raise OSError where its journal can't be read."""
+    """Return the job or process that works on one run, as `describe_work` does and with its errors,
+    but not on its tasks; None without one."""
     events = run.events()
     jobs = run.jobs(events)
     ended = [] if guesses and queue.jobs is None else ended_jobs(run, events)
@@ -222,7 +231,8 @@ def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool
 
 
 def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
-    """Return a job of a run that is not over in words, with its state or why that is not known."""
+    """Return in words a job of a run that is not over, with its state or why that is not known;
+    raises as `Queue.find`."""
     queued = queue.find(job, run)
     if queued:
         return f"job {job.id}, {queued.state.lower()}"
@@ -232,8 +242,8 @@ def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
 
 def ended_jobs(run: RunFolder, events: Sequence[JournalEvent]) -> list[JobRef]:
     """Return the jobs of a run that are over by its journal, `events`: the verdict on their last
-    attempt lets nothing follow, or the user has stated it. A chain's next job ends with the one
-    that queued it."""
+    attempt lets nothing follow, or the user has stated that they are over (`Dismissed`). The job
+    that a chain's job has queued is over with it."""
     ended = [JobRef(e.job_id, e.cluster or "") for e in events if isinstance(e, Dismissed)]
     verdicts = {event.attempt: event for event in events if isinstance(event, VerdictGiven)}
     starts = {event.attempt: event for event in events if isinstance(event, Started)}
@@ -246,7 +256,7 @@ def ended_jobs(run: RunFolder, events: Sequence[JournalEvent]) -> list[JobRef]:
 
 
 def is_final(verdict: VerdictGiven) -> bool:
-    """Return whether nothing follows an attempt with this verdict by itself."""
+    """Return whether no attempt follows one with this verdict unless the user starts it."""
     return verdict.action != Action.REQUEUE and verdict.cause != Cause.SUPERSEDED
 
 
@@ -269,15 +279,16 @@ def process_of(events: Sequence[JournalEvent]) -> Work | None:
 # --- before a start ------------------------------------------------------------------------
 
 
-_claims: dict[Path, int] = {}  # open files of this process, by run
+_claims: dict[Path, int] = {}  # descriptors of the files that this process has locked, by run
 
 
 def claim_start(run: RunFolder) -> None:
-    """Keep other processes from starting a run, until `release_start` or this process's end.
+    """Keep other processes from starting a run, until `release_start` or this process's end, by a
+    lock on the file ``.start`` in its folder.
 
-    A claim of this process is made anew. Raise UsageError where another process has it, and OSError
-    where its file can't be made. A file system without locks across its clients keeps apart what
-    runs on one machine, or nothing.
+    A claim that this process has is made anew. Raise UsageError where another process has the
+    claim, and OSError where the file can't be made. On a file system that shares no locks between
+    machines it keeps only processes of this machine apart; on one without locks, none.
     """
     release_start(run)
     claim = os.open(run.path / ".start", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -295,25 +306,25 @@ def claim_start(run: RunFolder) -> None:
 
 
 def release_start(run: RunFolder) -> None:
-    """Let other processes start a run again; without a claim, nothing."""
+    """Let other processes start a run again; nothing where this process has no claim on it."""
     if run.path in _claims:
         os.close(_claims.pop(run.path))
 
 
 def check_idle(run: RunFolder, is_forced: bool = False) -> None:
-    """Refuse to start a run that is queued or under way: two jobs would take it from each holder.
+    """Refuse to start a run that is queued or under way: two jobs would write over each other.
 
-    An unknown state is refused as well, unless `is_forced`: then the user's word that the job is
-    over is journaled, for the job that starts; also where another job lets the start be refused. It
-    does not stand for a Slurm that gives no answer. Inside an allocation its own job is no
-    obstacle.
+    A job or process that may work on the run is refused as well, unless `is_forced`: then each job
+    of it whose life is unknown is journaled as `Dismissed`, the user's word that it is over, even
+    where another job then lets the start be refused. Where there is a squeue that gives no answer,
+    `is_forced` has no effect. The job that this process runs in (SLURM_JOB_ID) is no obstacle.
 
     Raises
     ------
     UsageError
         a job or a process works on the run, or may
     OSError
-        its journal can't be read, or a job's script can't be looked at
+        the run's journal can't be read, or a job's script can't be looked at
     """
     own_job = JobRef.of(os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME"))
     queue = read_queue()
@@ -337,8 +348,8 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
 def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
     """Return whether the attempt of `run` that `info` (its attempt.json) describes still runs.
 
-    The caller is a start of the job `own_job`. A silent controller of this cluster is waited for
-    without end; a job that it does not know is over.
+    The caller is a start of the job `own_job`. A controller of this cluster that gives no answer is
+    asked again without end; an attempt whose job it does not know is over.
 
     Raises
     ------

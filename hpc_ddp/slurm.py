@@ -21,10 +21,10 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.slurm_text import Job, QueuedJob, Record
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # of one command
 PATIENCE_S = 120.0  # how long a controller that is being restarted is waited for
 LONGEST_PAUSE_S = 30.0
-LOOKS = 4  # a submit whose answer was lost came up in the queue seconds after the first look
+LOOKS, LOOK_PAUSE_S = 4, 2.0  # a submit whose answer was lost came up seconds after the first look
 
 
 class NoAnswerError(HpcDdpError):
@@ -32,7 +32,8 @@ class NoAnswerError(HpcDdpError):
 
 
 def options_of(script: Path, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return a batch script's options, none where it can't be read, and those of `more` words."""
+    """Return the options of a batch script, none where it can't be read, and those of the words
+    `more`, which win, by long name (`slurm_text.parse_options`)."""
     try:
         text = script.read_text(errors="replace")
     except OSError:  # sbatch's own error is better
@@ -46,12 +47,10 @@ def _run(
     timeout_s: float = TIMEOUT_S,
     umask: int = -1,
 ) -> str:
-    """Run one of Slurm's commands once and return what it printed; `umask` -1 keeps this process's,
-    `env` None is `asking_env`.
-
-    Raise NoAnswerError where the controller gave no answer: what was asked for may have been done
-    all the same; and HpcDdpError where the command is not there, can't be started, or refused.
-    """
+    """Run one of Slurm's commands once and return its stdout; `umask` -1 keeps this process's,
+    `env` None is `asking_env`. Raise NoAnswerError where the controller gave no answer, or the
+    command took `timeout_s`: it may have been carried out all the same; and HpcDdpError where it is
+    not there, can't be started, or refused."""
     try:
         done = subprocess.run(
             argv,
@@ -84,34 +83,36 @@ def _run(
 
 
 def own_cluster() -> str:
-    """Return the cluster that Slurm's commands ask here as `JobRef` has it, '' where it does not
-    say."""
+    """Ask Slurm's controller once for its cluster, and return that as `JobRef` has it; '' without
+    an answer."""
     try:
         return slurm_text.parse_cluster(show_config())
     except HpcDdpError:
         return ""
 
 
-def _at(job: str | JobRef) -> list[str]:
-    """Return the option that leads a command to a job's cluster; none for an id alone, which is
-    this cluster's. Raise HpcDdpError where that can't be asked for its name."""
+def _at_cluster(job: str | JobRef) -> list[str]:
+    """Return ``--clusters=NAME`` for a job of another cluster; [] for one of this cluster, as each
+    id alone. For a job with a cluster, raise HpcDdpError where this one's name can't be asked."""
     name = job.cluster_name if isinstance(job, JobRef) else ""
     if not name or name == show_config().get("ClusterName"):
         return []
     return [f"--clusters={name}"]
 
 
-def _id(job: str | JobRef) -> str:
+def _id_of(job: str | JobRef) -> str:
     return job.id if isinstance(job, JobRef) else job
 
 
-def _patiently(argv: Sequence[str], give_up: float | None = None) -> str:
-    """Run a command that may be run twice, and repeat it while the controller does not answer.
+def _run_patiently(argv: Sequence[str], give_up: float | None = None) -> str:
+    """Run a command that may be run twice, repeat it while the controller does not answer, and
+    return its stdout. Each repetition is reported on stderr.
 
-    `give_up` ends that by ``time.monotonic()``, also a command; None: PATIENCE_S from now. Each
-    repetition is reported on stderr. Raise NoAnswerError then, HpcDdpError for another failure.
+    `give_up`, a time of ``time.monotonic()`` (None: PATIENCE_S from now), ends a command that runs,
+    too: raise NoAnswerError then, or where the next try would come later. Raise HpcDdpError for
+    another failure, at once.
     """
-    give_up, pause_s = _patience(give_up), 1.0
+    give_up, pause_s = _deadline(give_up), 1.0
     while True:
         try:
             return _run(argv, timeout_s=min(TIMEOUT_S, max(1.0, give_up - time.monotonic())))
@@ -123,8 +124,7 @@ def _patiently(argv: Sequence[str], give_up: float | None = None) -> str:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _patience(give_up: float | None) -> float:
-    """Return the `give_up` of `_patiently` as a time; None is PATIENCE_S from now."""
+def _deadline(give_up: float | None) -> float:
     return time.monotonic() + PATIENCE_S if give_up is None else give_up
 
 
@@ -141,22 +141,22 @@ def sbatch(
     out. A script that names clusters goes to `cluster`, if given.
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
-    Then the queue is searched for a job of this very script, and only if there is none it is
-    submitted again, until `give_up` by ``time.monotonic()`` (None: PATIENCE_S from now). `earlier`
-    are jobs of the script from before. Raise NoAnswerError after that, or where sbatch prints no id
-    and no job is in the queue; and HpcDdpError where sbatch refuses.
+    Then the queue is searched for a job of this script that is not among `earlier`, which takes
+    seconds; only without one the script is submitted again, until `give_up` by ``time.monotonic()``
+    (None: PATIENCE_S from now). Raise NoAnswerError after that, or where sbatch prints no id and no
+    job is in the queue; and HpcDdpError where sbatch, or squeue in a search, refuses.
 
-    Slurm gives the job sbatch's umask: on a node the user's, which `node.entry` has replaced.
+    Slurm gives the job sbatch's umask: the user's, in HPC_DDP_UMASK where `node.entry` has set one.
     """
     umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)
-    settled = options_of(script, options)
-    if cluster and "clusters" in settled:
+    job_options = options_of(script, options)
+    if cluster and "clusters" in job_options:
         options = (*options, f"--clusters={cluster}")
     argv = ["sbatch", "--parsable", *options, str(script)]
-    env = submit_env(env, settled)
-    clusters = settled.get("clusters") or env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS")
-    search = partial(_find_submitted, script, earlier, options, (clusters or "").split(","))
-    give_up = _patience(give_up)
+    env = submit_env(env, job_options)
+    names = job_options.get("clusters") or env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS")
+    search = partial(_find_submitted, script, earlier, options, (names or "").split(","))
+    give_up = _deadline(give_up)
     while True:
         try:
             printed = _run(argv, env=env, umask=umask)
@@ -186,21 +186,21 @@ def _find_submitted(
     clusters: Sequence[str],
     give_up: float,
 ) -> JobRef | None:
-    """Return a job of a script, on one of some clusters ('': this one), that is not among the
-    `earlier` ones; None without one.
+    """Return the newest job of a script, on one of some clusters ('': this one), that is not among
+    the `earlier` ones, and whose array is that of `options`: tasks of an array share the script,
+    and each may queue a job of its own just now. None without one.
 
-    Tasks of an array share the script, and each may queue a job of its own just now. It looks
-    several times, for seconds. Raise NoAnswerError without an answer until `give_up`, and
-    HpcDdpError where squeue refuses.
+    squeue is asked `LOOKS` times for each cluster, after `LOOK_PAUSE_S` each. Raise NoAnswerError
+    without an answer until `give_up`, and HpcDdpError where squeue refuses.
     """
     task = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
     columns = f"--format={slurm_text.SEPARATOR.join(('%F', '%K', '%o'))}"
     for cluster in [*clusters] * LOOKS:
-        time.sleep(2)
+        time.sleep(LOOK_PAUSE_S)
         argv = ["squeue", "--me", "--noheader", columns, "--states=all"]
         argv += [f"--clusters={cluster}"] if cluster else []
-        rows = slurm_text.parse_table(_patiently(argv, give_up), 3, slurm_text.SEPARATOR)
-        ids = [id for id, of, command in rows if command == str(script) and task in (None, of)]
+        rows = slurm_text.parse_table(_run_patiently(argv, give_up), 3, slurm_text.SEPARATOR)
+        ids = [id for id, tasks, path in rows if path == str(script) and task in (None, tasks)]
         new = [id for id in ids if not JobRef(id, cluster).is_among(earlier)]
         if new:
             return JobRef(max(new, key=int), cluster)
@@ -208,7 +208,7 @@ def _find_submitted(
 
 
 def cancel(jobs: Sequence[str | JobRef]) -> None:
-    """Cancel jobs, with one call for each cluster, but for those that Slurm no longer knows.
+    """Cancel jobs, with one call for each cluster; one that Slurm no longer knows is passed over.
 
     Raise HpcDdpError where Slurm refuses, or gives no answer for PATIENCE_S; jobs of further
     clusters then stay.
@@ -219,7 +219,7 @@ def cancel(jobs: Sequence[str | JobRef]) -> None:
         jobs_of.setdefault(name, []).append(job)
     for group in jobs_of.values():  # each asks once whether its cluster is this one
         try:
-            _patiently(["scancel", *_at(group[0]), *map(_id, group)])
+            _run_patiently(["scancel", *_at_cluster(group[0]), *map(_id_of, group)])
         except HpcDdpError as error:
             if "Invalid job id" not in error.message:
                 raise
@@ -237,22 +237,22 @@ def requeue(job_id: str) -> None:
 def forbid_requeue(job: str | JobRef) -> None:
     """Have Slurm end a job when its batch script does, with any exit code. Raise HpcDdpError where
     Slurm refuses, or gives no answer for PATIENCE_S."""
-    _patiently(["scontrol", *_at(job), "update", f"JobId={_id(job)}", "Requeue=0"])
+    _run_patiently(["scontrol", *_at_cluster(job), "update", f"JobId={_id_of(job)}", "Requeue=0"])
 
 
 def release(job: JobRef) -> None:
-    """Let a job start that the user's ``--hold`` holds; raises as `forbid_requeue`."""
-    _patiently(["scontrol", *_at(job), "release", _id(job)])
+    """Let a job start that a ``--hold`` of the user keeps waiting; raises as `forbid_requeue`."""
+    _run_patiently(["scontrol", *_at_cluster(job), "release", _id_of(job)])
 
 
 def update(job_id: str, setting: str) -> None:
-    """Change a waiting job, as by ``TimeLimit=60``; raises as `forbid_requeue`."""
-    _patiently(["scontrol", "update", f"JobId={job_id}", setting])
+    """Change one `setting` of a waiting job, as ``TimeLimit=60``; raises as `forbid_requeue`."""
+    _run_patiently(["scontrol", "update", f"JobId={job_id}", setting])
 
 
 def why_refused(script: Path, *options: str) -> str:
     """Return why a script would never start with these options, or why Slurm gave no answer; '' if
-    it would. Nothing is submitted."""
+    it would start. Nothing is submitted, and nothing raised."""
     try:
         env = submit_env(os.environ, options_of(script, options))
         _run(["sbatch", "--test-only", *options, str(script)], env=env)
@@ -278,8 +278,8 @@ def unusable(nodes: Sequence[str]) -> list[str]:
 def expand_hosts(node_list: str) -> list[str]:
     """Return the names in a host list such as ``node[1-2]``, in order.
 
-    Raise HpcDdpError where it is empty or can't be expanded, also for '': going on would make N
-    worlds of one node.
+    Raise HpcDdpError where it names no node, as '', or Slurm can't expand it: going on would make
+    N worlds of one node.
     """
     names = _run(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
     if not names:
@@ -289,27 +289,26 @@ def expand_hosts(node_list: str) -> list[str]:
 
 def show_job(job: str | JobRef, give_up: float | None = None) -> Job:
     """Return a job as the controller has it. Raise HpcDdpError where there is no such job, or no
-    answer.
+    answer (then NoAnswerError) until `give_up`, by ``time.monotonic()``; None: PATIENCE_S from now.
 
-    An answer is waited for until `give_up`, a time of ``time.monotonic()``; None: PATIENCE_S. The
-    name of this cluster, which a job with a cluster needs, is asked for once, without waiting.
+    The name of this cluster, which a job with a cluster needs, is asked for once, without waiting.
     """
-    argv = ["scontrol", *_at(job), "show", "job", _id(job)]
-    return slurm_text.parse_job(_patiently(argv, give_up))
+    argv = ["scontrol", *_at_cluster(job), "show", "job", _id_of(job)]
+    return slurm_text.parse_job(_run_patiently(argv, give_up))
 
 
 def job_text(job: str | JobRef) -> str:
-    """Return what ``scontrol show job`` prints, without waiting for an answer. Raise HpcDdpError
-    where there is no such job, or no answer."""
-    return _run(["scontrol", *_at(job), "show", "job", _id(job)])
+    """Return what ``scontrol show job`` prints, asked once. Raise HpcDdpError where there is no
+    such job, or no answer."""
+    return _run(["scontrol", *_at_cluster(job), "show", "job", _id_of(job)])
 
 
 def queue(cluster: str = "") -> dict[str, QueuedJob]:
-    """Return the user's jobs that Slurm still knows, by job id, with one call of squeue; of another
-    cluster than this one if one is named.
+    """Return the user's jobs that Slurm still knows, on this cluster or the one that is named, by
+    job id, with one call of squeue.
 
     The id of an array maps to a task of it that is live, while there is one. Raise HpcDdpError
-    where Slurm refuses or gives no answer; it is not waited for.
+    where Slurm refuses or gives no answer.
     """
     option = [f"--clusters={cluster}"] if cluster else []
     columns = f"--format={slurm_text.QUEUE_COLUMNS}"
@@ -319,17 +318,18 @@ def queue(cluster: str = "") -> dict[str, QueuedJob]:
 
 def record(job: str | JobRef) -> Record:
     """Return what the controller has of a job; after any error of the controller, what the
-    accounting has.
+    accounting has. Each is asked once.
 
-    Raise HpcDdpError, the controller's, where neither knows it, or none answers.
+    Raise the controller's HpcDdpError where the accounting does not know the job, or fails too.
     """
     try:
         return slurm_text.parse_record(job_text(job))
     except HpcDdpError as error:
         forgotten = error
-    query = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={_id(job)}"]
+    query = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={_id_of(job)}"]
+    style = ["--allocations", "--noheader", "--parsable2"]
     try:
-        printed = _run(["sacct", *_at(job), "--allocations", "--noheader", "--parsable2", *query])
+        printed = _run(["sacct", *_at_cluster(job), *style, *query])
     except HpcDdpError:  # a site without accounting, say
         raise forgotten from None
     record = slurm_text.parse_accounting(printed)
@@ -350,8 +350,8 @@ def show_config() -> dict[str, str]:
 
 
 def restarting_codes() -> set[int]:
-    """Return the exit codes of batch scripts that this cluster requeues or holds; none where it
-    does not say."""
+    """Return the exit codes with which a batch script's job is requeued or held by this cluster;
+    none where it gives no answer."""
     try:
         config = show_config()
     except HpcDdpError:
@@ -369,28 +369,28 @@ def show_all(kind: str) -> list[dict[str, str]]:
 def show_qos() -> list[dict[str, str]]:
     """Return the qualities of service, each with its values by name; [] where there is no
     accounting, or it does not answer."""
-    return _accounting(("show", "qos"), ("Name", "GraceTime", "Preempt", "PreemptMode"))
+    return _ask_accounting(("show", "qos"), ("Name", "GraceTime", "Preempt", "PreemptMode"))
 
 
 def show_accounts(user: str) -> list[dict[str, str]]:
     """Return a user's accounts, on all clusters of the accounting, each with its values by name; []
     where there is no accounting, or it does not answer."""
     columns = ("Cluster", "DefaultAccount", "Account", "Partition")
-    return _accounting(("show", "user", user, "withassoc"), columns)
+    return _ask_accounting(("show", "user", user, "withassoc"), columns)
 
 
 def takes_option(command: str, option: str) -> bool:
-    """Return whether the help of a command of Slurm's has an option: plugins of a site add some.
-    False where the command is not there, or fails."""
+    """Return whether the help of a command of Slurm's has an option, given without its dashes:
+    plugins of a site add some. False where the command is not there, or fails."""
     try:
         return f"--{option}" in _run([command, "--help"])
     except HpcDdpError:
         return False
 
 
-def _accounting(words: Sequence[str], wanted: Sequence[str]) -> list[dict[str, str]]:
+def _ask_accounting(words: Sequence[str], wanted: Sequence[str]) -> list[dict[str, str]]:
     """Return the rows of a query of sacctmgr, with the values of the `wanted` columns by name; []
-    without sacctmgr, or an answer within `ACCOUNTING_S`."""
+    without sacctmgr, where it fails, and without an answer within `ACCOUNTING_S`."""
     argv = ["sacctmgr", "--noheader", "--parsable2", *words, f"format={','.join(wanted)}"]
     try:
         printed = _run(argv, timeout_s=ACCOUNTING_S)

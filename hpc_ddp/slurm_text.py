@@ -38,7 +38,7 @@ _HINTS = {
     "partition not available": "sinfo -o '%P %a' shows which partitions are up",
     "eservation": "scontrol show reservation shows them",
 }
-# Names and paths of jobs hold what their users like.
+# No character that the names and paths of jobs have in practice: users put any other into them.
 SEPARATOR = "\x1f"
 QUEUE_COLUMNS = SEPARATOR.join(("%F", "%A", "%K", "%T", "%r", "%N", "%L", "%j", "%Z", "%o"))
 _JOB_ID = re.compile(r"\d+(;\S+)?")
@@ -121,12 +121,14 @@ class Job:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A line of the queue.
+    """A job's line of the queue.
 
     Attributes
     ----------
     reason
-        Slurm's word for why it waits
+        Slurm's word for why the job waits
+    nodes, time_left
+        in Slurm's notation, as ``n[1-2]`` ('' before the start) and ``1-02:30:00``
     script
         a real path; ``(null)`` for one that came through a pipe
     name
@@ -146,8 +148,9 @@ class QueuedJob:
     tasks: str = ""
 
     def has_task(self, array: str, index: int) -> bool:
-        """Return whether it is a task of an array, or all that wait with that task among them.
-        Raise UsageError where `tasks` is no list of indexes."""
+        """Return whether the line is that of a task of an array (the array's job id, and the task's
+        index), or of all tasks that wait, with this one among them. Raise UsageError where `tasks`
+        is no list of indexes."""
         return self.array == array and bool(self.tasks) and index in array_indexes(self.tasks)
 
 
@@ -196,8 +199,8 @@ def parse_job(text: str) -> Job:
 
 
 def parse_record(text: str) -> Record:
-    """Read what ``scontrol show job`` prints; of an array, the first job. A missing field is '' or
-    None."""
+    """Read what ``scontrol show job`` prints; of several jobs, as an array has, the first one. A
+    missing field is '' or None."""
 
     value = partial(_field, text)
     return Record(
@@ -258,8 +261,9 @@ def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]
 
 
 def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the options of a batch script's text and of a command line (`more`), by long name; the
-    later one counts. The value is '' for a flag, and where it stands after a blank."""
+    """Return the options of a batch script's text and of the words of a command line (`more`), by
+    long name; the last one of a name counts. The value is '' for a flag, and also where a blank
+    stands between the option and its value."""
     lines = re.findall(r"^#SBATCH\s(.*)", script, flags=re.M)
     words = [word for line in lines for word in _split_words(line)] + [*more]
     options = {}
@@ -280,8 +284,8 @@ def _split_words(line: str) -> list[str]:
 
 
 def parse_reason(command: str, printed: str) -> str:
-    """Return the reason that a command of Slurm printed, on one line, without the command's
-    name."""
+    """Return the reason of a failure that a command of Slurm printed, on one line, without the
+    command's name."""
     return re.sub(rf"^{command}: (error: )?", "", printed, flags=re.M).replace("\n", "; ")
 
 
@@ -291,7 +295,7 @@ def hint_for(reason: str) -> str:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Read lines of the form ``Name = value``, by name; a name that comes again is another
+    """Return the values of lines ``Name = value`` by name. A name that comes again is another
     section's, and left out."""
     values: dict[str, str] = {}
     for line in text.splitlines():
@@ -308,18 +312,16 @@ def parse_codes(text: str) -> list[int]:
 
 
 def parse_cluster(config: Mapping[str, str]) -> str:
-    """Return the cluster of a `parse_config`, as `JobRef` has it, by its first controller.
-
-    '' without a name.
-    """
+    """Return the cluster that a configuration (of `parse_config`) names, as `JobRef` has it, with
+    the place of its first controller; '' without a name."""
     name, host = config.get("ClusterName", ""), config.get("SlurmctldHost[0]", "").partition("(")[0]
     place = f"@{host}:{config.get('SlurmctldPort', '')}" if host else ""
     return f"{name}{place}" if name else ""
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
-    """Read ``scontrol --oneliner``, a record for each line: by name, never by place, since versions
-    differ in both.
+    """Read ``scontrol --oneliner``; return a record for each line, its values by name. They are
+    never looked up by their place, which differs between versions.
 
     A value with blanks, such as a reason's, is cut after its first word; a word within it that
     looks like a name does not replace one that stands before. A line without a value is left out.
@@ -334,7 +336,7 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def _state(shown: str) -> str:
-    """Return the state that a flag shown by Slurm belongs to; a state as it is."""
+    """Return the state to which a flag belongs that Slurm shows in its place; a state as it is."""
     return _STATE_OF.get(shown, shown)
 
 

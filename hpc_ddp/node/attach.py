@@ -18,14 +18,14 @@ from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.core.process import SHOW_STACKS, STACKS, handles, is_memory_file, live_pid, may_hide
 
 ANSWER_S = 5.0  # how long a signalled worker is given
-# What makes a process a rank of a world. Who is attached is none: a script that is tried in the
+# What makes a process a rank of a world. The attached command is none: a script that is tried in a
 # shell must neither join the training nor write into the attempt's folder.
 _LEFT_OUT = re.compile(rf"{OF_A_RANK}|HPC_DDP_(?!(RUN|CODE)$)\w+")
 
 
-def surroundings(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; raise OSError if it is gone or
-    another user's. {} for one that has ended and whose parent has not asked for its code."""
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with, {} for a zombie; raise OSError if the
+    process is gone or another user's."""
     pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
@@ -36,7 +36,7 @@ def worker_of(pid_file: Path) -> int:
     Raises
     ------
     HpcDdpError
-        on this host it has not started yet, or has ended, or it can't be seen from here
+        this host has no such process: it has not started yet, has ended, or can't be seen from here
     """
     pid = live_pid(pid_file)
     if pid is None:
@@ -52,7 +52,7 @@ def run(pid: int, command: list[str]) -> None:
     Variables that make a process a rank of the training are left out. Raise HpcDdpError if the
     command can't be started, OSError if the worker has ended or is another user's.
     """
-    environ = {k: v for k, v in surroundings(pid).items() if not _LEFT_OUT.fullmatch(k)}
+    environ = {k: v for k, v in environment_of(pid).items() if not _LEFT_OUT.fullmatch(k)}
     environ["TERM"] = os.environ.get("TERM", "dumb")
     os.chdir(os.readlink(f"/proc/{pid}/cwd"))
     if "HPC_DDP_UMASK" in os.environ:
@@ -64,48 +64,48 @@ def run(pid: int, command: list[str]) -> None:
 
 
 def stacks(pid: int) -> None:
-    """Print where each thread of a worker stands: by py-spy, or else by the worker itself.
+    """Print to stdout where each thread of a worker stands: by py-spy, else by the worker itself.
 
-    The worker is sent the signal `SHOW_STACKS` only if it handles that.
+    For the latter the worker gets the signal `SHOW_STACKS`, but only if it handles that.
 
     Raises
     ------
     HpcDdpError
-        there is no py-spy that may look, and the script does not use hpc_ddp.training; or the
+        there is no py-spy that may look, and the script has not called hpc_ddp's start; or the
         worker did not answer within `ANSWER_S`
     OSError
         the worker has ended or is another user's
     """
     python = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-    path = f"{os.path.dirname(python)}:{surroundings(pid).get('PATH', '')}"
+    path = f"{os.path.dirname(python)}:{environment_of(pid).get('PATH', '')}"
     py_spy = shutil.which("py-spy", path=path)
     if py_spy and subprocess.run([py_spy, "dump", "--pid", str(pid)]).returncode == 0:
         return
-    variables = _kept(pid)
-    if variables is None or not handles(pid, SHOW_STACKS):
+    stacks_file = _stacks_file(pid)
+    if stacks_file is None or not handles(pid, SHOW_STACKS):
         why = "py-spy may not look at it" if py_spy else f"there is no py-spy beside {python}"
         raise HpcDdpError(
             f"{why}, and a script that has not called hpc_ddp's start can't tell by itself",
             hint=f"{python} -m pip install py-spy",
         )
-    before = variables.stat().st_size
+    before = stacks_file.stat().st_size
     os.kill(pid, SHOW_STACKS)
     give_up, size = time.monotonic() + ANSWER_S, before
     while (
-        size == before or size != variables.stat().st_size
+        size == before or size != stacks_file.stat().st_size
     ):  # until it has written, and writes no more
         if time.monotonic() > give_up:
             raise HpcDdpError(f"process {pid} gave no answer within {ANSWER_S:.0f} s")
-        size = variables.stat().st_size
+        size = stacks_file.stat().st_size
         time.sleep(0.1)
-    sys.stdout.buffer.write(variables.read_bytes()[before:])
+    sys.stdout.buffer.write(stacks_file.read_bytes()[before:])
 
 
-def _kept(pid: int) -> Path | None:
-    """Return where a worker keeps its stacks: a file in memory, seen through its descriptors.
+def _stacks_file(pid: int) -> Path | None:
+    """Return the file in memory into which a worker writes its stacks, as a path through the
+    worker's descriptors; None where its script has not called `start`.
 
-    None without one: the script has not called `start`. Raise OSError if the process is gone or
-    another user's.
+    Raise OSError if the process is gone or another user's.
     """
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -119,8 +119,8 @@ def _kept(pid: int) -> Path | None:
 def main(words: list[str]) -> int:
     """Attach to the worker of `words`: its pid file, then ``stacks``, or ``run`` and a command.
 
-    Return 0, or 1 after an HpcDdpError or OSError, which is printed. With ``run`` a command that
-    starts replaces this process.
+    Return 0, or 1 after an HpcDdpError or OSError, which is printed to stderr. With ``run`` a
+    command that starts replaces this process.
     """
     pid_file, mode, *command = words
     try:

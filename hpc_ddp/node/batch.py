@@ -61,8 +61,8 @@ def queue_next(environ: dict[str, str]) -> None:
     Nothing for a finished run, and for a job that Slurm has restarted: that has queued its link
     already. `chain.check_wanted` may delete the mark ``cancelled``. A refused sbatch is printed.
 
-    Raise HpcDdpError as `chain.check_wanted`, if the budget is used (which is journalled), or for
-    a broken job.json; OSError if the run's folder can't be read or written.
+    Raise HpcDdpError as `chain.check_wanted` and `check_budget`, or for a broken job.json; OSError
+    if the run's folder can't be read or written.
     """
     run, own_job = _run_of(environ), _own_job(environ)
     restarts = requeue.restarts_of(environ)
@@ -169,9 +169,10 @@ def attempt_env(
 ) -> AttemptEnv:
     """Return the values for the supervisors of any attempt; `nnodes` is the number of its nodes.
 
-    `end_time` is in unix seconds, None without a limit. The nodes are warned ``warn_s`` seconds
-    before it, or in the last tenth of a shorter attempt. The caller adds host, port, restarts and
-    CPUs. The id of the rendezvous is the run's with the attempt: an allocation may have two runs.
+    `end_time` is in unix seconds, None without a limit. Nodes are warned ``warn_s`` seconds before
+    it, or in the last tenth of a shorter attempt. The caller adds host, port, restarts and CPUs.
+    The id of the rendezvous is the run's with the attempt: an allocation may have two runs. Raise
+    OSError where the journal can't be read.
     """
     warn_s = min(spec.warn_s, (end_time - time.time()) / 10) if end_time else spec.warn_s
     return AttemptEnv(
@@ -192,7 +193,7 @@ def attempt_env(
 
 
 def _run_of(environ: dict[str, str]) -> RunFolder:
-    """Return the run that the script names; in an array, this task's, which `task_of` makes, with
+    """Return the run of HPC_DDP_RUN; in an array the run of this task, which `task_of` makes, with
     its errors."""
     run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
@@ -217,8 +218,8 @@ def warned(environ: dict[str, str]) -> None:
     """Write the attempt's notice after Slurm's warning signal, for the supervisors of all nodes.
 
     Slurm may send the signal up to a minute early, so this waits until the warning is due, and
-    keeps ``end-time`` up to date; not at a preemption, which some sites announce by it too, or when
-    Slurm does not answer or says no end. Raise OSError if the notice can't be written.
+    keeps ``end-time`` up to date; not at a preemption, which some sites announce by the signal too,
+    or where Slurm does not say the end. Raise OSError if the notice can't be written.
     """
     job = ask(environ["SLURM_JOB_ID"])
     while job and not job.preempted and (end_time := _end_of(job)) is not None:
@@ -251,7 +252,7 @@ def watch(environ: dict[str, str]) -> None:
 
 
 def _watch_to_the_end(environ: dict[str, str]) -> None:
-    """Run `watch`, and beside it `end_step.guard`, which lasts as long as the batch shell."""
+    """Run `watch`, and `end_step.guard` in a thread, until the batch shell ends this process."""
     guard = threading.Thread(target=end_step.guard, args=(environ, os.getppid()), daemon=True)
     guard.start()
     watch(environ)
@@ -265,8 +266,8 @@ def _end_of(job: Job | None) -> float | None:
 
 
 def note_end_time(environ: dict[str, str], end_time: float) -> None:
-    """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, unless that has it,
-    within `SAME_S`. A disk that refuses is passed over: the nodes go on with the last one."""
+    """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, if it is more than
+    `SAME_S` from the last one. A disk that refuses is passed over: the nodes keep the last one."""
     path = attempt_of(environ).end_time
     noted = read_seconds(path) or _end_time(environ)
     if abs(end_time - noted) > SAME_S:
@@ -275,10 +276,8 @@ def note_end_time(environ: dict[str, str], end_time: float) -> None:
 
 
 def _await_warning(environ: dict[str, str], end_time: float) -> bool:
-    """Sleep for a part of the time before the nodes' warning and return True; False when it is due.
-
-    `end_time` is the end of the job's time in unix seconds, or inf.
-    """
+    """Sleep for a part of the time before the nodes' warning and return True; return False at once
+    when the warning is due. `end_time`, that of the job's time, is in unix seconds, or inf."""
     early_s = end_time - AttemptEnv.from_env(environ).warn_s - time.time()
     if early_s <= 0:
         return False
@@ -314,10 +313,11 @@ def _end_time(environ: dict[str, str]) -> float:
 
 
 def verdict(environ: dict[str, str]) -> int:
-    """Decide how the run continues, journal it, do it; return the exit code for the batch script.
+    """Decide how the run continues, journal it, do it (`go_on`), and send the user's messages of
+    it; return the exit code for the batch script.
 
-    A suspended job waits here. Raise UsageError for a broken job.json, OSError for a run folder
-    that can't be used. Slurm's refusals are printed, and show in the code.
+    First waits while the job is suspended. Slurm's refusals are printed, and show in the code.
+    Raises as `judge`, and OSError for a run folder that can't be used.
     """
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
@@ -346,8 +346,8 @@ def teardown_time(environ: dict[str, str]) -> int:
 def main(argv: list[str]) -> int:
     """Run one part of the batch script, see `_call`; return its exit code.
 
-    After a failed ``begin`` or ``verdict``, with which the batch shell ends, Slurm is kept from
-    holding the job in the queue, and from a requeue of its own.
+    After a ``begin`` or ``verdict`` whose code is not 0, with which the batch shell ends, Slurm is
+    kept from holding the job and from a requeue of its own, by another code if need be.
     """
     environ = dict(os.environ)
     code = _call(argv, environ)
@@ -360,9 +360,9 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the part of the batch script that `argv` names; return its exit code.
 
     stdout is for the batch shell: ``begin`` prints bash lines (``exit 0`` where there is nothing to
-    do), others a number. ``verdict`` has a code of its own. HpcDdpErrors and OSErrors are printed
-    on stderr and not raised: their codes are the HpcDdpError's own and `CAN_GO_ON`; 2 is that of
-    an unknown name.
+    do), others a number. ``interrupted`` writes the notice, and an end time ``warn_s`` from now.
+    ``verdict`` has a code of its own. HpcDdpErrors and OSErrors are printed on stderr: their codes
+    are the HpcDdpError's own and `CAN_GO_ON`; 2 is that of an unknown name.
     """
     try:
         match argv:

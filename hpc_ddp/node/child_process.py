@@ -47,8 +47,8 @@ def ignore_notices() -> None:
 
 
 def warn_of_wrapper(environ: Mapping[str, str]) -> None:
-    """Print that Slurm's task is a process above this one, by SLURM_TASK_PID, which dies of the
-    signal of a preemption; nothing for one that can't be seen from a container."""
+    """Print a warning if Slurm's task (SLURM_TASK_PID) is a process above this one that would die
+    of SIGTERM, a preemption's signal; none if that process can't be seen from this container."""
     with suppress(OSError, ValueError):
         task = int(environ.get("SLURM_TASK_PID") or os.getpid())
         if task != os.getpid() and not handles(task, signal.SIGTERM, or_ignores=True):
@@ -61,8 +61,8 @@ def warn_of_wrapper(environ: Mapping[str, str]) -> None:
 
 
 def note_missing_variable(name: str) -> str:
-    """Return why a supervisor without a variable of the job can't work, and record it as a failure
-    of the newest attempt of its run, which would come again.
+    """Return why a supervisor that lacks the job's variable `name` can't work; record that, too, as
+    this node's failure in the newest attempt: the verdict sees that it would come again.
 
     The run is that of this file, ``<run>/lib``: without variables it is not known otherwise. A
     record that can't be written is left out.
@@ -110,10 +110,10 @@ def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
     that `environ` lacks, or a ``$`` without a name; StopIteration without a script.
     """
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
-    return [*start, *(_filled(word, environ) for word in options), *script]
+    return [*start, *(_fill_option(word, environ) for word in options), *script]
 
 
-def _filled(option: str, environ: Mapping[str, str]) -> str:
+def _fill_option(option: str, environ: Mapping[str, str]) -> str:
     """Return an option of torchrun with its ``$`` variables filled in; raise as `expand`."""
     try:
         return Template(option).substitute(environ)
@@ -129,8 +129,9 @@ def _filled(option: str, environ: Mapping[str, str]) -> str:
 class Launch:
     """The child process of a supervisor: a node's torchrun, or one worker.
 
-    `peers` are the records of all supervisors for the first one, whose code fails the step; [] for
-    the others. torchrun, without a `rank`, reports its workers in ``folder.failures``.
+    `peers` are the record files of all supervisors for the first one, whose exit code fails the
+    step; [] for the others. torchrun, for which `rank` is None, reports its workers in
+    ``folder.failures``.
     """
 
     name: str  # of the supervisor among those of the attempt: the node's, and a worker's rank
@@ -142,15 +143,15 @@ class Launch:
     rank: int | None = None  # of the one worker
     store_port: int = 0  # not 0: this worker hosts the store; the script tries another if taken
     reports_fabric: bool = True  # one supervisor of each node does
-    is_elastic: bool = False  # torchrun continues without a node that is lost
+    is_elastic: bool = False  # torchrun of the other nodes continues without a lost one
 
 
 def torchrun_launch(place: Place, command: list[str]) -> Launch:
-    """Return the launch of a node's torchrun, with the options that differ between nodes.
+    """Return the launch of a node's torchrun, with the options that differ between nodes added.
 
     `command` is python, -u, node.py, ``elastic_agent``, torchrun's options, and the script with its
-    arguments: Python is started as for a worker, which may be forked from it. Raise StopIteration
-    without a script.
+    arguments: Python is started as for a worker, which may be forked from it. The lines of
+    NODE_SETUP come before it. Raise StopIteration without a script.
 
     torchrun would guess the store's host and this node's name from host names: wrong with several
     interfaces, aliases, or a name that /etc/hosts maps to loopback (pytorch issue 73656).
@@ -175,8 +176,9 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of this task's worker; `command` is python and the script with its
     arguments.
 
-    Ranks are in blocks, as --distribution has it. Rank 0 has all workers for `peers`, and the port
-    of the store. Raise KeyError outside of a task, OSError for one of an MPI with another order.
+    Ranks are in blocks, node by node, as --distribution has it. Rank 0 has the records of all
+    workers for `peers`, and the port of the store. Raise KeyError outside of a task, OSError where
+    an MPI has ordered the ranks in another way.
     """
     rank, size = _rank_and_size()
     per_node = size // len(place.nodes)

@@ -64,9 +64,10 @@ class DryRun:
         self.command = command
         self.spec = JobSpec.from_json(run.job_json.read_text())
         self.nodes = [f"local-{index}" for index in range(self.spec.node_range[1])]
-        self.notified = self.is_hurried = False
+        self.notified = False  # a first signal has come, a notice
+        self.is_hurried = False  # a second one has come
         self._noticed_at = 0.0
-        # By name, since the parent may have ended by now.
+        # By its variable, since the parent may have ended by now.
         self.parent = int(os.environ.get("HPC_DDP_PARENT") or os.getppid())
         self.supervisors: list[subprocess.Popen[bytes]] = []
         for number in NOTICES:
@@ -75,7 +76,8 @@ class DryRun:
 
     def _notify(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: the first one is passed on as SIGTERM, a notice; after the second
-        `_supervise` has the workers torn down; the third kills the supervisors."""
+        `_supervise` has the workers torn down; the third kills the supervisors. One that comes
+        within `AGAIN_S` of the last one has no effect."""
         if self.notified and time.monotonic() < self._noticed_at + AGAIN_S:
             return
         for supervisor in self.supervisors:
@@ -89,8 +91,8 @@ class DryRun:
     def play(self) -> int:
         """Run attempts while the verdict is a requeue, and return the exit code of the last one.
 
-        After a notice no other attempt begins: the code is `CAN_GO_ON` where one would have. Raises
-        as `attempt`.
+        After a notice no other attempt begins: the code is `CAN_GO_ON` where the verdict is a
+        requeue. Raises as `attempt`.
         """
         while True:
             decided = self.attempt()
@@ -100,7 +102,8 @@ class DryRun:
                 return CAN_GO_ON
 
     def attempt(self) -> Verdict:
-        """Run one attempt to its end; return the verdict, which is journalled and printed.
+        """Run one attempt to its end; return the verdict, which is journalled, printed, and sent to
+        the addresses of the job.
 
         Raises
         ------
@@ -144,7 +147,7 @@ class DryRun:
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         """Return this process's environment with the attempt's variables; raise OSError without a
-        free port."""
+        free port, and where the journal can't be read."""
         end = time.time() + self.spec.time_s if self.spec.time_s else None
         env = attempt_env(self.run, attempt, len(self.nodes), end, self.spec)
         return {
@@ -154,8 +157,9 @@ class DryRun:
         }
 
     def _train(self, attempt: AttemptFolder, environ: dict[str, str]) -> None:
-        """Run `_supervise`, with its errors; as the batch script, do so again with another port
-        where another process has taken the attempt's since it was looked up."""
+        """Run `_supervise`, with its errors; where another process has taken the attempt's port
+        since it was looked up, run it again with another one, `PORT_TRIES` times in all, as the
+        batch script does. Raise OSError as `next_port`, too."""
         self._supervise(environ)
         for _ in range(PORT_TRIES - 1):
             if self.notified or not attempt.port_taken.exists():
@@ -181,7 +185,7 @@ class DryRun:
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until a supervisor can handle them
         try:
             for index in range(len(self.nodes) * tasks):
-                env = environ | self._task(index, tasks)
+                env = environ | self._task_env(index, tasks)
                 self.supervisors.append(subprocess.Popen(argv, env=env))
         except OSError:
             for supervisor in self.supervisors:
@@ -216,7 +220,7 @@ class DryRun:
                 for supervisor in self.supervisors:
                     supervisor.kill()
 
-    def _task(self, index: int, per_node: int) -> dict[str, str]:
+    def _task_env(self, index: int, per_node: int) -> dict[str, str]:
         """Return the variables that Slurm would set for the task `index`, one of `per_node` on its
         node, and the node's index."""
         return {
@@ -233,11 +237,13 @@ def _is_live(info: dict[str, Any]) -> bool:
 
 
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
-    """Run the tasks of a sweep one after the other; return the first code that is not 0, or 0.
+    """Run the tasks of a sweep one after the other; return the first of their codes that is not 0,
+    or 0.
 
-    Finished tasks are passed over; a ``cancelled`` of a task that starts is removed. Where a notice
-    or a cancel keeps the next task from starting, the code is the highest so far, `CAN_GO_ON` if
-    that is 0. Raises as `DryRun.attempt`, whose errors end the sweep.
+    Finished tasks are passed over; the mark ``cancelled`` of a task that starts is removed. Where a
+    notice, or that mark of the whole sweep, keeps the next task from starting, the code is the
+    highest so far, `CAN_GO_ON` if that is 0. Raises as `DryRun.attempt` and `task_of`: an error
+    ends the sweep.
     """
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
@@ -262,7 +268,7 @@ def main(command: list[str]) -> int:
     """Play the run of HPC_DDP_RUN with the command line of torchrun, or of python and the script.
 
     Return the exit code: 0 at once for a finished run. Errors are printed: an HpcDdpError gives its
-    own code, an OSError `CAN_GO_ON`. A ``cancelled`` of before is removed.
+    own code, an OSError `CAN_GO_ON`. An earlier mark ``cancelled`` of the run is removed.
     """
     run = AttemptEnv.from_env(os.environ).run_folder
     try:

@@ -55,7 +55,7 @@ from hpc_ddp.node.workers.worker import die_with_parent, started_by
 # How long a start without a lost node waits for the rest of the others. They end their workers
 # first, which takes those that are torn down 2 s.
 LAST_CALL_S = 15
-LOOK_TIMEOUT = timedelta(seconds=10)
+LOOK_TIMEOUT = timedelta(seconds=10)  # of `note_missing_group`, for the store's answer
 
 
 def escape(script_args: list[str]) -> list[str]:
@@ -65,11 +65,10 @@ def escape(script_args: list[str]) -> list[str]:
 
 
 def replace_signal_handler() -> None:
-    """Give this process, torchrun, handlers that do nothing for the signals of a notice, and keep
-    torchrun's own from replacing them; its own raises SignalException.
+    """Patch torchrun: the handler that it installs when it starts its workers does nothing for the
+    signals of a notice; torchrun's own would raise SignalException, as it still does for others.
 
-    torchrun installs its handler when it starts its workers. Newer ones have
-    ``--signals-to-handle`` for this; the handler's name is older, and in all.
+    Newer torchruns have ``--signals-to-handle`` for this; the handler's name is older, and in all.
     """
     from torch.distributed.elastic.multiprocessing import api
 
@@ -86,7 +85,7 @@ class EndingError(RuntimeError):
     """The workers have ended, and so does the attempt: they are not started again."""
 
 
-def end_when_told(node: NodeFolder) -> None:
+def end_after_notice(node: NodeFolder) -> None:
     """Patch torchrun: it starts no workers again once the supervisor has written the node's notice.
 
     The grace time is over before new workers would be at work, and a peer's agent may be gone. Such
@@ -106,7 +105,7 @@ def end_when_told(node: NodeFolder) -> None:
         self.failures = result.failures
         return result
 
-    def unless_told(self: Any, group: Any) -> None:
+    def restart_or_end(self: Any, group: Any) -> None:
         """Start the workers again, or raise; a notice that can't be read counts as none."""
         try:
             if read_word(node.notice):
@@ -118,10 +117,10 @@ def end_when_told(node: NodeFolder) -> None:
             raise
 
     LocalElasticAgent._monitor_workers = monitor_and_keep  # type: ignore[method-assign]
-    Agent._restart_workers = unless_told  # type: ignore[method-assign]
+    Agent._restart_workers = restart_or_end  # type: ignore[method-assign]
 
 
-def count_the_lost() -> None:
+def count_lost_nodes() -> None:
     """Patch torchrun: its agents start again without a node that they have not heard of for 15 s.
 
     torchrun restarts the workers when `num_nodes_waiting` is above 0; lost nodes are added to it.
@@ -150,9 +149,9 @@ def count_the_lost() -> None:
 
 
 def leave_sources_alone() -> None:
-    """Patch torchrun: it has Python look at the source files of all its callers, each time it reads
-    or writes the rendezvous, to name the calling method in an event that is not kept. That is 30 to
-    50 stats a second and node of the disk with the Python environment (torch 2.15)."""
+    """Patch torchrun: it names the method that calls it without a look at source files. Each time
+    it reads or writes the rendezvous, Python would look at those of all callers, for an event that
+    is not kept: 30 to 50 stats a second and node of the environment's disk (torch 2.15)."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def name_of_method(depth: int = 2) -> str:
@@ -176,8 +175,7 @@ def note_missing_group(folder: Path) -> None:
     def look_and_wait(self: Any) -> None:
         """Look at the store, then wait for the other agents, which may close it afterwards."""
         group = self._worker_group
-        # Any failure here is no reason to fail: the training is done.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # no reason to fail: the training is done
             if group.group_rank == 0 and group.workers[0].world_size > 1:
                 store = TCPStore(group.master_addr, group.master_port, timeout=LOOK_TIMEOUT)
                 if not store.num_keys():  # torch 2.9 can not list them
@@ -311,9 +309,9 @@ def launch(
 
     Patches torchrun in this process, as the module has it. Return None when all exited 0, else
     ``{"failures": [{"rank", "code", "time"}, …]}``. Raise ValueError for a wrong option,
-    StopIteration without a script, OSError for a secret that can't be read, EndingError where
-    workers failed after a notice, and any error of torchrun that is no worker's, such as those of
-    its rendezvous.
+    StopIteration without a script, OSError for a secret that can't be read, EndingError where the
+    workers ended after a notice and none of this node failed, and any error of torchrun that is no
+    worker's, such as those of its rendezvous.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -325,14 +323,14 @@ def launch(
     args.training_script_args = escape(script_args)
     config, command, command_args = run.config_from_args(args)
     replace_signal_handler()
-    end_when_told(place.attempt.node(place.node))
+    end_after_notice(place.attempt.node(place.node))
     hosts = [place.host_of(index) for index in range(len(place.nodes))]
     secret = patiently(place.attempt.secret.read_bytes)
     if config.min_nodes < config.max_nodes:
         leave_sources_alone()
         rank_in_order(hosts)
         sign_state(secret)
-        count_the_lost()
+        count_lost_nodes()
     else:
         meet_by_index(place.index, hosts, secret)
     if server is not None:
@@ -356,8 +354,8 @@ def _failure(rank: int, failure: Any) -> dict[str, Any]:
 
 
 def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
-    """Import torch, and start the fork server for the script of torchrun's command line, unless the
-    job is without one (``--no-warm-start``). Returns as `fork_server.start`, also in workers."""
+    """Import torch, and start the fork server for the script of torchrun's command line. Returns as
+    `fork_server.start`, also in workers; None for a job with ``--no-warm-start``."""
     if not AttemptEnv.from_env(os.environ).warm_start:
         return None
     with paused_collector():
@@ -372,7 +370,8 @@ def main(argv: list[str]) -> ForkedScript:
 
     Failed workers, or an exception as ``{"agent": text}``, are written to ``failures.json`` of the
     node's folder; the exception is raised. A taken port also makes the attempt's ``port-taken``.
-    Raise OSError if these can't be written. The `NOTICE_SIGNALS` have no effect from now on.
+    Raise OSError if these can't be written. From now on the `NOTICE_SIGNALS` have no effect on this
+    process, it dies with its parent, and variables of torchrun's options (PET_) are gone.
     """
     for number in NOTICE_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -386,15 +385,15 @@ def main(argv: list[str]) -> ForkedScript:
         server = start_server(argv)
         if isinstance(server, ForkedScript):
             return server
-        ended = launch(argv, Place.from_env(dict(os.environ)), server)
+        result = launch(argv, Place.from_env(dict(os.environ)), server)
     except Exception as error:
         if "EADDRINUSE" in f"{error!r} {error.__cause__!r}":
             AttemptFolder(folder.parent).port_taken.touch()
         failures.write_text(json.dumps({"agent": f"{type(error).__name__}: {error}"}))
         raise
-    if ended is not None:
-        failures.write_text(json.dumps(ended))
+    if result is not None:
+        failures.write_text(json.dumps(result))
     # Nothing is left to do, and taking torch apart takes a second of a preempted job's grace.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if ended is None else 1)
+    os._exit(0 if result is None else 1)

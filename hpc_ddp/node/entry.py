@@ -10,8 +10,9 @@ import sys
 
 
 def refuse_old_python() -> None:
-    """Exit with 1 and the reason. A supervisor and torchrun's agent leave it where the verdict
-    reads it, which would otherwise see a lost node, again and again."""
+    """Exit with 1 and print the reason. As a supervisor or torchrun's agent, write it first into
+    the file of the node's folder by which the verdict finds it: that would otherwise see a lost
+    node, again and again. Raise KeyError or OSError where that is not possible."""
     import json
     import time
 
@@ -50,14 +51,14 @@ if __name__ == "__main__":
             break
         place += 1
     sys.path.insert(place - 1, sys.path.pop(0))
-    ended = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:])
-    if isinstance(ended, int):
-        sys.exit(ended)
+    outcome = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:])
+    if isinstance(outcome, int):
+        sys.exit(outcome)
     # A forked worker: its script runs here, below no frame but this one.
     try:
-        exec(ended.code, vars(ended.module))
+        exec(outcome.code, vars(outcome.module))
     except SystemExit:
         raise
     except BaseException as error:
-        ended.report(error)
+        outcome.report(error)
         raise

@@ -69,11 +69,11 @@ class Supervisor:
     place: Place
     launch: Launch
     signals: Signals = field(default_factory=Signals)
-    notice: str | None = None
-    torn_down: str | None = None
+    notice: str | None = None  # the source of the notice that the workers got
+    torn_down: str | None = None  # the failed peer, or later attempt, for which they were ended
     outlasted: bool = False  # the workers did not end after the notice, and were killed
-    _has_warned: bool = False
-    _kill_at: float = 0.0
+    _has_warned: bool = False  # that they will be killed
+    _kill_at: float = 0.0  # 0: not yet; this and the next by `time.monotonic()`
     _noticed_at: float = 0.0
     _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
@@ -95,11 +95,11 @@ class Supervisor:
         self.local_notice = LocalNotice()
 
     def run(self) -> int:
-        """Run the child to its end; return the task's exit code, as `_end`: 0 also after a notice.
+        """Run the child to its end, or until Slurm has lost an elastic job's first node; return the
+        task's exit code, as `_end`: 0 also after a notice.
 
-        Where a peer has failed already, no child starts. A child that can't be started counts as
-        failed with 127. Raise OSError if the attempt's folder can't be used.
-        """
+        Where a peer has failed already, no child starts, and only the first supervisor's code is 1.
+        A child that can't be started counts as failed with 127. Raise OSError as `_end`."""
         if read_word(self.place.attempt.failed):  # a peer failed before this one was up
             return 1 if self.launch.peers else 0
         try:
@@ -119,7 +119,7 @@ class Supervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the child in a session of its own, with its output in the agent log; raise OSError
-        if it can't be started, or if the first node's name leads nowhere."""
+        if it can't be started, as `_env`, or if the first node's name leads nowhere for 30 s."""
         check_resolves(self.place.host_of(0))
         with open(self.folder.agent_log, "ab") as log:
             return subprocess.Popen(
@@ -133,8 +133,8 @@ class Supervisor:
             )
 
     def _env(self) -> dict[str, str]:
-        """Return this process's environment with the variables of node, network and launch; the
-        interconnect is journalled and printed on the way (`FabricComparison.choose`)."""
+        """Return this process's environment with the variables of node, network and launch; report
+        the interconnect and begin to look up trackers. Raise OSError as `Place.store_env`."""
         return {
             **os.environ,
             "HPC_DDP_NODE": self.place.node,
@@ -151,8 +151,8 @@ class Supervisor:
     # --- while the child runs --------------------------------------------------------------
 
     def _poll(self, child: subprocess.Popen[bytes]) -> None:
-        """Act on signals, on files of the attempt, and on the clock: give the workers notice, tear
-        them down, or kill them at `_kill_at`."""
+        """Act on signals, on the attempt's files and on the clock: give the workers notice, tear
+        them down, or kill them and the child at `_kill_at`. Note when this loop has stood still."""
         now = time.monotonic()  # a clock that is set meanwhile makes no wait longer or shorter
         polled_at, self._polled_at = self._polled_at, now
         if now - polled_at > STOOD_STILL_S:
@@ -179,8 +179,8 @@ class Supervisor:
             child.kill()
 
     def _end_late_workers(self, now: float) -> None:
-        """Have `_poll` kill workers that still run after a notice once their time is over. The
-        first supervisor prints it, and once before that it is to come."""
+        """Have `_poll` kill workers that still run `LEAD_S` after a notice, once the job's time is
+        over. The first supervisor prints that, and once before then that it will happen."""
         if self._time_is_over():
             # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
             self._kill_at = now
@@ -196,7 +196,7 @@ class Supervisor:
             say(text)
 
     def _look_at_attempt(self, child: subprocess.Popen[bytes]) -> None:
-        """Give notice or tear down, as the attempt's files have it."""
+        """Tear down or give notice, as ``failed`` and ``notice`` have it; read ``end-time``."""
         if peer := self._failed_peer():
             self._tear_down(peer)
         elif word := read_word(self.place.attempt.notice):
@@ -204,8 +204,8 @@ class Supervisor:
         self._read_end_time()
 
     def _poll_node(self, child: subprocess.Popen[bytes], now: float) -> None:
-        """Copy rank 0's output, note the growth of logs and compare the interconnect; then give
-        notice if the time limit has it."""
+        """Write the beat for the workers, copy rank 0's output, note the growth of logs and compare
+        the interconnect; then give notice if the time limit is near."""
         self.local_notice.write(beat=now)
         self.growth.note()
         self.fabric.compare()
@@ -222,7 +222,7 @@ class Supervisor:
         return self.end_time is not None and time_s >= self.end_time
 
     def _read_end_time(self) -> None:
-        """Set `end_time` to what the batch script has written, if it has; pass it on to rank 0."""
+        """Set `end_time` to what the batch script has written, if anything; tell the workers."""
         end_time = read_seconds(self.place.attempt.end_time)
         if end_time and end_time != self.end_time:
             self.end_time = end_time
@@ -242,15 +242,15 @@ class Supervisor:
         return False
 
     def _failed_peer(self) -> str:
-        """Return another supervisor's name in ``failed``; '' without one, and unreadable."""
+        """Return the name in ``failed`` if it is another supervisor's, else ''."""
         name = read_word(self.place.attempt.failed)
         return "" if name == self.launch.name else name
 
     def _give_notice(self, source: str, child: subprocess.Popen[bytes]) -> None:
-        """Give the workers notice that the attempt must end soon; without workers yet, end it.
+        """Give the workers notice that the attempt must end soon; without any yet, kill the child.
 
         The first `source`, a signal's name or a `NoticeSource`, counts; none after a tear-down. The
-        notice is journalled.
+        notice is journalled. The time limit's without workers is passed to all other supervisors.
         """
         if self.notice or self.torn_down:
             return
@@ -266,8 +266,8 @@ class Supervisor:
                 self.watch.links.wake()
 
     def _tear_down(self, peer: str) -> None:
-        """Send SIGTERM, once, to the workers for a failed peer; let `_poll` kill them `TEARDOWN_S`
-        later."""
+        """Send SIGTERM to the workers for a failed peer, wake other supervisors, and let `_poll`
+        kill the workers `TEARDOWN_S` later. Only the first call has an effect."""
         if not self.torn_down:
             self.torn_down = peer
             self.watch.links.wake()
@@ -286,8 +286,8 @@ class Supervisor:
     def _end(self, code: int) -> int:
         """Record the child's end for peers and verdict; return the task's exit code.
 
-        After a failure, ``failed`` ends the peers; their records are waited for. A node that an
-        elastic job has lost waits for the job's end, which it may have to decide (`head_failover`).
+        After a failure, ``failed`` ends the peers; their records are waited for, up to `PEERS_S`. A
+        node that an elastic job has lost waits for the job's end, which it may have to decide.
         The code is 1 where the child of the supervisor with `peers` failed, and for a lost node;
         else 0. Raise OSError as `head_failover.decide`, or where a file can't be looked up.
         """
@@ -320,15 +320,15 @@ class Supervisor:
         return 1 if self.launch.peers else 0
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Call `write`, `patiently`; an OSError that stays is printed."""
+        """Call `write`, `patiently` for a minute; an OSError that stays is printed, not raised."""
         try:
             patiently(write)
         except OSError as error:  # the verdict will count this supervisor among the silent ones
             say(f"{self.launch.name} can't record how it ended: {error}")
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
-        """Return rank, code, time and error of each worker that failed; without one, a failure of
-        torchrun with rank None and the `code` of the child.
+        """Return rank, code, time, error and last line of each worker that failed; without one, a
+        failure of torchrun with rank None and the `code` of the child.
 
         A worker whose store found its port taken makes the attempt's ``port-taken``; raise OSError
         where that can't be made.
@@ -362,7 +362,7 @@ def main(argv: list[str]) -> int:
     """Supervise a launch: a name in `LAUNCHES`, ``torchrun`` or ``worker``, then its command.
 
     Return the exit code of the Slurm task: that of `Supervisor.run`, or 1 after an OSError or a
-    wrong environment, which is printed.
+    wrong environment, which is printed. In a Slurm job the command's Python becomes this one.
     """
     kind, *command = argv
     if "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ and sys.executable:

@@ -71,7 +71,7 @@ def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found
     root
         where ``sys`` and ``dev`` lie
     loads
-        tells whether a shared library, by its name, can be loaded (default: tries it)
+        tells whether a shared library, by its name, can be loaded (default: loads it here)
     """
     ports = _ports(root / "sys/class/infiniband")
     aperture = root / "dev/aperture_devices"
@@ -88,7 +88,7 @@ def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found
     if name in ("", "roce") and idle:
         trouble = f"no InfiniBand port is active ({', '.join(idle)})"
     elif name in ("infiniband", "roce"):
-        trouble = _verbs(root, loads or _loads)
+        trouble = _trouble_of_verbs(root, loads or _loads)
     return Found(name, tuple(dict.fromkeys(kinds.get(name, ()))), trouble)
 
 
@@ -99,8 +99,8 @@ def settings(
     files.
 
     `lib` has the table of fabrics; {} where that can't be read or lacks this one. NCCL_NET is left
-    out as well where the network was chosen in other words: a plugin brings a network of its own,
-    which NCCL takes before its verbs. `root` is where NCCL's files lie.
+    out, too, where other variables have chosen NCCL's network: they switch its verbs off, or a
+    plugin on, whose own network NCCL takes before its verbs. `root` is where NCCL's files lie.
     """
     configured_env = {**configured(environ, root), **environ}
     fabrics: dict[str, dict[str, str]] = {}
@@ -156,8 +156,8 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _verbs(root: Path, loads: Callable[[str], bool]) -> str:
-    """Return why verbs can't be used here, '' if they can: a container may lack a part of it.
+def _trouble_of_verbs(root: Path, loads: Callable[[str], bool]) -> str:
+    """Return why verbs can't be used here, '' if they can: a container may lack a part of them.
 
     `root` and `loads` as `look` has them.
     """
@@ -168,10 +168,11 @@ def _verbs(root: Path, loads: Callable[[str], bool]) -> str:
 
 
 def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """Return what NCCL's and RCCL's configuration files below `root` set; those absent set nothing.
+    """Return the variables that NCCL's and RCCL's configuration files below `root` set, by name; a
+    file that can't be read sets none.
 
-    `environ` names the home folder and perhaps a file of its own; its other variables are not in
-    the result.
+    `environ` has the home folder and perhaps NCCL_CONF_FILE, one more file; its own variables are
+    not in the result.
     """
     home = environ.get("HOME", "/").lstrip("/")
     paths = [root / f"etc/{name}.conf" for name in ("nccl", "rccl")]

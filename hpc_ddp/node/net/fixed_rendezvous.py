@@ -40,8 +40,8 @@ WANTED, JOINED, BEGUN, CLOSED = "wanted", "joined", "begun", "closed"
 class FixedRendezvous:
     """Has the methods of torch's ``RendezvousHandler`` that its agent calls.
 
-    `store` is the c10d store, `hosts` the addresses of all nodes in the order of their ranks, `id`
-    unique among the attempts; a join takes `join_s` seconds at most.
+    `store` is the c10d store, `rank` this node's, `hosts` the addresses of all nodes by their
+    ranks, `id` unique among the attempts; a join takes `join_s` seconds at most.
 
     All methods raise torch's RendezvousConnectionError where the store does not answer, and
     RendezvousStateError for a key that was not written by an agent of this attempt.
@@ -55,12 +55,13 @@ class FixedRendezvous:
     join_s: float = 600.0
     round: int = 0  # the next one
     _server: Any = None  # the store of the workers, on the first node
-    _next_ask: float = 0.0
+    _next_ask: float = 0.0  # by `time.monotonic()`
 
     @classmethod
     def create(cls, parameters: Any, rank: int, hosts: Sequence[str], secret: bytes) -> Any:
-        """Return the rendezvous for torchrun's ``RendezvousParameters``. Raise
-        RendezvousConnectionError as torch's ``create_backend``: a port that is in use, no store."""
+        """Return the rendezvous for torchrun's ``RendezvousParameters``, and connect to its store,
+        which the first node opens. Raise torch's RendezvousConnectionError where the port is in
+        use, or the store does not answer."""
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
         _, store = create_backend(parameters)
@@ -68,7 +69,7 @@ class FixedRendezvous:
         return cls(store, parameters.run_id, rank, hosts, secret, join_s)
 
     def get_backend(self) -> str:
-        """Return the name under which torchrun asked for it."""
+        """Return the name of the backend that torchrun was asked for."""
         return "c10d"
 
     def get_run_id(self) -> str:
@@ -82,8 +83,9 @@ class FixedRendezvous:
     def next_rendezvous(self) -> Any:
         """Wait until all nodes have joined the next round; return torch's ``RendezvousInfo``.
 
-        Raise RendezvousTimeoutError, which names missing nodes on the first one, and
-        RendezvousClosedError where a node has ended for good.
+        Raise RendezvousTimeoutError after `join_s` (on other nodes than the first, which can name
+        the missing ones, `GRACE_S` later), and RendezvousClosedError where a node has ended for
+        good.
         """
         from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it untyped
         from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -101,8 +103,8 @@ class FixedRendezvous:
         return RendezvousInfo(store, self.rank, len(self.hosts), self._store_of_workers(store))
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 if another node wants to start the workers again, else 0; the store is asked
-        once a second."""
+        """Return 1 if another node wants to start the workers again, else 0. The store is asked
+        once a second at most; a call in between returns 0."""
         now = time.monotonic()
         if now < self._next_ask:
             return 0
@@ -114,7 +116,7 @@ class FixedRendezvous:
         return self._read("outcome", BEGUN, CLOSED) == CLOSED
 
     def set_closed(self) -> None:
-        """Have nodes that join the next round end, unless it has begun."""
+        """Have each node end that joins the next round, unless that round has begun."""
         self._decide(CLOSED)
 
     def shutdown(self) -> bool:
@@ -129,22 +131,24 @@ class FixedRendezvous:
     # --- the parts of a join ---
 
     def _wait_for_others(self, end: float) -> None:
-        """Return once each node's key is there; raise as `next_rendezvous`."""
+        """Return once each node's key is there, or the round is closed, at which
+        `_wait_for_outcome` raises; raise RendezvousTimeoutError at `end`, by time.monotonic()."""
         keys = [self._key(f"{JOINED}/{rank}") for rank in range(len(self.hosts))]
         while not self._call(self.store.check, keys):
             if self.is_closed():
-                return  # `_wait_for_outcome` raises
+                return
             if time.monotonic() > end:
                 pairs = zip(keys, self.hosts, strict=True)
                 missing = [host for key, host in pairs if not self._call(self.store.check, [key])]
                 more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-                raise self._late(f"{', '.join(missing[:NAMED])}{more} did not join")
+                raise self._timeout_error(f"{', '.join(missing[:NAMED])}{more} did not join")
             time.sleep(LOOK_EVERY_S)
         for rank, content in enumerate(self._call(self.store.multi_get, keys)):
             self._word(f"{JOINED}/{rank}", content, (JOINED,))
 
     def _wait_for_outcome(self, end: float) -> None:
-        """Return once the round has begun; raise as `next_rendezvous`."""
+        """Return once the round has begun. Raise RendezvousTimeoutError `GRACE_S` after `end`, by
+        time.monotonic(), and RendezvousClosedError where the round is not to begin."""
         from torch.distributed import DistStoreError
         from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
@@ -152,18 +156,19 @@ class FixedRendezvous:
         try:
             self._call(self.store.wait, [self._key("outcome")], limit)
         except DistStoreError:
-            raise self._late("not all nodes joined") from None
+            raise self._timeout_error("not all nodes joined") from None
         if self.is_closed():
             raise RendezvousClosedError("another node has ended for good")
 
-    def _late(self, text: str) -> Exception:
+    def _timeout_error(self, text: str) -> Exception:
         from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
         return RendezvousTimeoutError(f"{text} within {self.join_s:.0f} s")
 
     def _store_of_workers(self, store: Any) -> Any:
         """Return torch's ``RendezvousStoreInfo``: host and port of the store by which the workers
-        make their process group. `store` is the round's."""
+        make their process group, which the first node's agent opens here if they use the agents'.
+        Other nodes learn both from `store`, the round's."""
         from torch._C._distributed_c10d import TCPStore
         from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
@@ -192,7 +197,8 @@ class FixedRendezvous:
         )
 
     def _read(self, name: str, *words: str) -> str:
-        """Return which of the words a key has, '' where it is missing."""
+        """Return which of the words a key stands for, '' where the store has no such key; raise
+        RendezvousStateError as `_word`."""
         if not self._call(self.store.check, [self._key(name)]):
             return ""
         return self._word(name, self._call(self.store.get, self._key(name)), words)
@@ -208,8 +214,8 @@ class FixedRendezvous:
         raise RendezvousStateError(FORGED)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        """Call a function of the store, and return its result; raise DistStoreError, as it does,
-        where it has waited in vain."""
+        """Call a function of the store, and return its result. Raise the function's DistStoreError,
+        where it has waited in vain, and RendezvousConnectionError for its other errors."""
         from torch.distributed import DistStoreError
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 

@@ -21,8 +21,8 @@ def reach(nodes: Sequence[str], index: int, suffix: str) -> str:
     """Return the name by which the nodes of an attempt reach ``nodes[index]``; on a node alone
     loopback.
 
-    `suffix` is that of names on the interconnect, '' without one. With loopback a job of one node
-    works where names of nodes can't be looked up, or lead elsewhere.
+    `suffix` is appended to names for the interconnect, '' without one. By loopback a job of one
+    node works also where names of nodes can't be looked up, or lead elsewhere.
     """
     return nodes[index] + suffix if len(nodes) > 1 else LOOPBACK
 

@@ -21,8 +21,10 @@ from hpc_ddp.node.net.network import LOOPBACK, interface_to, reach
 class Place:
     """Where this supervisor runs, from the environment that the batch shell exported.
 
-    `nodes` are all node names of the attempt, `index` this one's place among them, the host
-    names to reach them by being name + `suffix`. `end_time` is in unix seconds.
+    `nodes` are all node names of the attempt, `index` this one's place among them; they are reached
+    by name + `suffix`. `end_time` is in unix seconds, None without a limit; `warn_s` before it the
+    workers get `notice_signal`. `interface` and `fabric` are the user's choices: a network
+    interface or None, and the value of ``--fabric``.
     """
 
     run: RunFolder
@@ -84,20 +86,21 @@ class Place:
 
     @property
     def peer(self) -> str:
-        """The host name of another node, to look for the network by: the first, or the second on
-        the first."""
+        """The host name of another node, by the route to which the interface is found: the first
+        node's, on the first node the second's; of a lone node its own."""
         return self.nodes[0 if self.index else min(1, len(self.nodes) - 1)] + self.suffix
 
     @property
     def chosen_interface(self) -> str | None:
-        """The interface to the other nodes: the user's choice, else the one that leads there; None
-        if none does."""
+        """The name of the interface to the other nodes: the user's choice, else that of the one
+        that leads there (on a node alone loopback's); None if none does."""
         inside = self.is_local or len(self.nodes) == 1
         return self.interface or interface_to(LOOPBACK if inside else self.peer)
 
     def interface_env(self) -> dict[str, str]:
         """Return the variables that name the interface to Gloo, NCCL, HCCL (Ascend) and oneCCL
-        (Intel), without those that this process's environment or NCCL's files have.
+        (Intel), without those that this process's environment has; where the user has not chosen
+        the interface, also without those that NCCL's files have.
 
         {} where no interface leads to the other nodes.
         """

@@ -57,11 +57,12 @@ os._exit(0)
 
 
 def begin(place: Place, rank: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Have the first supervisor of an attempt look, in a thread, if there is something to look for;
-    return the variable by which workers wait for the answer, {} where they need not.
+    """Start the look-ups in a thread of the attempt's first supervisor, if there is anything to
+    look up; return the variable by which all workers wait for the answer, {} where they need not.
 
     `rank` is that of the supervisor's one worker, None where it has all of the node. `environ` is
-    the attempt's; a variable of it that is set needs no answer.
+    the attempt's; a variable of the answer that is set there is not looked up. The first supervisor
+    prints `NO_EXPERIMENT` where MLflow's run can't be created.
     """
     if environ.get(SET_HERE, "off") == "off":
         return {}
@@ -80,8 +81,8 @@ def begin(place: Place, rank: int | None, environ: Mapping[str, str]) -> dict[st
         return {}
     answer = place.attempt.path / ANSWER
     if is_first:
-        look = partial(_look, place.run, answer, servers, creates, environ)
-        threading.Thread(target=look, daemon=True).start()
+        look_up = partial(_look_up, place.run, answer, servers, creates, environ)
+        threading.Thread(target=look_up, daemon=True).start()
     return {"HPC_DDP_TRACKERS_FILE": str(answer)}
 
 
@@ -93,14 +94,16 @@ def _is_installed(package: str, environ: Mapping[str, str]) -> bool:
     return spec is not None and spec.origin is not None  # not a folder of the tracker's files
 
 
-def _look(
+def _look_up(
     run: RunFolder,
     answer: Path,
     servers: Sequence[tuple[str, ...]],
     creates: bool,
     environ: Mapping[str, str],
 ) -> None:
-    """Look, and write the answer in any case: a failure is printed, and fails no job."""
+    """Try to reach the `servers` (rows of `SERVERS`), and create MLflow's run if `creates`; then
+    write the variables that follow into the file `answer`, also after a failure, which is printed
+    and fails no job."""
     variables: dict[str, str] = {}
     try:
         for package, name, default, switch, word in servers:
@@ -118,7 +121,8 @@ def _look(
 
 
 def _logged_in_at(package: str) -> str:
-    """Return the server of `wandb login --host`, '' without one."""
+    """Return the URL of the server of `wandb login --host`; '' without one, and for other packages
+    than wandb."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     settings = read_word(Path(os.path.expanduser(folder)) / "settings")
     url = re.search(r"^base_url\s*=\s*(\S+)", settings, re.M)
@@ -126,8 +130,8 @@ def _logged_in_at(package: str) -> str:
 
 
 def _reaches(url: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a server answers within `CONNECT_S`, also to the look-up of its name; True
-    where a proxy is set, which alone knows."""
+    """Return whether the server of `url` accepts a connection within `CONNECT_S`, in which its name
+    is looked up, too; True where a proxy is set, which alone knows."""
     if any(environ.get(name) or environ.get(name.upper()) for name in PROXIES):
         return True
     server = urlsplit(url)

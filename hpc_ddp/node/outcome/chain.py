@@ -23,7 +23,7 @@ from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes
 
 CLUSTERS_OF_SUBMIT = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
-TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states of a job that Slurm has ended
 
 
 def own_id(environ: dict[str, str]) -> str:
@@ -37,13 +37,16 @@ def own_id(environ: dict[str, str]) -> str:
 
 
 def is_link(run: RunFolder, job: JobRef) -> bool:
-    """Tell whether a job was queued by the job before it, and not by a person."""
+    """Return whether a job was queued by the job before it, and not by a person. May raise OSError
+    where the run's folder can't be read."""
     return job.is_among(run.links())
 
 
 def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> None:
-    """Record a job as the link of the one that it waited for, which was killed before it could: its
-    sbatch answered late. Nothing for a job that the run knows, as each that a person submits.
+    """Record `job`, this one, as the link of the job that it waited for (SLURM_JOB_DEPENDENCY),
+    where that job was killed before it could do so: its sbatch answered late. The record is the
+    newest attempt's ``next.json`` if that attempt is the earlier job's, else ``early-links.json``.
+    Nothing for a job that the run knows already, as each that a person has submitted.
 
     Raise OSError if the run's folder can't be read or written.
     """
@@ -79,7 +82,7 @@ def check_wanted(
         for folder in (run, RunFolder(run.whole)):
             names = read_json(folder.cancelled).get("jobs", ())
             marked = [JobRef.parse(str(name)) for name in names]
-            if any(one and one.is_among(marked) for one in (job, array)):
+            if job.is_among(marked) or (array and array.is_among(marked)):
                 raise HpcDdpError(f"job {job.id} was cancelled as it started")
             if folder.cancelled.exists():  # a disk that is read-only refuses to remove nothing
                 folder.cancelled.unlink(missing_ok=True)
@@ -88,16 +91,17 @@ def check_wanted(
 
 
 def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
-    """Tell whether the job before a link was the last one, and could not cancel it.
+    """Return whether the job before a link was to be the chain's last one, and could not cancel the
+    link: by that job's verdict, or by Slurm where a scancel may have ended it before a verdict.
 
-    A scancel may end that job before its verdict comes to it. One that ended in its set-up lines
-    was taken away there, by a preemption or with its node, or has failed. Raise HpcDdpError where
-    `_fate` does, OSError where the journal can't be read.
+    A job that ended in its set-up lines was the last one unless Slurm took it away there, by a
+    preemption or with its node. Raise HpcDdpError as `_end_state`, OSError where the journal can't
+    be read.
     """
     early = read_json(run.early_links)
-    before = next((id for id, its in early.items() if link.is_same(JobRef.parse(str(its)))), None)
+    before = next((id for id, job in early.items() if link.is_same(JobRef.parse(str(job)))), None)
     if before:
-        return _fate(run, before) not in TAKEN_AWAY
+        return _end_state(run, before) not in TAKEN_AWAY
     attempts = run.attempts()
     if not attempts:
         return False
@@ -105,11 +109,11 @@ def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
     if last and last.attempt == attempts[-1].number:
         return last.cause == Cause.CANCELLED or last.action == Action.GIVE_UP
     last_id = str(attempts[-1].info.get("job_id") or "")
-    return bool(last_id) and _fate(run, last_id) == "CANCELLED"
+    return bool(last_id) and _end_state(run, last_id) == "CANCELLED"
 
 
-def _fate(run: RunFolder, job_id: str) -> str:
-    """Return the state in which the job before a link has ended.
+def _end_state(run: RunFolder, job_id: str) -> str:
+    """Return Slurm's state in which the job before a link has ended.
 
     The controller forgets a job after MinJobAge (300 s by default), and that it was taken away is
     then as likely as that it was cancelled: the accounting is asked. A silent controller is waited
@@ -179,9 +183,9 @@ def _queue_link(
     """Submit the script once more, to start after this job, on its cluster and off blamed nodes;
     link the job to the run and return it.
 
-    None where Slurm refuses it, which is printed. A ``--hold`` or ``--begin`` of the script was for
-    the first job. `give_up` as `slurm.sbatch` has it. Raise OSError if a journal of the run can't
-    be read.
+    None where Slurm refuses it, or does not answer until `give_up` (see `slurm.sbatch`), which is
+    printed. A ``--hold`` or ``--begin`` of the script was for the first job, and is undone; a hold
+    that Slurm does not release is printed. Raise OSError if a journal of the run can't be read.
     """
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
     environ = {name: text for name, text in environ.items() if name not in CLUSTERS_OF_SUBMIT}
@@ -193,8 +197,8 @@ def _queue_link(
     array = RunFolder(run.whole)  # an array's script is that of all its tasks
     if task:
         options.append(f"--array={task}")
-    settled = slurm.options_of(array.script)
-    if "begin" in settled:
+    script_options = slurm.options_of(array.script)
+    if "begin" in script_options:
         options.append("--begin=now")
     try:
         link = slurm.sbatch(
@@ -210,7 +214,7 @@ def _queue_link(
         return None
     link = JobRef(link.id, cluster)
     link_job(link, array)
-    if "hold" in settled:
+    if "hold" in script_options:
         try:
             slurm.release(link)
         except HpcDdpError as error:

@@ -34,8 +34,8 @@ def guard(environ: dict[str, str], shell: int) -> None:
     """Kill the step of the batch script `shell`, a process id, where it would cost the verdict.
 
     That is `ENDED_S` after all nodes have recorded their end, and `KEPT_S` before Slurm ends the
-    batch shell at the time limit. Returns never: it ends with its process. Raise OSError or
-    UsageError where job.json can't be read.
+    batch shell at the time limit. Looks every `POLL_S` and returns never: it ends with its process.
+    Raise OSError where job.json can't be read, UsageError where it is broken.
     """
     env = AttemptEnv.from_env(environ)
     spec = JobSpec.from_json(patiently(env.run_folder.job_json.read_text))
@@ -51,7 +51,7 @@ def guard(environ: dict[str, str], shell: int) -> None:
 
 
 def _kill_wait() -> float:
-    """Return the cluster's KillWait in seconds, Slurm's default where it does not say."""
+    """Ask Slurm for the cluster's KillWait, and return it in seconds; its default without one."""
     try:
         return float(slurm.show_config().get("KillWait", "").split()[0])
     except (HpcDdpError, ValueError, IndexError):
@@ -64,7 +64,8 @@ def _pause(env: AttemptEnv, grace_s: float) -> float:
 
 
 def _end(env: AttemptEnv) -> float:
-    """Return the end of the job's time in unix seconds, as `batch.watch` keeps it; inf without."""
+    """Return the end of the job's time, as `batch.watch` keeps it, in unix seconds; inf without a
+    limit."""
     end_time = read_seconds(env.attempt_folder.end_time) or env.end_time
     return float("inf") if end_time is None else end_time
 
@@ -97,7 +98,8 @@ def _is_last_moment(env: AttemptEnv, job_id: str, grace_s: float) -> bool:
 
 
 def _kill_step(shell: int, why: str) -> None:
-    """Kill the launchers and preflights that the batch script waits for, and print why."""
+    """Send SIGKILL to the launchers and preflights among the children of the process `shell`, the
+    batch script, and print `why`."""
     for pid in _children(shell):
         with suppress(OSError):
             name = Path(f"/proc/{pid}/comm").read_text().strip()

@@ -18,10 +18,10 @@ def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
     """Keep a waiting job off the nodes that were to blame within a day, where others are left.
 
     Nodes that were blamed longer ago are taken off Slurm's list again, which would keep them.
-    Nothing where `excluded_nodes` returns None. A refusal of Slurm is printed, and the job stays as
-    it is; so are the nodes. Slurm is waited for until `give_up`, a time of ``time.monotonic()``
-    (None: two minutes), for its list, and two minutes for the change. Raise OSError if the journal
-    can't be read.
+    Nothing where `excluded_nodes` returns None. The blamed nodes that the job is kept off are
+    printed; so is a refusal of Slurm, after which the job stays as it is. Slurm is waited for until
+    `give_up`, a time of ``time.monotonic()`` (None: two minutes), for its list, and two minutes for
+    the change. Raise OSError if the journal can't be read.
     """
     nodes = excluded_nodes(run, job_id, give_up)
     if nodes is None:
@@ -40,10 +40,10 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, and
     those that verdicts have blamed within the last day.
 
-    None where no verdict since the last submit has blamed any, or Slurm gives no answer until
-    `give_up`, a time of ``time.monotonic()`` (None: two minutes). Blamed nodes without which the
-    job could not start, by a test with sbatch, are left out. Refusals of Slurm are printed. Raise
-    OSError if the journal can't be read.
+    None where no verdict since the last submit has blamed any, or Slurm refuses, or gives no answer
+    until `give_up`, a time of ``time.monotonic()`` (None: two minutes). All blamed nodes are left
+    out where the job could not start without them, by a test with sbatch. Refusals of Slurm are
+    printed. Raise OSError if the journal can't be read.
     """
     events = since_submit(run.events())
     blamed = set(_bad_nodes(events, since=0.0))
@@ -69,6 +69,6 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
 
 
 def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:
-    """Return the nodes that a verdict has blamed since a time, in unix seconds."""
+    """Return the nodes, sorted, that verdicts have blamed since a time, in unix seconds."""
     verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
     return sorted({node for verdict in verdicts for node in verdict.bad_nodes})

@@ -92,7 +92,8 @@ def _signal_name(number: int) -> str:
 
 
 def from_record(record: dict[str, Any]) -> list[Failure]:
-    """Return the failures that a node has recorded of its end, [] without any.
+    """Return the failures that a node has recorded of its end, [] without any; of a node that was
+    torn down, those by SIGKILL with the code of SIGTERM.
 
     `record` is the JSON of a record file. Raise KeyError or TypeError for one of another form.
     """
@@ -117,36 +118,41 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda f: (order[f.kind], f.time), default=None)
 
 
-def reason_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:
-    """Return the ``error`` of a worker, as `error_of` does, and without one its ``last_line``, by
-    which it may have said why it ended; '' after a signal."""
-    error = error_of(failed, run, folder)
-    return _with_last_line(failed["code"], error, folder.rank_log(failed["rank"]))
+def reason_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:
+    """Return the fields ``error`` and ``last_line`` of a worker's failure, as `Failure` has them.
+
+    The error is that of `error_of`, which has the parameters, too. The last line, by which the
+    worker may have said why it ended, is '' if there is an error, and after a signal.
+    """
+    error = error_of(failure, run, folder)
+    return _with_last_line(failure["code"], error, folder.rank_log(failure["rank"]))
 
 
 def reason_of_agent(code: int, error: str, folder: NodeFolder) -> dict[str, str]:
-    """Return the ``error`` of torchrun itself, and without one the ``last_line`` of its log, as
-    `reason_of`: a library may have ended it, by a want of memory say."""
+    """Return the fields of torchrun's own failure as `reason_of` does, with the last line of its
+    log: a library may have ended it, for want of memory, say. `code` is its exit code, and `error`
+    what it has reported, or ''."""
     return _with_last_line(code, error, folder.agent_log)
 
 
 def _with_last_line(code: int, error: str, log: Path) -> dict[str, str]:
-    lines = [] if error or code < 0 else _end_of(log)
+    lines = [] if error or code < 0 else _last_lines(log)
     return {"error": error, "last_line": next(reversed(lines), "")}
 
 
-def error_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
-    """Return the error of a worker with `rank`, `code` and `time` of its end, '' without one.
+def error_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
+    """Return the error of a worker, '' without one; `failure` has its ``rank``, exit ``code`` and
+    the ``time`` of its end, in unix seconds.
 
-    It is in the worker's log in the node's `folder`, or in its journal of the last minute before
-    the end; files that can't be read count as empty. A worker that died of a signal has none, but
-    for NCCL's or gloo's reason to abort (SIGABRT).
+    The error is in the worker's log in the node's `folder`, or in its journal of the last minute
+    before the end; files that can't be read count as empty. A worker that died of a signal has
+    none, but for NCCL's or gloo's reason to abort (SIGABRT).
     """
-    rank, code = failed["rank"], failed["code"]
+    rank, code = failure["rank"], failure["code"]
     log = folder.rank_log(rank)
     if code < 0:
         return abort_reason(log) if code == -signal.SIGABRT else ""
-    since = failed["time"] - JOURNALED_S  # not that of a start before
+    since = failure["time"] - JOURNALED_S  # not that of a start before
     journal, attempt = run.journal(f"rank-{rank}").path, AttemptFolder(folder.path.parent).number
     return last_exception(log) or journaled_error(journal, since, attempt) or _error_line(log)
 
@@ -166,7 +172,7 @@ def last_exception(log: Path) -> str:
     return next(lines, "")[:500]
 
 
-def _end_of(log: Path) -> list[str]:
+def _last_lines(log: Path) -> list[str]:
     """Return the last ten lines, without blank ones, that a worker's last start has written; each
     at most 500 characters. [] where there is no such log."""
     lines = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2].splitlines()
@@ -174,8 +180,8 @@ def _end_of(log: Path) -> list[str]:
 
 
 def _error_line(log: Path) -> str:
-    """Return the last of a log's last lines by which a script refuses its arguments; '' without."""
-    return next((line for line in reversed(_end_of(log)) if ERROR_LINE.match(line)), "")
+    """Return the last of a log's `_last_lines` by which a script refuses its arguments, or ''."""
+    return next((line for line in reversed(_last_lines(log)) if ERROR_LINE.match(line)), "")
 
 
 def abort_reason(log: Path) -> str:

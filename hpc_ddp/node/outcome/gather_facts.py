@@ -47,12 +47,12 @@ APART = (
 
 
 def check_budget(run: RunFolder, spec: JobSpec) -> None:
-    """Refuse to start an attempt if the run, or its array's tasks, have used the budget.
+    """Refuse to start an attempt if the run, or its array's tasks together, have used the budget.
 
     Raises
     ------
     HpcDdpError
-        they have; the verdict is journalled
+        they have; this is journalled as a verdict, and the job's message is sent
     OSError
         the journals can't be read
     """
@@ -63,14 +63,14 @@ def check_budget(run: RunFolder, spec: JobSpec) -> None:
 
 
 def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
-    """Refuse another attempt where too many have ended without a verdict.
+    """Refuse another attempt where too many since the last submit have ended without a verdict.
 
     A job may take its own first node down each time, and with it the batch shell that would count.
 
     Raises
     ------
     HpcDdpError
-        too many; the verdict is journalled
+        too many have; this is journalled as a verdict, and the job's message is sent
     OSError
         the journal can't be read
     """
@@ -85,15 +85,15 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
 
 
 def _give_up(run: RunFolder, spec: JobSpec, cause: Cause, why: str, hint: str) -> NoReturn:
-    """Journal for the last attempt that none may follow, and send the message; raise HpcDdpError,
-    the refusal of the next."""
+    """Journal a verdict for the last attempt, by which none may follow it, and send the job's
+    message; raise HpcDdpError, the refusal of the next attempt."""
     journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
     journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
     notify(run, spec, GIVEN_UP, why)
     raise HpcDdpError(why, hint=hint)
 
 
-# --- after it ------------------------------------------------------------------------------
+# --- after an attempt ----------------------------------------------------------------------
 
 
 def judge(
@@ -133,15 +133,16 @@ def judge(
     decided = decide(facts)
     if decided.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
         decided = replace(decided, why=APART.format(count=len(nodes) * spec.workers_per_node))
-    _note(run, attempt, facts, decided, goes_on)
+    _record(run, attempt, facts, decided, goes_on)
     return facts, decided
 
 
-def _note(
+def _record(
     run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict, goes_on: bool
 ) -> None:
-    """Write the verdict to the journal, and to stderr, the end of the job's output, for users; a
-    journal that refuses it is tried for a minute, and then only reported."""
+    """Write the verdict to the journal, and to stderr, the end of the job's output, for users, with
+    the commands that send what trackers recorded offline. A journal that refuses the verdict is
+    tried for a minute, and then only reported."""
     has_failed = decided.cause in (Cause.FAILED, Cause.STOOD_STILL)
     failure = facts.failure if has_failed else None
     where: dict[str, Any] = {}
@@ -185,8 +186,8 @@ def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
 
 
 def since_submit(events: list[JournalEvent], attempt: float = math.inf) -> list[JournalEvent]:
-    """Return the events since the newest submit that had begun by an `attempt`, by default since
-    the last one: fixed code has its budgets anew.
+    """Return the events since the newest submit whose first attempt is `attempt` or an earlier one,
+    by default since the last submit: with fixed code a run has its retries anew.
 
     By attempt and not by time, since the login node's clock is another one. Without a submit, all.
     """
@@ -195,8 +196,8 @@ def since_submit(events: list[JournalEvent], attempt: float = math.inf) -> list[
 
 
 def _first_attempt(events: list[JournalEvent], attempt: float) -> int:
-    """Return the number of the attempt that the newest submit began, of those up to `attempt`; 0
-    without one. A submit whose job waits has begun none."""
+    """Return the number of the attempt with which the newest submit began, without the submits that
+    began after `attempt`, such as one whose job still waits; 0 without a submit."""
     submits = [event for event in events if isinstance(event, Submitted)]
     numbers = (submit.first_attempt for submit in submits)
     return max((number for number in numbers if number <= attempt), default=0)

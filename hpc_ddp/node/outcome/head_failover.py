@@ -31,15 +31,14 @@ DEPUTIES = (1, 2)  # by index: few, since all would ask the controller
 def watch(place: Place, environ: dict[str, str]) -> threading.Event:
     """Return an event that is set once Slurm has taken the first node from the job.
 
-    A thread of the `DEPUTIES` asks Slurm; on other nodes, and without Slurm, it is never set. The
-    node's own torchrun does not tell: it waits for an answer of the rendezvous for as long as TCP
-    does, a quarter of an hour where the link is cut.
+    On the `DEPUTIES` a thread, which this starts, asks Slurm every `ASK_EVERY_S`; on other nodes,
+    and without Slurm, the event is never set. The node's own torchrun does not tell: it waits for
+    an answer of the rendezvous for as long as TCP does, a quarter of an hour where the link is cut.
     """
     is_gone = threading.Event()
 
     def look() -> None:
-        """Ask Slurm every `ASK_EVERY_S` seconds until it has another list of nodes, without the
-        first."""
+        """Ask Slurm every `ASK_EVERY_S` until the job has nodes, and the first is none of them."""
         while not is_gone.wait(ASK_EVERY_S):
             nodes = _nodes_left(environ)
             if nodes and place.nodes[0] not in nodes:
@@ -51,7 +50,8 @@ def watch(place: Place, environ: dict[str, str]) -> threading.Event:
 
 
 def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]) -> None:
-    """Give the verdict in place of the batch shell, if Slurm has lost that and this node is next.
+    """Give the verdict in place of the batch shell, if Slurm has lost that shell's node, the first,
+    and this node is the first of those that are left.
 
     For a node whose torchrun has ended. It waits, at most `PATIENCE_S`, until Slurm has dropped the
     first node, the first node has recorded its end, a later attempt has begun, or `has_notice`
@@ -91,8 +91,9 @@ def _end_job(environ: dict[str, str]) -> None:
 
 
 def _nodes_left(environ: dict[str, str]) -> list[str]:
-    """Return the nodes that this start of the job has; [] where it does not run, is over, or Slurm
-    does not answer. Raise KeyError outside of a job."""
+    """Ask Slurm for the nodes that this start of the job has, and return them; [] where the job
+    does not run, has been started again, or Slurm does not answer for `slurm.PATIENCE_S`. Raise
+    KeyError outside of a job."""
     job_id = environ["SLURM_JOB_ID"]
     try:
         job = slurm.show_job(job_id)

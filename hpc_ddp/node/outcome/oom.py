@@ -22,9 +22,9 @@ def kills(proc: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for want of memory, 0 where it does not
     count.
 
-    The workers are in the supervisor's own memory cgroup; `proc`, where procfs is mounted, says
-    where that has its counter. Without any it is the whole machine's number, in which other jobs
-    have their part: only differences matter.
+    The number is that of this process's memory cgroup, in which a supervisor's workers are, too;
+    or, without such a counter, that of the whole machine, in which other jobs have their part: only
+    differences matter. `proc` is where procfs is mounted.
     """
     for path in [*_counters(proc), proc / "vmstat"]:
         match = re.search(r"^oom_kill (\d+)$", _read(path), re.M)
@@ -34,11 +34,8 @@ def kills(proc: Path = Path("/proc")) -> int:
 
 
 def name_kills(failures: list[dict[str, Any]], before: int) -> None:
-    """Set ``error`` of the failures by SIGKILL, if the kernel has counted more kills since a start.
-
-    `before` is the number of `kills` when the workers started; each failure has a ``code``. The
-    others stay as they are.
-    """
+    """Set ``error`` to `KILLED` in the failures whose ``code`` is that of SIGKILL, if `kills` is
+    more now than `before`, its number when the workers started."""
     if kills() > before:
         for failure in failures:
             if failure["code"] == -signal.SIGKILL:

@@ -1,7 +1,7 @@
 """How a run goes on after an attempt: a requeue, or the next job of a chain; off bad nodes.
 
 A requeue goes by job id. The shell of an attempt that a node failure has cut off would hit its
-own successor with it, or bring a cancelled job back to life: so it is asked before each try
+own successor with it, or bring a cancelled job back to life: so Slurm is asked before each try
 whether the job still is in this very attempt.
 """
 
@@ -27,7 +27,7 @@ from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
 
 PAUSE_S = 5.0
-SECOND_ANSWER_S = 5.0  # for which a second answer of Slurm is waited for
+SECOND_ANSWER_S = 5.0  # how long a second answer of Slurm is waited for
 TRIES = 120  # of a requeue, each with an answer of Slurm
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
@@ -49,7 +49,7 @@ def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Jo
 
 
 def restarts_of(environ: dict[str, str]) -> int:
-    """Return how often Slurm has started this job again.
+    """Return how often Slurm has started this job again; raise KeyError outside of a job.
 
     Slurm sets SLURM_RESTART_COUNT in such a job alone. Another one may have it from a job in which
     a person has called sbatch: so Slurm is asked, and without an answer the variable counts.
@@ -60,9 +60,9 @@ def restarts_of(environ: dict[str, str]) -> int:
 
 
 def ask_settled(job_id: str) -> Job | None:
-    """Return Slurm's record of a job, or None, as `ask` does, once it is neither suspended nor
-    being set up, however long that lasts: such a job says nothing of how its step has ended, and
-    another node may stop later than one that has lost its workers."""
+    """Wait until a job is neither suspended nor being set up, however long that lasts, and return
+    Slurm's record of it, or None, as `ask` does. In these states a job says nothing of how its step
+    has ended, and another node may stop later than one that has lost its workers."""
     job = ask(job_id)
     while job and job.state in UNSETTLED:
         time.sleep(PAUSE_S)
@@ -77,10 +77,12 @@ def go_on(
     facts: AttemptFacts,
     decided: Verdict,
 ) -> int:
-    """Carry out a verdict; return the batch script's exit code: 0 if the run continues, `CAN_GO_ON`
-    if only the user can continue it, else the verdict's own.
+    """Carry out the verdict `decided`: requeue the job, end its part of a chain, or print how the
+    user goes on; keep the run off bad nodes. Return the batch script's exit code: 0 if the run
+    continues, `CAN_GO_ON` if only the user can continue it, else the verdict's own.
 
-    Refusals of Slurm are printed. Raise OSError if the run's folder can't be read or written.
+    A Slurm without an answer is waited for until `_last_moment`; refusals are printed. Raise
+    OSError if the run's folder can't be read or written.
     """
     if facts.spec.continue_by == "resubmit":
         return _end_link(run, attempt, environ, facts, decided)
@@ -98,13 +100,13 @@ def go_on(
 def _requeue(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
 ) -> int:
-    """Requeue the job, if this attempt still is its current one, and keep it off bad nodes; return
-    the batch script's exit code.
+    """Requeue the job, if this attempt still is its current one, keep it off bad nodes and restore
+    its time limit; where the site refuses the requeue, queue a new job (`_resubmit`). Return the
+    batch script's exit code; after a requeue Slurm ends the batch shell, too.
 
-    After a requeue Slurm ends the batch shell, too. Where the site refuses it, `_resubmit`. 0 after
-    a requeue, and for an attempt that is not the current one; `CAN_GO_ON` where the job is
-    cancelled or over by now, or Slurm gives no answer until `_last_moment`, or in `TRIES` tries.
-    Raise OSError if the run's folder can't be read or written.
+    The code is 0 if the run goes on, also for an attempt that is not the current one; `CAN_GO_ON`
+    where the job is cancelled or over by now, or Slurm gives no answer until `_last_moment`, or in
+    `TRIES` tries. Raise OSError if the run's folder can't be read or written.
     """
     job_id = own_id(environ)
     give_up = _last_moment(attempt, environ)
@@ -150,13 +152,13 @@ def _requeue(
             if not job.preempted:  # such a job can't be changed before its next start
                 _restore_limit(facts.spec, job_id, job.limit_s)
             return 0  # at once: Slurm would wait KillWait for a shell that lives on
-    return _left_to_the_user(run)
+    return _leave_to_the_user(run)
 
 
 def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
-    """Let a waiting job have its whole time limit again, of which Slurm gave it `limit_s` seconds,
-    None if that is not known; a refusal is printed. Slurm keeps the part, and lets the user raise
-    the limit only while the job waits. One that an operator has raised stays."""
+    """Let a waiting job with ``--time-min`` have its whole time limit again. For this attempt Slurm
+    gave it `limit_s` seconds (None: not known), which it keeps, and lets the user raise only while
+    the job waits. A limit that an operator has raised stays. A refusal is printed."""
     if not spec.time_min or spec.time_s is None or (limit_s or 0) >= spec.time_s:
         return
     try:
@@ -177,22 +179,23 @@ def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
 
 
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
-    """Continue as a new job, where the site refuses the requeue of this one, or a chain has no next
-    one; return the exit code, 0, or `CAN_GO_ON` without a new job. Raise OSError as
-    `queue_next_link`."""
+    """Queue a new job that continues the run, where the site refuses the requeue of this one, or a
+    chain has no next one. Return the batch script's exit code: 0, or `CAN_GO_ON` where Slurm
+    refuses it. Raise OSError as `queue_next_link`."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link is None:
-        return _left_to_the_user(run)
+        return _leave_to_the_user(run)
     say(f"it goes on as job {link.id}")
     return 0
 
 
 def end_as_failed(environ: dict[str, str], code: int) -> int:
-    """Have Slurm end the job as failed; return the exit code that does it, `code` where it can.
+    """Return the exit code with which the batch script ends the job as failed: `code`, or another
+    one, which is printed, where the cluster's RequeueExit or RequeueExitHold has that; Slurm would
+    start the job again, for ever, also one that may not be requeued.
 
-    Slurm would hold an expedited job in the queue instead. Where the cluster's RequeueExit or
-    RequeueExitHold has the code, it would start the job again, for ever, also one that may not be
-    requeued. A refusal, and another code, are printed.
+    An expedited job, which Slurm would hold in the queue, is first kept from a requeue by Slurm; a
+    refusal is printed. In an allocation `code` is returned as it is.
     """
     if INTERACTIVE in environ:
         return code
@@ -211,7 +214,7 @@ def end_as_failed(environ: dict[str, str], code: int) -> int:
     return end_code
 
 
-def _left_to_the_user(run: RunFolder) -> int:
+def _leave_to_the_user(run: RunFolder) -> int:
     """Print the command that continues a run; return `CAN_GO_ON`."""
     say(f"could not be requeued; go on with: hpc-ddp submit --run {run.quoted}")
     return CAN_GO_ON
@@ -224,20 +227,21 @@ def _end_link(
     facts: AttemptFacts,
     decided: Verdict,
 ) -> int:
-    """End one job of a chain: the next one waits already; cancel it if nothing is left to do.
+    """End one job of a chain; return the batch script's exit code.
 
-    If the run continues, a next job that is missing, or over already, is queued, and one that waits
-    is kept off bad nodes; one that a person has cancelled is not replaced. Return the exit code:
-    then 0, or `CAN_GO_ON` without a next job; else the verdict's own. Refusals of Slurm are
+    If the run continues, the next job, which waits already, is kept off bad nodes; one that is
+    missing, or over already, is queued anew, but not one that a person has cancelled. The code is 0
+    then, or `CAN_GO_ON` without a next job. If nothing is left to do, the next job is cancelled,
+    unless the attempt is superseded, and the code is the verdict's own. Refusals of Slurm are
     printed. Raise OSError if the run's folder can't be read or written.
     """
     link = attempt.link
     if decided.action == Action.REQUEUE:
         give_up = _last_moment(attempt, environ)
-        if link and (state := _end_of(link, give_up)):
+        if link and (state := _end_state_of(link, give_up)):
             say(f"job {link.id}, which was to go on, has ended: {state}")
             if state == "CANCELLED":
-                return _left_to_the_user(run)
+                return _leave_to_the_user(run)
             link = None
         if link and facts.bad_nodes:
             keep_off(run, link.id, give_up)
@@ -250,10 +254,10 @@ def _end_link(
     return decided.exit_code
 
 
-def _end_of(link: JobRef, give_up: float) -> str:
-    """Return the state in which a job that was to go on has ended, before its turn; '' where it has
-    not, and without an answer of Slurm until `give_up`. One that Slurm has forgotten, and the
-    accounting does not know, counts as CANCELLED."""
+def _end_state_of(link: JobRef, give_up: float) -> str:
+    """Return Slurm's state of a chain's next job that has ended before its turn; '' where it has
+    not ended, and without an answer until `give_up`, by ``time.monotonic()``. A job that neither
+    the controller nor the accounting knows counts as CANCELLED."""
     try:
         job = slurm.show_job(link.id, give_up)
     except slurm.NoAnswerError:

@@ -101,7 +101,7 @@ class AttemptFacts:
 
     @property
     def bad_nodes(self) -> Sequence[str]:
-        """Nodes to keep off for a while: they are to blame for the end of this attempt."""
+        """The nodes to blame for the end of this attempt: lost ones, and the preflight's unfit."""
         unfit_nodes = self.unfit.bad_nodes if self.unfit else []
         return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
 
@@ -157,7 +157,8 @@ class AttemptFacts:
 
     @property
     def notices(self) -> list[str]:
-        """The sources of notices that nodes or ranks recorded, or were given for the time limit."""
+        """The reason of a stop that the ranks agreed on, and the sources of the notices that nodes
+        or the preflight recorded, or that the journal has for the time limit; [] without any."""
         stopped, notice = self.here(Stopped), self.here(NoticeGiven)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
         sources += [self.unfit.notice] if self.unfit and self.unfit.notice else []
@@ -167,7 +168,7 @@ class AttemptFacts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt has ended, what follows, and the exit code of the batch script."""
+    """How an attempt has ended, what follows, why, and the exit code of the batch script."""
 
     cause: Cause
     action: Action
@@ -371,10 +372,8 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
 
 
 def _no_progress(facts: AttemptFacts) -> str | None:
-    """Return the reason to give up where nothing new was saved in two attempts, None otherwise.
-
-    These are the last one with a verdict, if it failed or ran into the time limit, and this one.
-    """
+    """Return the reason to give up where the last attempt with a verdict failed or ran into the
+    time limit and saved nothing new, and nothing was saved since then; None otherwise."""
     last = facts.verdicts[-1] if facts.verdicts else None
     if last is None or last.cause not in (Cause.FAILED, Cause.TIME_LIMIT) or last.progress:
         return None

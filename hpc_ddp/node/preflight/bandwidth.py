@@ -26,8 +26,8 @@ REDUCED = 1 << 20  # elements of the all-reduce, 4 MiB
 
 
 def import_torch() -> Any:
-    """Return torch, and report its version and accelerators, and the stage as completed; None, with
-    a reported fault and no stage, if it can't be imported."""
+    """Import torch and return it; report its version and accelerators, and the stage ``torch`` as
+    completed. If it can't be imported, return None and report a fault, and no stage."""
     began = time.time()
     try:
         import torch
@@ -61,8 +61,7 @@ def accelerators(torch: Any) -> tuple[str | None, int]:
 
 
 def partner(rank: int, world: int, turn: int) -> int | None:
-    """Return the rank that `rank` meets in a turn, None if it has a rest; other turns have other
-    partners.
+    """Return the rank of `world` ones that `rank` meets in a turn, None if it pauses.
 
     In any `world` consecutive turns each rank meets each other rank once.
     """
@@ -96,12 +95,12 @@ class Meter:
         return self._torch.full((count,), number, dtype=self._torch.float32, device=self._device)
 
     def exchange(self, peer: int) -> float:
-        """Send to a peer and receive from it at the same time; return the best speed in MB/s, by
-        the slower end: what only lies in a node's buffer counts as sent. The peer has to call it
-        too.
+        """Send tensors to the rank `peer` and receive as many from it at the same time; return the
+        best speed in MB/s. The peer has to call it too.
 
-        Large tensors follow only if both ends found small ones fast: a slow link must not keep the
-        other members waiting.
+        For small tensors the slower end's measurement counts: what only lies in a node's buffer
+        counts as sent. Large ones follow only if that is over `FAST_MB_S`: a slow link must not
+        keep the other members waiting.
         """
         speed = self._best_speed(peer, SMALL)
         speed_there = self._tensor(1, 0.0)
@@ -152,11 +151,13 @@ def _speed(count: int, duration_s: float) -> float:
 
 
 def join(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
-    """Join the process group as `rank`, and connect its members as far as an all-reduce needs it.
+    """Join the process group as `rank`, connect its members as far as an all-reduce needs it, and
+    return their meter.
 
     Rank 0 listens for the store with its `server`, which the store then owns. The first device
-    becomes torch's current one. Every member must call it. The group stays until the process ends.
-    Raise RuntimeError if the others do not come within the group's time limit, or a link breaks.
+    becomes torch's current one. Variables of NCCL and gloo are set in the process's environment.
+    Every member must call it. The group stays until the process ends. Raise RuntimeError if the
+    others do not come within the group's time limit, or a link breaks.
     """
     world, device = len(group.members), group.device
     dist, timeout = torch.distributed, timedelta(seconds=group.timeout_s)
@@ -182,9 +183,9 @@ def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None
     """Report the best speed of exchanges with other members, from the turn `first` on, and that of
     an all-reduce.
 
-    The first exchange that fails is reported as trouble with its partner, and ends it, without an
-    all-reduce. A wrong sum is reported as a fault. `members` are the nodes' names by rank, two at
-    least; every member must call it. Raise RuntimeError if the all-reduce fails.
+    The first exchange that fails is reported as trouble with its partner; then no speed is measured
+    or reported any more. A wrong sum is reported as a fault. `members` are the nodes' names by
+    rank, two at least; every member must call it. Raise RuntimeError if the all-reduce fails.
     """
     speeds = []
     for turn in range(first, first + min(TURNS, len(members))):

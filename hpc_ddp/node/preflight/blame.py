@@ -15,16 +15,17 @@ SLOW = 5  # times slower than usual is a fault, while processors are free
 AGREE = 2  # partners that have to be late with a node, lest chance or one of them is the reason
 SHOWN = 32  # nodes and findings in the event, whatever the number of nodes
 
-# Faults that Slurm's controller, or any other node, may cause; faults that any node would have.
+# Checks: whose faults Slurm's controller or another node may cause; whose faults any node would
+# have; whose faults need a second opinion, by other partners.
 UNCLEAR = {"silent", "step", "exchange"}
 OF_ANY_NODE = {"torch", "ended", "scratch", "step"}
-DOUBTFUL = {"link", "scratch", "bandwidth", "exchange"}  # need a second opinion: by other partners
+DOUBTFUL = {"link", "scratch", "bandwidth", "exchange"}
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A failed check between a node and its partner; `turn` counts the exchanges, and `late` says
-    that time was short."""
+    """A failed check between a node, which reports it, and its partner `peer`; `turn` counts the
+    exchanges, and `late` says that it may have failed for want of time."""
 
     peer: str
     check: str
@@ -105,10 +106,12 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
     """Add a fault to the nodes that explain the failed checks of one kind: link, scratch or
     bandwidth.
 
-    `more` are further pairs of observer and node, where the observer is no node. Nodes with a fault
-    explain their troubles already. The first of numbered turns counts: the others follow from it.
-    A late answer of or to a node that is slow to reach itself is none. Where all answers are late,
-    a node of more than two has the fault only if `AGREE` partners without it say so, else a note.
+    `more` are further pairs of observer and node, where the observer is no node. Pairs with a node
+    that has a fault already do not count; nor do failures of later turns than the first that has
+    some, since they follow from it, nor late links to or from a node that is slow to reach itself.
+
+    Where all failed checks of a node were late, and there are more than two nodes, it gets the
+    fault only if `AGREE` partners that get none say so, else a note.
     """
     unfit = {node for node, report in reports.items() if report.faults}
     busy = {node for node, r in reports.items() if r.values.get("delay_s", 0.0) > LINK_S / SLOW}
@@ -140,8 +143,8 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
 
 
 def blame_fabric(reports: Reports) -> None:
-    """Add a fault to nodes without the interconnect that most others have; nodes without a report
-    of it count for nothing."""
+    """Add a fault to nodes with another interconnect than most of those that have one, or without
+    one; nodes without a report of it count for nothing."""
     names = [report.values["fabric"] for report in reports.values() if "fabric" in report.values]
     most = Counter(name for name in names if name).most_common(1)
     for report in reports.values():
@@ -176,10 +179,8 @@ def blame_exchange(reports: Reports) -> None:
 
 
 def blame_slow(reports: Reports) -> None:
-    """Add a fault to nodes that are over `SLOW` times slower than the median, at their best.
-
-    The `strain` multiplies `SLOW`. Nodes without a measured speed count for nothing.
-    """
+    """Add a fault to nodes whose best speed is below the median, divided by `SLOW` and by `strain`.
+    Nodes without a measured speed count for nothing."""
     slack = SLOW * strain(reports)
     best = {
         node: report.values["exchange_mb_s"]
@@ -194,15 +195,15 @@ def blame_slow(reports: Reports) -> None:
 
 
 def strain(reports: Reports) -> float:
-    """Return the highest load per processor of all nodes, between 1 and `SLOW`: as much slower a
-    healthy node may be."""
+    """Return the highest load per processor of all nodes, but 1 at least and `SLOW` at most: by
+    this factor a healthy node may be slower."""
     loads = [float(report.values.get("load", 0.0)) for report in reports.values()]
     return min(float(SLOW), max([1.0, *loads]))
 
 
 def confirm(first: Reports, second: Reports) -> None:
-    """Drop the doubtful faults of the second reports that the first ones have not, and note for a
-    node those that either has alone."""
+    """Drop the `DOUBTFUL` faults of the second reports that the first ones do not have, and add
+    notes to the second ones about each doubtful fault that only one of both has."""
     for node, report in second.items():
         before, after = dict(first[node].faults), dict(report.faults)
         chance = DOUBTFUL & (before.keys() ^ after.keys())
@@ -215,9 +216,9 @@ def outcome(reports: Reports) -> dict[str, Any]:
     hopeless, why, report, summary.
 
     A fault that all nodes have is no node's: then ``bad_nodes`` is empty. ``hopeless``: other nodes
-    would have it as well. ``report`` has `SHOWN` nodes, odd ones before others. ``summary`` has the
-    most frequent faults and notes, each with the number of its nodes and one of them, and lowest,
-    median and highest of the numbers.
+    would have it as well. ``report`` has `SHOWN` nodes at most, those with faults or notes before
+    others. ``summary`` has the number of nodes; the `SHOWN` most frequent faults and notes, each
+    with the number of its nodes and one of them; and lowest, median and highest of the numbers.
     """
     unfit = [node for node, report in reports.items() if report.faults]
     shared = _shared_checks(reports)
@@ -258,8 +259,8 @@ def _quantiles(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _shared_checks(reports: Reports) -> set[str]:
-    """Return the checks that all nodes have failed, as far as they are not due to single nodes;
-    empty without any."""
+    """Return the checks that all nodes have failed, without those that may be due to a single node
+    or to the link between two; empty without any."""
     checks = [{check for check, _ in report.faults} for report in reports.values()]
     # A silent node may have the same fault as the others; one node alone speaks for itself.
     speaking = [faults for faults in checks if not faults or faults - UNCLEAR]

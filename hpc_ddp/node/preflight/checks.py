@@ -61,10 +61,11 @@ class UnfitError(Exception):
 
 
 def interface(place: Place) -> dict[str, Any]:
-    """Return ``interface``, the one that the workers will use, and ``address``, its IPv4 address or
-    None; {} for a lone node without one.
+    """Return ``interface``, the name of the one that the workers will use, and ``address``, its
+    IPv4 address, None if it has only IPv6; {} for a lone node without an interface.
 
-    Raise UnfitError if there is none to the other nodes, no such one, or it has no address.
+    Raise UnfitError if no interface leads to the other nodes, or the chosen one is not there or has
+    no address.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME") or place.chosen_interface
     if name is None:
@@ -90,8 +91,8 @@ def _has_ipv6(name: str) -> bool:
 
 
 def interconnect(place: Place) -> dict[str, Any]:
-    """Return ``fabric``, this node's or None, ``cards``, how many it has, and a ``note`` if NCCL
-    can't use it.
+    """Return ``fabric``, the name of this node's interconnect or None, ``cards``, the number of its
+    devices, and a ``note`` if NCCL can't use it.
 
     {} where nodes are processes of one machine, and for a lone node.
     """
@@ -105,11 +106,13 @@ def interconnect(place: Place) -> dict[str, Any]:
 def gpus(
     wanted: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return ``gpus``, the number of this node's GPUs, None where it is unknown; perhaps a
-    ``note``; and ``gpus_there``, by nvidia-smi or device files, in a job with GPUs.
+    """Return ``gpus``, the number of GPUs here that the job may use, None where it is unknown; a
+    ``note`` where it is uncertain; and in a job with GPUs ``gpus_there``, the number by nvidia-smi,
+    or else device files, if one of both tells.
 
     Slurm sets the variables of several vendors where its gres.conf names none, so only those of the
-    vendor with the most device files count; without device files, all of them.
+    vendor with the most device files count; without device files, NVIDIA's if nvidia-smi is there,
+    else all of them. The lowest number counts.
 
     Parameters
     ----------
@@ -168,8 +171,8 @@ def _nvidia_smi() -> int | None:
 
 
 def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
-    """Return this node's GPUs as `gpus` does, of `wanted` ones; {} for nodes that are processes of
-    one machine.
+    """Return this node's GPUs as `gpus` does, of which the job has `wanted` on each node; {} for
+    nodes that are processes of one machine.
 
     Only nvidia-smi is used of the vendors' programs: it names a GPU that has failed while its file
     is still there. The programs of other vendors are written in Python, and break in a job's
@@ -223,15 +226,16 @@ def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str
 
 
 def load() -> dict[str, Any]:
-    """Return ``load``, that of the last minute per processor, {} on a system without one."""
+    """Return ``load``, the load average of the last minute per processor, {} on a system without
+    one."""
     with contextlib.suppress(OSError):
         return {"load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)}
     return {}
 
 
 def check_node(place: Place, order: Order) -> None:
-    """Make the checks of this node alone, and report their values, notes and faults; raises no
-    UnfitError."""
+    """Make the checks of this node alone, and report their values and notes, and an UnfitError as a
+    fault. They write a temporary file in TMPDIR, and this node's file in the order's folder."""
     folder = Path(order.folder)
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "load": load,
@@ -260,8 +264,8 @@ def _set_network(place: Place) -> None:
 
 
 def _read_question() -> dict[str, Any]:
-    """Return the next question; exit the process at the end of the questions. Raise ValueError for
-    a torn line."""
+    """Wait for the next question on stdin and return it; exit the process with 0 at the end of the
+    questions. Raise ValueError for a torn line."""
     line = sys.stdin.readline()
     if not line:
         os._exit(0)  # threads that still listen or resolve a name are not waited for

@@ -75,6 +75,7 @@ class Dialogue:
         can't start."""
         self.reports: Reports = {node: NodeReport() for node in nodes}
         self._nodes, self._notice = nodes, notice
+        # A command's node (None: all nodes) and a line of its output, None at its end.
         self._lines: queue.Queue[tuple[str | None, str | None]] = queue.Queue()
         self._log = log if log.parent.is_dir() else None
         self._last_line = ""  # of srun itself
@@ -87,8 +88,7 @@ class Dialogue:
             reader.start()
 
     def _read(self, node: str | None, process: subprocess.Popen[bytes]) -> None:
-        """Put all lines of a process into the queue, and None at its end; run by a thread of each
-        process."""
+        """Put all lines of a process into the queue, and None at its end; run by its thread."""
         for line in process.stdout or ():
             self._lines.put((node, line.decode(errors="replace").rstrip()))
         self._lines.put((node, None))
@@ -102,14 +102,15 @@ class Dialogue:
                 process.stdin.flush()
 
     def wait(self, stage: str, nodes: Sequence[str], slack: float = 1.0) -> list[str]:
-        """Wait until each of some nodes has completed a stage, can't any more, or is late; return
-        those without any fault, also of an earlier stage.
+        """Wait until each of some nodes has completed a stage, can't complete it any more, or is
+        late; return those without any fault, also of an earlier stage.
 
-        A node can't any more if its task has ended, or it has no torch; one with another fault is
-        still waited for. The time limit of `STAGES`, times `slack`, or `SLOW` times the median of
-        those that are through, begins anew each time that a node is through: a lost node is late
-        by comparison with the others, however many there are, and however busy. A node that has not
-        completed the stage gets a fault, unless it has one. Messages go into `reports`.
+        A node can't if its task has ended, or it has no torch; one with another fault is still
+        waited for. The time limit is that of `STAGES`, times `slack`, or `SLOW` times the median of
+        the nodes that are through, if that is longer. It begins anew each time that a node is
+        through: a lost node is late by comparison with the others, however many there are, and
+        however busy. A node that has not completed the stage gets a fault, unless it has one.
+        Messages go into `reports`, other lines into the log.
 
         Raises
         ------
@@ -126,7 +127,7 @@ class Dialogue:
         waiting = set(nodes)
         while waiting and time.monotonic() < progress_at + limit_s:
             with contextlib.suppress(queue.Empty):
-                self._take(*self._lines.get(timeout=0.2))
+                self._handle_line(*self._lines.get(timeout=0.2))
             if word := self._notice():
                 raise NoticeError(word)
             pending = {node for node in waiting if self._is_pending(node, stage)}
@@ -150,25 +151,26 @@ class Dialogue:
         return stage not in report.stages and not is_over
 
     def _is_running(self) -> bool:
-        """Return whether a process may still print, or has printed lines that are not taken in
-        yet."""
+        """Return whether a process may still print, or has printed lines that `wait` has not
+        handled yet."""
         return any(reader.is_alive() for reader in self._readers) or not self._lines.empty()
 
     def _fault_of(self, report: NodeReport, late: str) -> tuple[str, str]:
-        """Return the fault of a node that has not completed a stage: check and reason; `late` is
-        the latter's default."""
+        """Return the fault, check and reason, of a node that has not completed a stage; `late` is
+        the reason where neither its task nor srun has ended."""
         if report.has_ended:
             return "ended", f"ended early: {report.last_line or 'without a word'}"
         if not self._is_running():  # because of the controller, say: no fault of a node
             return "step", f"srun has ended without it: {self._last_line or 'no word'}"
         return "silent", f"{late} ({self._last_line})" if self._last_line else late
 
-    def _take(self, node: str | None, line: str | None) -> None:
-        """Take in one line of a node's process, or of srun where `node` is None; None is the
-        process's end.
+    def _handle_line(self, node: str | None, line: str | None) -> None:
+        """Handle a line of a node's process, or of srun's where `node` is None; None is the end of
+        the process. A message goes into the node's report. Another line goes into the log, and
+        becomes the last line of the node's task, or is one of srun's own.
 
-        Raise NoticeError as `_add_message`, LaunchError as `_take_from_srun`, OSError if the log
-        can't be written.
+        Raise NoticeError as `_add_message`, LaunchError as `_handle_line_of_srun`, OSError if the
+        log can't be written.
         """
         if line is None:
             if node:
@@ -187,9 +189,9 @@ class Dialogue:
         if node:
             self.reports[node].last_line = text
         elif text:
-            self._take_from_srun(text)
+            self._handle_line_of_srun(text)
 
-    def _take_from_srun(self, text: str) -> None:
+    def _handle_line_of_srun(self, text: str) -> None:
         """Note a line of srun's own: a task that has ended, or else the line for later messages.
 
         Raise LaunchError if Slurm could not start a task, once the node, or all if the name is no
@@ -213,17 +215,15 @@ class Dialogue:
 
         A torn message, and one of no node, is passed over: the node's stage will be missing.
         """
-        try:
+        with contextlib.suppress(ValueError, KeyError):
             message = json.loads(text)
             if "notice" in message:
                 raise NoticeError(message["notice"])
             self.reports[message["node"]].add(message)
-        except (ValueError, KeyError):  # torn: the node's stage will be missing
-            return
 
     def close(self, patience_s: float) -> None:
         """Close the nodes' input, so that they end, and wait for them; after `patience_s` terminate
-        them, after as long again kill them. Their last lines are not taken in."""
+        them, after as long again kill them. Their last lines do not get into `reports`."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 assert process.stdin is not None

@@ -51,11 +51,13 @@ NEEDED_BYTES = 100 << 20  # in the run folder, as long as the size of a checkpoi
 def examine(
     run: RunFolder, nodes: Sequence[str], commands: Sequence[Command], notice: Callable[[], str]
 ) -> dict[str, Any]:
-    """Test all nodes by `commands`, which end with it; return the fields of the event `preflight`.
+    """Test all nodes by `commands`, whose processes end with the test; return the fields of the
+    event `preflight`. A second test follows where the first has found a `DOUBTFUL` fault.
 
     `notice` returns a word once the attempt is asked to end, '' before: then the outcome is not ok,
     and blames no node. Where Slurm can't start the task of a node, that node alone has a fault, and
-    the tests of the others end early. The environment of the commands names the attempt.
+    the tests of the others end early. The environment of the commands names the attempt. Lines that
+    they print beside messages go to the attempt's ``preflight.log``.
 
     Raise OSError if the run's folder can't be read or written, or a command can't be started;
     UsageError for a broken job.json.
@@ -76,8 +78,8 @@ def examine(
 
 
 def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool) -> Reports:
-    """Return the reports of a `converse` that ends the dialogue, in a folder of its own; raises as
-    that, but for a LaunchError."""
+    """Call `converse` with a new folder of the run, end the dialogue, remove the folder and return
+    the reports. Raises as `converse`, but for a LaunchError."""
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
     patience_s = CLOSE_S
     try:
@@ -104,13 +106,13 @@ def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path, ag
     show; the result is in the dialogue's `reports`.
 
     The nodes write files into `folder`, and have other partners if `again`. Raises as
-    `Dialogue.wait` and `_needed`.
+    `Dialogue.wait` and `_needed_bytes`.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
     with listen_on_any_port() as server:
         port = server.getsockname()[1]  # free here, and most likely elsewhere
     order = {"folder": str(folder), "secret": secret, "port": port, "again": again}
-    dialogue.send(nodes=[*reports], **order, gpus=spec.gpu_count, needed=_needed(run))
+    dialogue.send(nodes=[*reports], **order, gpus=spec.gpu_count, needed=_needed_bytes(run))
     fit = dialogue.wait("local", list(reports))
     ports = {node: reports[node].contact["port"] for node in fit}
     missing = [node for node in reports if node not in ports]
@@ -139,11 +141,11 @@ def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path, ag
         blame_slow(reports)
 
 
-def _needed(run: RunFolder) -> int:
-    """Return the free bytes that the run's folder needs: for a checkpoint as large as the newest.
+def _needed_bytes(run: RunFolder) -> int:
+    """Return how many bytes the run's folder must have free: the size of the newest checkpoint.
 
-    `NEEDED_BYTES` where the newest can't be read or there is none. Raise OSError if they can't be
-    listed.
+    `NEEDED_BYTES` without a checkpoint, or where its size can't be read. Raise OSError if the
+    checkpoints can't be listed.
     """
     for path in published(run.checkpoints)[:1]:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -171,9 +173,10 @@ def main(argv: list[str]) -> int:
     """Make the preflight of the attempt in the environment, with `argv` as the command of its step.
 
     Outside of an attempt, in an allocation, it takes the next attempt's number. Return 0 if the
-    training can start, else 1, also after a notice: SIGTERM, SIGINT or SIGHUP from now on, or the
-    attempt's file. HpcDdpErrors and OSErrors are printed, and journalled as the outcome. Raise
-    KeyError outside of both, KeyError or ValueError for a damaged file of the attempt.
+    training can start, else 1, also after a notice: SIGTERM, SIGINT or SIGHUP, which the process
+    handles from now on, or the attempt's file. HpcDdpErrors and OSErrors are printed, and
+    journalled as the outcome. Raise KeyError without attempt and allocation, KeyError or ValueError
+    for a damaged file of the attempt.
     """
     environ = dict(os.environ)
     signals: list[str] = []

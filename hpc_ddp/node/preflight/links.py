@@ -24,10 +24,10 @@ PAYLOAD = 256 << 10  # bytes each way: more than fits into small packets
 
 
 def partners(nodes: Sequence[str], node: str, again: bool = False) -> list[str]:
-    """Return the nodes that a node checks, at most `PARTNERS`, [] for a lone one; as many check it.
+    """Return the nodes that `node` checks, at most `PARTNERS`, [] for a lone one; as many check it.
 
-    They are at the same distances from each node, on a ring of all, and others if `again`. From 17
-    nodes on these are less than half a ring: then no two nodes check each other.
+    The partners are at the same distances from each node, on a ring of all; with `again` at other
+    ones. From 17 nodes on the distances are less than half a ring: no two nodes check each other.
     """
     count = min(PARTNERS, len(nodes) - 1)
     index, half = nodes.index(node), max(count, (len(nodes) - 1) // 2)
@@ -37,7 +37,7 @@ def partners(nodes: Sequence[str], node: str, again: bool = False) -> list[str]:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Answers partners that send the secret: with the node's name, and the bytes that came.
+    """Answers partners that send the secret, with the node's name and the bytes that they sent.
 
     It listens on all interfaces, IPv4 and IPv6; a thread serves until the process ends.
     """
@@ -66,6 +66,8 @@ class Listener(socketserver.ThreadingTCPServer):
 
 
 class _Answer(socketserver.StreamRequestHandler):
+    """Handles a connection to a `Listener`."""
+
     server: Listener
 
     def handle(self) -> None:
@@ -113,8 +115,8 @@ def is_loopback(addresses: Iterable[str]) -> bool:
 
 
 def link_trouble(place: Place, peer: str, port: int, secret: str) -> tuple[str, bool]:
-    """Return why this node does not reach a partner by its name, '' if it does, and whether that
-    may be for want of time.
+    """Return why this node does not reach a partner by its name, '' if it does, and whether the
+    reason may be want of time. Takes `LINK_S` for each of the partner's answers, at most.
 
     `port` is that of the partner's `Listener`, which is tried at the first address only.
     """

@@ -24,7 +24,8 @@ TEXT_BYTES = 500  # of a reason: Slurm breaks lines of more than 1024
 
 
 def report(**message: Any) -> None:
-    """Print one message, with this node's name, in one write: several threads of a node print.
+    """Print one message of the fields in `message` (see the module) and this node's name to stdout,
+    in one write: several threads of a node print.
 
     Texts are cut to `TEXT_BYTES`, as they are in JSON, but for those inside lists and dicts. Raise
     KeyError without HPC_DDP_NODE, OSError where stdout is closed.

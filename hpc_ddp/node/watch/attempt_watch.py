@@ -28,8 +28,10 @@ class AttemptWatch:
     """
 
     def __init__(self, place: Place, task: Task) -> None:
-        """Take the supervisor's place, and its number among those of the attempt."""
+        """Take the supervisor's place, and its number among those of the attempt; the first one
+        begins to watch the attempt's folder. The owner starts `links`."""
         self.links = PeerLinks(place, task)
+        # Seconds between two looks while `is_quiet`.
         self._quiet_s = QUIET_S * task.per_node if task.index else QUIET_FIRST_S
         self._has_peers = task.count > task.per_node  # on other nodes
         attempt = place.attempt
@@ -37,8 +39,8 @@ class AttemptWatch:
         self._folder = None if task.index else FolderWatch(attempt.path)
         if self._folder and INTERACTIVE in os.environ:
             self._folder.close()  # the shell with the batch script may be on the login node
-        self._look_at = self._quick_until = 0.0
-        self._fenced_at = -math.inf
+        self._look_at = self._quick_until = 0.0  # all by `time.monotonic()`
+        self._fenced_at = -math.inf  # the last time that `is_fence_due` was True
 
     @property
     def is_quiet(self) -> bool:
@@ -46,7 +48,8 @@ class AttemptWatch:
         return self.links.is_whole and (self._folder is None or self._folder.works)
 
     def is_due(self) -> bool:
-        """Return whether to read ``notice``, ``failed`` and ``end-time`` now."""
+        """Return whether to read ``notice``, ``failed`` and ``end-time`` now. After a True the next
+        one comes with a wake-up, or after `LOOK_EVERY_S`, or far later while `is_quiet`."""
         now = time.monotonic()
         if self._is_woken():
             self._quick_until = now + QUICK_S
@@ -68,10 +71,11 @@ class AttemptWatch:
         return is_woken
 
     def is_fence_due(self) -> bool:
-        """Return whether to ask now if a later attempt has begun.
+        """Return whether to ask now if a later attempt has begun: True at most once in
+        `FENCE_EVERY_S`, and less often while all peers are connected.
 
-        Behind a cut link, or beside a dead slurmd, peers are gone as well. A node without peers has
-        no such sign.
+        Where a later attempt runs, behind a cut link or beside a dead slurmd, these peers are gone.
+        A node without peers has no such sign.
         """
         now = time.monotonic()
         is_rare = self._has_peers and self.is_quiet

@@ -24,7 +24,7 @@ class FolderWatch:
 
     def __init__(self, folder: Path) -> None:
         """Begin to watch; where that is not possible (another system than Linux, a limit of the
-        kernel's, no such folder) `changes` has no answers."""
+        kernel's, no such folder) `works` is False, and `changes` returns None."""
         self._fd = -1
         if sys.platform != "linux":
             return
@@ -40,7 +40,7 @@ class FolderWatch:
 
     @property
     def works(self) -> bool:
-        """Whether `changes` has answers."""
+        """Whether the folder is watched, so that `changes` can return names."""
         return self._fd >= 0
 
     def changes(self) -> set[str] | None:
@@ -62,8 +62,8 @@ class FolderWatch:
             self._fd = -1
 
     def _add_names(self, events: bytes, names: set[str]) -> bool:
-        """Add the names in some events to `names`; return False where the kernel has lost some, or
-        has ended the watch."""
+        """Add the names in `events`, bytes of the kernel's, to `names`; return False where the
+        kernel has lost events, or has ended the watch."""
         is_known, at = True, 0
         while at < len(events):
             _, mask, _, length = _HEAD.unpack_from(events, at)

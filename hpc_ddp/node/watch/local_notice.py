@@ -35,8 +35,9 @@ class LocalNotice:
         return {"HPC_DDP_LOCAL_NOTICE": path} if self._fd >= 0 else {}
 
     def write(self, **fields: object) -> None:
-        """Write fields, beside those that were written before. The text that is there is
-        overwritten in one call, and never gets shorter."""
+        """Set ``source``, ``end_time`` (unix seconds) or ``beat`` (seconds), beside those that were
+        written before; nothing without a file. The text that is there is overwritten in one call,
+        and never gets shorter."""
         if self._fd < 0:
             return
         self._fields |= fields

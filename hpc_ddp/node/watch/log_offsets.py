@@ -23,10 +23,10 @@ CHECK_AFTER_S, CHECK_EVERY_S = 30.0, 300.0  # whether Linux tells of all changes
 
 
 class LogCopy:
-    """Copies what a log gets to this process's output."""
+    """Copies what is appended to a log to this process's stdout."""
 
     def __init__(self, log: Path) -> None:
-        """Begin behind what the log has by now, of a try at another port."""
+        """Begin behind what the log has by now, from a start whose port was taken."""
         self.log = log
         self._position = log.stat().st_size if log.exists() else 0
 
@@ -43,22 +43,24 @@ class LogCopy:
 
 
 class Growth:
-    """Appends to a node's ``printed``: unix seconds, rank, and bytes of its log by then."""
+    """Appends lines to a node's ``printed``: unix seconds, a rank, and the size of its log by then,
+    in bytes."""
 
     def __init__(self, node: NodeFolder, shows_rank_0: bool = False) -> None:
         """Begin with no known log; `node`, whose folder exists, may be of one rank alone. With
-        `shows_rank_0`, `note` shows what rank 0's log gets, too."""
+        `shows_rank_0`, `note` also copies what is appended to rank 0's log to stdout."""
         self._shown = LogCopy(node.rank_log(0)) if shows_rank_0 else None
         self._node = node
         self._watch = FolderWatch(node.path)
         self._pattern = "rank-*.log" if node.rank is None else f"rank-{node.rank}.log"
-        self._logs: dict[Path, int] = {}
+        self._logs: dict[Path, int] = {}  # sizes in bytes, as noted last
         self._looks_since_new = 0
         self._is_unsure = True  # some logs may have changed, and it is not known which
         self._check_at = time.monotonic() + CHECK_AFTER_S
 
     def note(self) -> None:
-        """Append a line for each log that has grown since the last call; nothing if none has.
+        """Append a line for each log that has grown since the last call, and copy the new part of
+        rank 0's log if it is shown; nothing if none has grown.
 
         An OSError is passed over, and the next call tries again: without a line, the output of the
         ranks is only less well ordered.
@@ -81,8 +83,8 @@ class Growth:
     def _changed_names(self) -> set[str] | None:
         """Return the names of files that have changed; None where that is not known.
 
-        Now and then the logs' sizes are compared with that: where a log has grown without a word of
-        Linux, on a file system of its own kind, it is not asked again.
+        Every `CHECK_EVERY_S` the known logs' sizes are looked at, too: where one has grown and
+        Linux has not told of it, as on a special file system, the watch is ended for good.
         """
         names = self._watch.changes()
         if names is not None and time.monotonic() >= self._check_at:
@@ -97,7 +99,7 @@ class Growth:
         return names
 
     def _note_sizes(self, logs: Iterable[Path]) -> None:
-        """Append a line for those of some logs that have grown; raise OSError if the disk fails."""
+        """Append a line for each of `logs` that has grown; raise OSError if the disk fails."""
         sizes = {path: path.stat().st_size for path in logs}
         grown = {path: size for path, size in sizes.items() if size > self._logs.get(path, 0)}
         if not grown:
@@ -114,9 +116,10 @@ class Growth:
         return [self._node.path / name for name in sorted(names) if fnmatch(name, self._pattern)]
 
     def _all_logs(self) -> list[Path]:
-        """Return all logs of the supervisor's ranks. The folder is listed until there is one, and
-        `LIST_EVERY` times after the newest, since other workers may come seconds later; then at
-        each `LIST_EVERY`-th call. Raise OSError if the disk fails."""
+        """Return all known logs of the supervisor's ranks. The folder is listed for new ones at
+        each call until there is one, and at `LIST_EVERY` calls after the newest, since other
+        workers may come seconds later; then at each `LIST_EVERY`-th call. Raise OSError if the disk
+        fails."""
         since = self._looks_since_new
         self._looks_since_new += 1
         if not self._logs or since < LIST_EVERY or since % LIST_EVERY == 0:

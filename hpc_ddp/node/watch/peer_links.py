@@ -43,7 +43,8 @@ STRANGERS = 64  # connections at a time whose other end has not proved itself
 
 @dataclass(frozen=True)
 class Task:
-    """A supervisor among those of its attempt: its number, and how many each node has."""
+    """A supervisor among the `count` ones of its attempt: its number `index`, from 0 on, and how
+    many each node has."""
 
     index: int
     count: int
@@ -80,13 +81,14 @@ class Link:
     _buffer: bytes = b""
 
     def send(self, **message: Any) -> None:
-        """Send a message; a link that takes none is found out by its silence."""
+        """Send a message. An error is passed over: a link that takes none falls silent, and is
+        dropped for that."""
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come. Raise OSError where the link has ended, ValueError for
-        what is no message."""
+        """Yield the messages that have come. Raise OSError where the link has ended or nothing has
+        come (BlockingIOError), ValueError for what is no message."""
         data = self.socket.recv(4096)
         if not data:
             raise OSError("the link has ended")
@@ -111,8 +113,9 @@ class PeerLinks:
         self._children: list[Link] = []
         self._selector = selectors.DefaultSelector()
         self._woken = threading.Event()
-        self._connect_at, self._retry_s = 0.0, RETRY_S
-        self._beat_at = self._forward_at = 0.0
+        # By `time.monotonic()`: when to try next to connect, to send a beat, to forward a wake-up.
+        self._connect_at = self._beat_at = self._forward_at = 0.0
+        self._retry_s = RETRY_S  # the pause after the next try to connect
         self._secret = b""
         self._has_ended = False
 
@@ -136,13 +139,14 @@ class PeerLinks:
         self._wake_all_but(None)
 
     def take_wake(self) -> bool:
-        """Return whether a peer has woken this supervisor, or has gone, since the last call."""
+        """Return whether a peer has woken this supervisor, has joined or has gone since the last
+        call."""
         is_woken = self._woken.is_set()
         self._woken.clear()
         return is_woken
 
     def _wake_all_but(self, origin: Link | None) -> None:
-        """Send a wake-up to all links but the one that it came by."""
+        """Send a wake-up to all proved links but `origin`, by which it came; None: it is ours."""
         for link in self._links():
             if link is not origin and link.task is not None:
                 link.send(wake=True)
@@ -177,7 +181,8 @@ class PeerLinks:
             self._selector.close()
 
     def _listen(self) -> None:
-        """Open a port for the children, and write its number into the folder of the own node."""
+        """Open a port for the children, and write its number into this node's folder; raise OSError
+        where that is not possible."""
         listener = listen_on_any_port()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, listener)
@@ -193,7 +198,8 @@ class PeerLinks:
         return self._place.nodes[task // self._task.per_node]
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take a connection, whose other end has to prove itself."""
+        """Accept a connection and send it a number, by which its other end has to prove itself;
+        close it at once where `STRANGERS` others have not done so yet."""
         with suppress(OSError):
             connection, _ = listener.accept()
             if sum(link.task is None for link in self._children) >= STRANGERS:
@@ -211,8 +217,8 @@ class PeerLinks:
         return link
 
     def _connect_if_due(self) -> None:
-        """Try to connect to the parent, unless there is a link, none is needed, or a try has just
-        failed."""
+        """Try to connect to the parent, for `CONNECT_S` at most; nothing where there is a link,
+        none is needed, or the pause after a failed try is not over."""
         parent, now = self._task.parent, time.monotonic()
         if parent is None or self._parent or now < self._connect_at:
             return
@@ -276,7 +282,8 @@ class PeerLinks:
         return hmac.new(self._secret, f"{nonce} {task}".encode(), "sha256").hexdigest()
 
     def _beat_if_due(self) -> None:
-        """Send a sign of life each `BEAT_S`, and drop the links without one."""
+        """Each `BEAT_S` send a sign of life to the peers, and drop the links by which nothing has
+        come for `SILENCE_S`."""
         now = time.monotonic()
         if now < self._beat_at:
             return
@@ -288,7 +295,7 @@ class PeerLinks:
                 link.send()
 
     def _drop(self, link: Link) -> None:
-        """Close a link; the end of one to a peer may be that of its node, and is worth a look."""
+        """Close a link. If it was a peer's, whose node may be lost, wake this supervisor."""
         self._selector.unregister(link.socket)
         link.socket.close()
         if link is self._parent:

@@ -15,7 +15,8 @@ class Signals:
 
     def __init__(self) -> None:
         """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on; they also wake
-        `wait`, by the process's wake-up descriptor. A dry run has started it with them blocked."""
+        `wait`, by the process's wake-up descriptor. The former are unblocked: a dry run starts this
+        process with them blocked. `seen` has the signals' numbers; its reader empties it."""
         self.seen: list[int] = []
         self._read, self._write = socket.socketpair()  # kept: the descriptors must stay open
         self._read.setblocking(False)

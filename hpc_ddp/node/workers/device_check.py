@@ -29,15 +29,15 @@ def has_initialised_device() -> bool:
 
 @dataclass
 class Trial:
-    """A fork that uses the first accelerator, and makes a collective there; it starts at once, and
-    ends soon where there is none."""
+    """A fork that uses the first accelerator, and makes a collective there. An instance starts the
+    process; where there is no accelerator, that ends soon."""
 
-    pid: int = field(default_factory=lambda: _forked())
-    result: str | None = None
+    pid: int = field(default_factory=lambda: _fork_trial())
+    result: str | None = None  # of `failure`, once the process has ended
 
     def failure(self) -> str:
-        """Wait for the end of the trial; return why a fork can't use the accelerator, '' if it can,
-        or has none."""
+        """Wait for the end of the trial, which is killed after `TRIAL_S`; return why a fork can't
+        use the accelerator, '' if it can, or has none."""
         if self.result is None:
             self.result = self._wait()
         return self.result
@@ -56,7 +56,7 @@ class Trial:
             time.sleep(POLL_S)
 
 
-def _forked() -> int:
+def _fork_trial() -> int:
     """Fork a process that tries the accelerator, and return its id. Its output goes to this
     process's log."""
     pid = os.fork()
@@ -73,7 +73,8 @@ def _forked() -> int:
 
 
 def _works() -> bool:
-    """Use the first accelerator, alone; return whether the result is right, true without one."""
+    """Use the first accelerator, in a process group of this process alone; return whether the
+    result is right, True without an accelerator."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return True

@@ -81,7 +81,8 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code; raise subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for the end and return the exit code, as `poll`; raise subprocess.TimeoutExpired
+        after `timeout` seconds, None: never."""
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if end is not None and time.monotonic() > end:
@@ -98,8 +99,10 @@ class ForkServer:
     is_reported: bool = False  # the reason of a refusal is printed once
 
     def fork(self, command: Sequence[str], environ: dict[str, str]) -> ForkedProcess | None:
-        """Fork a worker that runs `command` (`started_by`) with this environment. None where the
-        server refuses or has ended: it has to be started by exec then."""
+        """Have the server fork a worker that runs `command` (`started_by`) with the environment
+        `environ`, and return it, a child of this process. None where the server refuses, has ended,
+        or does not answer within `ANSWER_S`: the worker has to be started by exec then. The first
+        reason for that is printed."""
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
@@ -121,12 +124,13 @@ class ForkServer:
 
 
 def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
-    """Start the fork server for a `script` with its arguments; torch is imported already.
+    """Fork the server for a `script` with its arguments, in which torch is imported already.
 
-    Return the agent's end of it; None where nothing can be forked: on other systems than Linux, for
-    a program that is no script, where workers get variables that an import may depend on, and with
-    threads, which a site's ``sitecustomize`` may start, and a fork has not. It returns once more in
-    each worker, with the script that the process is to run.
+    Return the agent's end of the server. In each worker that the server forks the call returns once
+    more, with the script that the process is to run. None where nothing can be forked: on other
+    systems than Linux; and, which is printed, for a program that is no script, where workers get
+    variables that an import may depend on, and with threads, which a site's ``sitecustomize`` may
+    start, and a fork does not have.
     """
     if sys.platform != "linux":
         return None
@@ -168,8 +172,9 @@ class _Server:
     output: int = -1  # a file with what the imports print
 
     def serve(self) -> ForkedScript:
-        """Import, then fork a worker for each request until the agent closes the connection, which
-        ends this process. Return in each worker, with its script."""
+        """Make the imports, then fork a worker for each request, until the agent closes the
+        connection, which ends this process with 0. Return in each worker, with its script. A script
+        that is unfit for this has each request refused."""
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:  # a preempting Slurm may signal each process of the step
             signal.signal(number, signal.SIG_IGN)
@@ -198,10 +203,11 @@ class _Server:
                 continue
             inherited = set(SIGNALS) - set(HANDLED_BY_TORCHRUN)
             _reset_signals(ignored=[n for n in inherited if handlers[n] is signal.SIG_IGN])
-            return self._begin(command, environ)
+            return self._become_worker(command, environ)
 
     def _import_all(self) -> None:
-        """Import torch, then what the script needs, while a fork tries the accelerator.
+        """Import `ALWAYS`, then what the script needs, while a fork tries the accelerator; set
+        `refusal` where that fails. The process may be another one afterwards (`_import_in_child`).
 
         Raise UnfitError where a forked worker would differ from one that is started.
         """
@@ -219,8 +225,9 @@ class _Server:
             self.refusal = trial.failure()
 
     def _import_in_child(self, names: Sequence[str], folders: Sequence[Path], trial: Trial) -> bool:
-        """Let a child import modules, and serve in place of this process; return True in the child,
-        and False in this process if one of them turns out to be unfit."""
+        """Fork a child that imports modules and serves in place of this process. Return True in the
+        child, whose `refusal` is then that of the accelerator's `trial`; False in this process if a
+        module turns out to be unfit; else end this process with 1 once the child has ended."""
         reader, writer = Pipe(duplex=False)
         with reader, writer:
             child = self._fork_importer(names, folders)
@@ -234,10 +241,11 @@ class _Server:
         return False
 
     def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
-        """Fork a process that imports the packages, and return its id; 0 in that process.
+        """Fork a process that imports the packages, and return its id; return 0 in that process,
+        which is to serve in place of this one.
 
-        It is to serve in place of this one, and ends with `UNFIT` if a package turns out to be so:
-        that can't be undone.
+        If a package turns out to be unfit, which can't be undone, that process prints the reason
+        and ends with the code `UNFIT`.
         """
         size = os.fstat(self.output).st_size
         if child := os.fork():
@@ -253,7 +261,7 @@ class _Server:
         return 0
 
     def _refusal(self, command: list[str], environ: dict[str, str]) -> str:
-        """Return why a worker is not to be forked, '' if it is."""
+        """Return why a worker with this command and environment is not to be forked, or ''."""
         if self.refusal:
             return self.refusal
         start = started_by(sys.executable, [])
@@ -292,8 +300,10 @@ class _Server:
         os.waitpid(between, 0)
         return int(text) if text else "a fork has failed"
 
-    def _begin(self, command: list[str], environ: dict[str, str]) -> ForkedScript:
-        """Make this process, just forked, the worker that `worker.py` would make of it."""
+    def _become_worker(self, command: list[str], environ: dict[str, str]) -> ForkedScript:
+        """Make this process, just forked, the worker that `worker.py` would make of it, once it is
+        the agent's child, and return its script. It prints what the imports have printed, and exits
+        with 1 where the agent has died. Raises as `worker.prepare` and `ForkedScript.of`."""
         self.connection.close()
         while os.getppid() != self.agent:  # until the process between has ended
             if os.getppid() == 1:
@@ -327,8 +337,8 @@ def own_folders(script: Path) -> list[Path]:
 
 
 def _reset_signals(ignored: Sequence[int]) -> None:
-    """Handle signals as Python does after an exec: it resets handlers, and leaves signals that are
-    ignored."""
+    """Give `SIGNALS` the handlers that Python has after an exec: the default ones, but for those of
+    `ignored`, which stay ignored."""
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)

@@ -31,11 +31,12 @@ class ForkedScript:
 
     @classmethod
     def of(cls, command: list[str]) -> ForkedScript:
-        """Make this process that of `command`, python and its options before the script.
+        """Make this process that of `command` (python, its options, the script and its arguments),
+        and return the script, which the caller is to run.
 
         ``__main__``, ``sys.argv``, ``sys.path`` and the process's command line and environment, as
-        others see them, become the script's. Raise OSError if it can't be read, SyntaxError or
-        ValueError if it is no Python.
+        others see them, become the script's; generators of random numbers are seeded anew. Raise
+        OSError if the script can't be read, SyntaxError or ValueError if it is no Python.
         """
         python, *options = command
         start = next(place for place, word in enumerate(options) if not word.startswith("-"))
@@ -47,7 +48,7 @@ class ForkedScript:
         sys.orig_argv[:] = command
         sys.path[:] = search_path(script)
         importlib.invalidate_caches()
-        _draw_anew()
+        _seed_anew()
         module = ModuleType("__main__")
         module.__file__ = os.path.abspath(script)
         module.__loader__ = SourceFileLoader("__main__", os.path.abspath(script))
@@ -58,8 +59,8 @@ class ForkedScript:
         return cls(code, module)
 
     def report(self, error: BaseException) -> None:
-        """Print an exception that has ended the script as Python would, without node.py's frame;
-        Python itself then prints nothing more."""
+        """Print an exception that has ended the script as Python would, without node.py's frame,
+        and have Python itself print nothing of it any more."""
         traceback = error.__traceback__.tb_next if error.__traceback__ else None
         error.__traceback__ = traceback
         sys.excepthook(type(error), error, traceback)
@@ -76,7 +77,7 @@ def search_path(script: str) -> list[str]:
     return [first[0], *dict.fromkeys([*first[1:], *remaining])]
 
 
-def _draw_anew() -> None:
+def _seed_anew() -> None:
     """Seed the generators of numpy and torch as a start of each would, and draw the key of
     multiprocessing anew; Python's own generator is seeded at a fork."""
     multiprocessing.current_process().authkey = os.urandom(32)

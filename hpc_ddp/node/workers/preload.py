@@ -29,11 +29,13 @@ DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/
 
 
 def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -> None:
-    """Import modules, whose prints go to the descriptor `output`; of those that are not known the
-    generators of random numbers and the callbacks at the exit count as well.
+    """Import the modules `names` in this process, whose prints go to the descriptor `output`; one
+    that is not there is passed over.
 
-    Raise UnfitError where one fails, or leaves something that a fork does not survive, or that a
-    worker would not have from its own import.
+    Raise UnfitError where an import fails, or leaves something that a fork does not survive or that
+    a worker would not have from its own import: a changed `_state`, an open device, a thread. It is
+    also raised where an import reads the rank; or, unless the modules `are_known`, all variables of
+    the environment.
     """
     gc.freeze()  # `_generators` then looks at new objects alone
     before = _state(are_known)
@@ -61,10 +63,10 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
 
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
-    """Import without Python's collector of cycles, which takes a fifth of the import of torch: it
-    looks at all that is there again and again, and hardly any of it can go. It does not look later
-    either at what is imported in here. Where a package turns it off, or chooses thresholds of its
-    own, that stays."""
+    """Switch Python's collector of cycles off inside the block: it takes a fifth of the import of
+    torch, since it looks at all objects again and again, and hardly any can go. Later collections
+    leave out all objects of before the block's end (`gc.freeze`). Where a package turns the
+    collector off, or chooses thresholds of its own, that stays."""
     thresholds = gc.get_threshold()
     gc.set_threshold(0)
     try:
@@ -77,7 +79,7 @@ def paused_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _captured(output: int) -> Iterator[None]:
-    """Redirect stdout and stderr to a descriptor."""
+    """Redirect this process's stdout and stderr to a descriptor inside the block."""
     outputs = [os.dup(number) for number in (1, 2)]
     try:
         for number in (1, 2):
@@ -91,7 +93,8 @@ def _captured(output: int) -> Iterator[None]:
 
 
 def _state(are_known: bool) -> dict[str, Any]:
-    """Return what an import must not change, by its name."""
+    """Return the parts of this process's state that imports must not change, by their name in
+    words; unless the modules `are_known`, also random numbers and callbacks at the exit."""
     state: dict[str, Any] = {
         "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
         "the working directory": os.getcwd(),
@@ -119,8 +122,8 @@ def _open_files() -> dict[str, str]:
 
 
 def _generators() -> list[str]:
-    """Return the states of the global generators of Python, numpy and torch, and all others that
-    are not frozen."""
+    """Return in a form that only compares the states of the global generators of random numbers of
+    Python, numpy and torch, and which others there are, without those that are frozen (`gc`)."""
     states = [repr(random.getstate())]
     kinds: tuple[type, ...] = (random.Random,)
     if numpy := sys.modules.get("numpy"):
@@ -145,14 +148,14 @@ def forget_rank() -> None:
 
 
 class _RankReadError(BaseException):
-    """An import asks for the rank; no package is to catch it, and wait for its peers, say."""
+    """An import asks for the rank. No Exception: a package must not catch it and go on."""
 
 
 @contextlib.contextmanager
 def _rank_unread(are_known: bool) -> Iterator[None]:
-    """Raise UnfitError at the end if something has asked the environment for a worker's rank, which
-    is not there yet, or, unless the imports are known, has read all variables. The import ends
-    there."""
+    """Inside the block, end an import that asks the environment for a worker's rank, which is not
+    there yet, or, unless the modules `are_known`, reads all variables; raise UnfitError at the end
+    of the block then."""
     names: list[str] = []
     kind: Any = type(os.environ)
     read, walk = kind.__getitem__, kind.__iter__
@@ -182,7 +185,8 @@ def _rank_unread(are_known: bool) -> Iterator[None]:
 
 
 def _is_called_by_python() -> bool:
-    """Return whether a module of Python itself iterates over the environment, as for a child."""
+    """Return whether the caller of `note_all` is a module of Python itself, which iterates over the
+    environment for a child process, say."""
     frame = sys._getframe(2)
     while frame.f_back and frame.f_globals.get("__name__") in OF_ENVIRON:
         frame = frame.f_back
@@ -204,8 +208,8 @@ def _without_driver() -> Iterator[None]:
 
 
 def _import_if_there(name: str) -> None:
-    """Import a module, unless there is none; raise UnfitError if it fails: the script may rely on
-    that."""
+    """Import a module, unless there is none of this name; raise UnfitError if the import fails: the
+    script may rely on its failure."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -14,7 +14,8 @@ from typing import NoReturn
 
 
 def run_module(folder: str, name: str, *args: str) -> None:
-    """Run a module as ``__main__``; raise ImportError without one, and whatever it raises."""
+    """Run the module `name`, looked for in `folder` first, as ``__main__`` with arguments; raise
+    ImportError without one, and whatever it raises."""
     sys.path.insert(0, folder)
     sys.argv[:] = [name, *args]
     runpy.run_module(name, run_name="__main__", alter_sys=True)

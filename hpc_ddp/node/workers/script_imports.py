@@ -58,12 +58,12 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 class UnfitError(Exception):
-    """The script has to be started by exec; the text is the reason."""
+    """A script can't run in a fork, and has to be started by exec; the text is the reason."""
 
 
 class _Import(NamedTuple):
-    """An import of `name`, or of `parts` from it, relative by `level`. It is certain unless it is
-    below an ``if``, say."""
+    """An import of `name`, or of `parts` from it, relative by `level` dots (0: absolute). It is
+    certain if it runs in any case, and not below an ``if``, say."""
 
     name: str
     parts: tuple[str, ...]
@@ -87,11 +87,11 @@ class _Reading:
 
 def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
     """Return the names of installed modules that `script` and its own modules import at their top
-    level in any case, in that order; `folders` are those in which its own modules are, the
-    script's first. Behind a statement that may change anything there are none.
+    level in any case, in that order, up to the first statement that may change anything (see
+    `_Reading`). `folders` are those in which its own modules are, the script's first.
 
     Raise UnfitError where one of the files can't be read, or changes what an import may depend on;
-    or where such a statement comes before the import of torch.
+    or where a statement that may change anything comes before the import of torch.
     """
     walk = _Walk(script, folders)
     walk.enter(script, is_certain=True)
@@ -100,7 +100,8 @@ def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
 
 @dataclass
 class _Walk:
-    """Goes through the imports of a script in the order in which they run."""
+    """Goes through the imports of a script in the order in which they run, and collects the `names`
+    of installed modules up to the first statement that may change anything."""
 
     script: Path
     folders: Sequence[Path]
@@ -109,7 +110,8 @@ class _Walk:
     change: str = ""  # the place of the first statement that may change anything
 
     def enter(self, path: Path, is_certain: bool) -> None:
-        """Take in the imports of a file, unless it has been entered or there are too many; raise
+        """Follow the imports of the file `path`, of a module that is imported in any case if
+        `is_certain`. Nothing if it has been entered before, or too many others have. Raise
         UnfitError as `imports_of`."""
         if path in self.entered or len(self.entered) > MOST_FILES:
             return
@@ -124,10 +126,12 @@ class _Walk:
             if isinstance(step, int):
                 self.change = self.change or f"{path.name}, line {step}"
             else:
-                self._take(path, step, is_certain and step.is_certain)
+                self._follow(path, step, is_certain and step.is_certain)
 
-    def _take(self, path: Path, step: _Import, is_certain: bool) -> None:
-        """Take in an import of the file at `path`: that of a module of its own by that file."""
+    def _follow(self, path: Path, step: _Import, is_certain: bool) -> None:
+        """Follow one import of the file `path`: enter the files of a module that is the script's
+        own; add the name of an installed one, if it is certain, to `names`, unless a `change` came
+        before. Raise UnfitError where that is the first import of torch, or as `enter`."""
         name, parts, level, _ = step
         package, top = _package(path, level), name.partition(".")[0]
         base = [package] if package else self.folders[:1] if top == OURS else self.folders
@@ -146,7 +150,8 @@ class _Walk:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a module of this name would come from a folder of installed packages."""
+    """Return whether a module of this name would come from a folder of installed packages, and may
+    be imported ahead (`NEVER_AHEAD`)."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in NEVER_AHEAD:
         return False
@@ -178,7 +183,7 @@ def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
 
 
 def _read(path: Path) -> _Reading:
-    """Read a file; raise UnfitError if it is no Python."""
+    """Read a Python file; raise UnfitError if it can't be read, or is no Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
@@ -236,8 +241,9 @@ def _at_top_level(
 
 
 def _may_change_anything(node: ast.stmt, modules: Mapping[str, str]) -> bool:
-    """Return whether a statement may change what a later import finds, in a way that no text shows:
-    it patches a module, or calls what may. `modules` has those of the names that are bound."""
+    """Return whether a statement may change what a later import finds, in a way that its text does
+    not show: it patches a module, or calls a function that may do so. `modules` has, by each name
+    that the file has bound so far, the module it comes from; '' for a function of the file."""
     targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
     for target in targets:
         is_part = isinstance(target, (ast.Attribute, ast.Subscript))
@@ -261,18 +267,18 @@ def _root(node: ast.AST) -> str:
 
 
 def _change(node: ast.AST) -> str:
-    """Return what a statement or call changes of the environment or the search path, '' if nothing
-    that an import may depend on."""
+    """Return what a statement or call changes of the environment, ``sys.path`` or ``sys.modules``,
+    '' if nothing that an import may depend on."""
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
         targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
         for target in targets:
-            if isinstance(target, ast.Subscript) and _is(target.value, "environ"):
+            if isinstance(target, ast.Subscript) and _is_name(target.value, "environ"):
                 return _variable(target.slice)
-            if isinstance(target, ast.Subscript) and _is(target.value, "path", "sys"):
+            if isinstance(target, ast.Subscript) and _is_name(target.value, "path", "sys"):
                 return "sys.path"
-            if isinstance(target, ast.Subscript) and _is(target.value, "modules", "sys"):
+            if isinstance(target, ast.Subscript) and _is_name(target.value, "modules", "sys"):
                 return "sys.modules"
-            if _is(target, "environ") or _is(target, "path", "sys"):
+            if _is_name(target, "environ") or _is_name(target, "path", "sys"):
                 return ast.unparse(target)
     if not isinstance(node, ast.Call):
         return ""
@@ -281,11 +287,12 @@ def _change(node: ast.AST) -> str:
         return "its environment"
     if not isinstance(function, ast.Attribute):
         return ""
-    if _is(function.value, "environ") and name in ("setdefault", "pop"):
+    if _is_name(function.value, "environ") and name in ("setdefault", "pop"):
         return _variable(node.args[0]) if node.args else "its environment"
-    if _is(function.value, "environ") and name in ("update", "clear", "popitem"):
+    if _is_name(function.value, "environ") and name in ("update", "clear", "popitem"):
         return "its environment"
-    return "sys.path" if _is(function.value, "path", "sys") and name in CHANGES_OF_PATH else ""
+    is_of_path = _is_name(function.value, "path", "sys") and name in CHANGES_OF_PATH
+    return "sys.path" if is_of_path else ""
 
 
 def _called(node: ast.Call) -> str:
@@ -295,8 +302,8 @@ def _called(node: ast.Call) -> str:
 
 
 def _alias(node: ast.AST) -> str:
-    """Return what a statement gives another name, by which it may be changed unseen: a variable of
-    ``os`` or ``sys``; '' if it does not."""
+    """Return the variable of ``os`` or ``sys``, or the setting, to which a statement gives another
+    name, by which it may be changed unseen; '' for another statement."""
     if isinstance(node, ast.Import):
         return "sys" if any(a.name == "sys" and a.asname for a in node.names) else ""
     if isinstance(node, ast.ImportFrom) and any(
@@ -310,16 +317,17 @@ def _alias(node: ast.AST) -> str:
             ):
                 return f"{node.module}.{alias.name}"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-        if _is(node.value, "environ"):
+        if _is_name(node.value, "environ"):
             return "os.environ"
-        if _is(node.value, "path", "sys") or _is(node.value, "modules", "sys"):
+        if _is_name(node.value, "path", "sys") or _is_name(node.value, "modules", "sys"):
             return "sys.path"
     return ""
 
 
 def _folders_elsewhere(name: str) -> list[Path]:
-    """Return the folder in which a top-level module is that is neither installed nor the script's:
-    on PYTHONPATH, or of an editable install."""
+    """Return the folder, in a list, in which the top-level module of `name` is, where that is
+    neither installed nor the script's: on PYTHONPATH, or of an editable install. [] where there is
+    none, or it is Python's own."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in NEVER_AHEAD:
         return []
@@ -333,8 +341,9 @@ def _folders_elsewhere(name: str) -> list[Path]:
     return [path.parents[1] if path.name == "__init__.py" else path.parent]
 
 
-def _is(node: ast.AST, name: str, module: str = "") -> bool:
-    """Return whether an expression is ``name`` itself, or that of a module."""
+def _is_name(node: ast.AST, name: str, module: str = "") -> bool:
+    """Return whether an expression is ``name`` or ``….name``; with a `module` only
+    ``module.name``."""
     if isinstance(node, ast.Attribute):
         owner = getattr(node.value, "id", "")
         return node.attr == name and (not module or owner == module)
@@ -342,8 +351,8 @@ def _is(node: ast.AST, name: str, module: str = "") -> bool:
 
 
 def _variable(key: ast.AST) -> str:
-    """Return the name of the variable that a key of ``os.environ`` means, '' for one that is read
-    late."""
+    """Return the name of the variable that a key of ``os.environ`` means, '' for one that matches
+    `READ_LATE`; ``its environment`` where the key is no constant."""
     name = key.value if isinstance(key, ast.Constant) else ""
     if isinstance(name, str) and READ_LATE.fullmatch(name):
         return ""
@@ -351,13 +360,14 @@ def _variable(key: ast.AST) -> str:
 
 
 def _package(path: Path, level: int) -> Path | None:
-    """Return the folder in which a relative import of a file begins, None for an absolute one."""
+    """Return the folder in which a relative import of the file `path` begins; None for an absolute
+    one, and one that leads out of all folders."""
     return path.parents[level - 1] if level and level <= len(path.parents) else None
 
 
 def _files(name: str, parts: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of a module of the script's own, of its parents and of the submodules
-    `parts`."""
+    """Yield the files of the module `name`, of its parents and of its submodules among `parts`, in
+    the first of `folders` that has the module's top level."""
     words = name.split(".") if name else []
     for folder in folders:
         if words and not ((folder / words[0]).is_dir() or (folder / f"{words[0]}.py").is_file()):

@@ -33,7 +33,7 @@ OF_AN_MPI_TASK = (
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NAMESPACE = "/proc/self/ns/pid"
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-READY = "--ready"  # the first word where the set-up lines are done
+READY = "--ready"  # the first word of `main` where the set-up lines are done
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
@@ -45,7 +45,8 @@ def started_by(python: str, script: list[str]) -> list[str]:
 
 def after_setup(lines: str, command: list[str]) -> list[str]:
     """Return the command of a bash that runs set-up lines, and then becomes `command`, with their
-    variables; `command` itself for ''. A line that fails is reported, and ends nothing."""
+    variables; `command` itself for no lines (''). A line that fails is reported, and ends
+    nothing."""
     if not lines:
         return command
     report = 'echo "hpc-ddp: this set-up command failed with code $?: $BASH_COMMAND" >&2'
@@ -63,11 +64,11 @@ def die_with_parent() -> None:
 
 
 def as_task() -> dict[str, str]:
-    """Return Slurm's variables of a task as they are for a worker that is one, by `srun python`.
+    """Return Slurm's variables of a task as a worker has them that is one, by `srun python`; they
+    are made of torchrun's variables. Raise KeyError without those.
 
-    Below torchrun a worker would inherit those of its node's one task: the node's number for a
-    rank, and the number of nodes for a world size. A script that reads them would train alone. They
-    are made of torchrun's; raise KeyError without those.
+    Below torchrun a worker would inherit Slurm's of its node's one task: the node's number for a
+    rank, and the number of nodes for a world size. A script that reads them would train alone.
     """
     size, per_node = os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     nodes = int(size) // int(per_node)
@@ -91,7 +92,8 @@ def is_of_mpi_task(name: str) -> bool:
 
 
 def forget_task() -> None:
-    """Remove from this process's environment what an MPI launcher told its one task of this node.
+    """Remove from this process's environment the variables by which an MPI launcher describes its
+    one task of this node.
 
     Each of torchrun's workers would take itself for that task, and `import mpi4py.MPI` would hang.
     Does nothing in a worker that torchrun has not started.
@@ -155,11 +157,12 @@ def forget_other_ranks() -> None:
 
 
 def compile_cache() -> str:
-    """Return a folder for the caches of torch's compiler that no other user can have made, or can
-    replace: below TMPDIR, or in the run where another user could do so there.
+    """Make a folder for the caches of torch's compiler, unless it is there, and return its path. No
+    other user can have made it, or can replace it: it is below TMPDIR, or, where another user could
+    do so there or it can't be made, in the run.
 
     torch would take ``/tmp/torchinductor_<user>`` whoever has made it, and load pickles from it.
-    Raise OSError if the run's can't be made.
+    Raise OSError if the folder in the run can't be made, or is not this user's alone.
     """
     name = f"hpc-ddp-compile-{os.geteuid()}"
     in_tmp = os.path.join(os.environ.get("TMPDIR") or "/tmp", name)
@@ -189,9 +192,9 @@ def set_compile_cache() -> None:
 
 
 def resume_args() -> list[str]:
-    """Return the further arguments of a script that is not started for the first time, by this
-    attempt or within it; [] where the file is missing that it would begin with: an earlier attempt
-    may have ended before it was written."""
+    """Return the arguments to add to a script's (``--resume-args``); [] at its first start in the
+    run, and where no file matches the pattern HPC_DDP_RESUME_IF, if set: an earlier attempt may
+    have ended before the file was written."""
     numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)
     words, path = (os.environ.get(f"HPC_DDP_RESUME_{name}") for name in ("ARGS", "IF"))
@@ -204,8 +207,8 @@ def resume_args() -> list[str]:
 
 
 def value_of(name: str, variable: str = "") -> str:
-    """Return the value of a variable that ``--expand`` names, from another `variable` where that is
-    given; exit with 1 where it is not set."""
+    """Return the value of the variable `name`, which ``--expand`` names, read from another
+    `variable` where that is given; exit the process with 1 where none is set."""
     if name == "HOSTNAME":  # the batch script's is that of the first node
         return os.uname().nodename
     for source in (variable or name, f"HPC_DDP_DRY_{name}"):  # the latter is Slurm's, without one
@@ -216,10 +219,10 @@ def value_of(name: str, variable: str = "") -> str:
 
 def fill(command: list[str]) -> list[str]:
     """Return `command`, python, -u, the script and its arguments, with the variables that
-    ``--expand`` names filled into the arguments; so they are into ``env`` where they differ between
-    workers.
+    ``--expand`` names filled into the arguments. Fill them into this process's variables of
+    HPC_DDP_EXPAND_ENV, too: those of ``env`` whose values differ between workers.
 
-    As `core.job.variables.fill`, and exits as `value_of`.
+    They are filled in as by `core.job.variables.fill`. Exits as `value_of`.
     """
     names = os.environ.get("HPC_DDP_EXPAND", "").split()
     if not names:
@@ -243,8 +246,9 @@ def fill(command: list[str]) -> list[str]:
 
 
 def tracker_answer() -> dict[str, str]:
-    """Return the variables that the first node's supervisor has looked up, once it has; {} where
-    nobody looks, and without an answer within `LOOKUP_S`."""
+    """Wait for the variables that the first node's supervisor looks up for trackers, and return
+    them; {} where it looks up nothing, and without an answer within `LOOKUP_S`, which is printed.
+    HPC_DDP_TRACKERS_FILE, which names their file, is removed from the environment."""
     path = os.environ.pop("HPC_DDP_TRACKERS_FILE", "")
     if not path:
         return {}
@@ -263,10 +267,11 @@ def tracker_answer() -> dict[str, str]:
 
 
 def set_trackers() -> None:
-    """Set what `trackers.tracker_env` leaves to each worker: only one may write a tracker's run.
+    """Set in this process's environment the variables of trackers that differ between workers: only
+    rank 0 may write the tracker's run. Waits for `tracker_answer`.
 
-    That is rank 0. Where other ranks record something too, they have runs of their own in W&B and
-    Comet; of MLflow, whose ids come from a server, only rank 0 has one that lasts.
+    Other ranks that record something, too, have runs of their own in W&B and Comet; of MLflow,
+    whose ids come from a server, only rank 0 has one that lasts. Nothing for a job without ids.
     """
     if "HPC_DDP_TRACKERS" not in os.environ:
         return
@@ -287,8 +292,9 @@ def prepare(command: list[str]) -> list[str]:
     arguments that a resume adds.
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
-    user's umask, and dies with its parent. It exits with 1 if torchrun's agent has died already.
-    Raise OSError if the node's folder can't be used.
+    user's umask, and dies with its parent. It may wait for `tracker_answer`. It exits with 1 if
+    torchrun's agent has died already. Raise OSError if the node's folder can't be used, or as
+    `compile_cache`.
     """
     die_with_parent()
     # Of srun's the parent may be a wrapper, and Slurm ends what a dead supervisor leaves.
@@ -315,9 +321,12 @@ def prepare(command: list[str]) -> list[str]:
 
 
 def main(command: list[str]) -> None:
-    """Prepare this process, and replace it by `command`, which Python itself runs: the command's
-    own may be a wrapper, and has been entered. Raise OSError as `prepare`, and without a bash for
-    set-up lines. These come between, and this file once more behind them, with `READY`."""
+    """Prepare this process, and replace it by `command`: python, -u, the script and its arguments.
+
+    The Python of this process takes the place of the command's, which may be a wrapper, and has
+    been entered. If there are set-up lines, a bash runs them after the preparation, and then this
+    file once more, with `READY` before the command. Raise OSError as `prepare`, and without a bash.
+    """
     if command[0] != READY:
         command = prepare(command)
         if lines := os.environ.get("HPC_DDP_WORKER_SETUP"):

@@ -197,7 +197,7 @@ def test_late_supervisors_are_ended(
 def test_each_task_knows_its_place() -> None:
     local_run = _local(nodes=["local-0", "local-1"])
     names = ("HPC_DDP_NODE_INDEX", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-    tasks = [local_run._task(index, 2) for index in range(4)]
+    tasks = [local_run._task_env(index, 2) for index in range(4)]
     assert [[task[name] for name in names] for task in tasks] == [
         ["0", "0", "0", "4"],
         ["0", "1", "1", "4"],

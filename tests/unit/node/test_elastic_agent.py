@@ -73,7 +73,7 @@ def test_workers_are_not_started_again_after_a_notice(
     )
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", None)
     node, handler = NodeFolder(tmp_path), SimpleNamespace(failures={})
-    agent.end_when_told(node)
+    agent.end_after_notice(node)
     restart: Any = SimpleElasticAgent._restart_workers
     restart(handler, "group")
     node.notice.write_text("SIGTERM")
@@ -95,7 +95,7 @@ def test_workers_that_can_not_be_started_again_keep_their_codes(
     result = SimpleNamespace(failures=failures)
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda handler, group: result)
     node = NodeFolder(tmp_path)
-    agent.end_when_told(node)
+    agent.end_after_notice(node)
     if is_told:
         node.notice.write_text("SIGTERM")
     handler: Any = SimpleNamespace()
@@ -130,7 +130,7 @@ def test_a_node_that_is_lost_counts_as_one_that_waits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lambda handler: 1)
     rendezvous = SimpleNamespace(world_size=3)
     monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda handler: rendezvous)
-    agent.count_the_lost()
+    agent.count_lost_nodes()
     timeout, state = SimpleNamespace(_last_call=None), SimpleNamespace(participants=["a", "b"])
     handler: Any = SimpleNamespace(
         _settings=SimpleNamespace(timeout=timeout), _state_holder=SimpleNamespace(state=state)
@@ -190,8 +190,8 @@ def test_torchrun_is_started_as_changed(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
     monkeypatch.setattr(agent, "replace_signal_handler", lambda: changes.append("SIGTERM"))
-    monkeypatch.setattr(agent, "end_when_told", lambda node: changes.append(node.path.name))
-    monkeypatch.setattr(agent, "count_the_lost", lambda: changes.append("lost"))
+    monkeypatch.setattr(agent, "end_after_notice", lambda node: changes.append(node.path.name))
+    monkeypatch.setattr(agent, "count_lost_nodes", lambda: changes.append("lost"))
     monkeypatch.setattr(agent, "leave_sources_alone", lambda: changes.append("names"))
     monkeypatch.setattr(agent, "rank_in_order", lambda h: changes.append(f"order of {' '.join(h)}"))
     monkeypatch.setattr(agent, "sign_state", lambda key: changes.append(f"signed {key.hex()}"))

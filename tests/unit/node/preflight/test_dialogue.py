@@ -64,7 +64,7 @@ def test_lines_are_assigned_to_their_nodes(
     last: str,
     ended: bool,
 ) -> None:
-    dialogue._take(node_of_process, line)
+    dialogue._handle_line(node_of_process, line)
     log = tmp_path / "log"
     assert (log.read_text() if log.exists() else None) == (None if line is None else f"{line}\n")
     if node is None:
@@ -76,18 +76,18 @@ def test_lines_are_assigned_to_their_nodes(
 
 
 def test_the_first_reason_of_an_end_stays(dialogue: Dialogue) -> None:
-    dialogue._take(ALL, "1: python: not found")
-    dialogue._take(ALL, "srun: error: n2: task 1: Exited with exit code 127")
+    dialogue._handle_line(ALL, "1: python: not found")
+    dialogue._handle_line(ALL, "srun: error: n2: task 1: Exited with exit code 127")
     report = dialogue.reports["n2"]
     assert (report.last_line, report.has_ended) == ("python: not found", True)
     assert not dialogue.reports["n1"].has_ended
 
 
 def test_messages_of_nodes_are_read(dialogue: Dialogue, tmp_path: Path) -> None:
-    dialogue._take(ALL, "1: " + _line("n2", values={"a": 1}))
-    dialogue._take(ONE, _line("n2", stage="partners"))
+    dialogue._handle_line(ALL, "1: " + _line("n2", values={"a": 1}))
+    dialogue._handle_line(ONE, _line("n2", stage="partners"))
     for torn in (MARK, MARK + '{"node": ', _line("n9", note="x"), MARK + '{"fault": "x"}'):
-        dialogue._take(ALL, torn)
+        dialogue._handle_line(ALL, torn)
     assert (dialogue.reports["n2"].values, dialogue.reports["n2"].stages) == (
         {"a": 1},
         {"partners"},
@@ -95,17 +95,17 @@ def test_messages_of_nodes_are_read(dialogue: Dialogue, tmp_path: Path) -> None:
     assert dialogue.reports["n1"] == NodeReport()
     assert not (tmp_path / "log").exists()
     with pytest.raises(NoticeError, match="SIGTERM"):
-        dialogue._take(ALL, "0: " + _line("n1", notice="SIGTERM"))
+        dialogue._handle_line(ALL, "0: " + _line("n1", notice="SIGTERM"))
 
 
 def test_a_task_that_slurm_can_not_start_ends_all(dialogue: Dialogue) -> None:
     line = "srun: error: Task launch for StepId=7.0 failed on node n2: Not responding"
     with pytest.raises(LaunchError):
-        dialogue._take(ALL, line)
+        dialogue._handle_line(ALL, line)
     assert dialogue.reports["n2"].faults == [("silent", "Slurm can't start a task: Not responding")]
     assert dialogue.reports["n1"].faults == []
     with pytest.raises(LaunchError):  # a name that is no node's: none of them is fit
-        dialogue._take(ALL, line.replace("n2", "n9"))
+        dialogue._handle_line(ALL, line.replace("n2", "n9"))
     assert all(report.faults for report in dialogue.reports.values())
 
 
@@ -238,7 +238,7 @@ def test_a_process_that_does_not_end_is_killed(start: Start) -> None:
     polite.close(60.0)
     deaf = start("trap '' TERM; echo up >&2; while :; do read -t 60 -u 2; done; exit 1")
     while not deaf.reports["n1"].last_line:
-        deaf._take(*deaf._lines.get(timeout=60))
+        deaf._handle_line(*deaf._lines.get(timeout=60))
     deaf.close(0.1)
     deaf._processes[0].wait(60)
     deaf._readers[0].join(60)

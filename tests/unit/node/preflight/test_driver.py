@@ -211,7 +211,7 @@ def test_speeds_and_failed_exchanges_are_judged(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("size", [None, 10, 180 << 20])
 def test_room_is_needed_for_one_more_checkpoint(run: RunFolder, size: int | None) -> None:
-    assert driver._needed(run) == driver.NEEDED_BYTES
+    assert driver._needed_bytes(run) == driver.NEEDED_BYTES
     for step in (1, 2):
         folder = run.checkpoints / f"step-{step}"
         folder.mkdir()
@@ -221,7 +221,7 @@ def test_room_is_needed_for_one_more_checkpoint(run: RunFolder, size: int | None
             manifest: dict[str, Any] = {"files": files}
             manifest["crc32"] = manifest_crc(manifest)
             (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert driver._needed(run) == (driver.NEEDED_BYTES if size is None else size)
+    assert driver._needed_bytes(run) == (driver.NEEDED_BYTES if size is None else size)
 
 
 @pytest.fixture
