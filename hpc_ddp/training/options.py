@@ -136,6 +136,8 @@ class Options:
         """Raise UsageError for a number out of its range, a wrong `profile`, or fp16 with `tp` or
         `pp`."""
         self._check("seed", -(2**63), kind=int)
+        if self.seed >= 2**64:
+            raise UsageError(f"seed is {self.seed}; accepted: a whole number up to {2**64 - 1}")
         self._check("keep_last", LEAST, kind=int)
         for name in ("tp", "pp", "replicas", "devices_per_worker"):
             self._check(name, 1, kind=int)

@@ -138,7 +138,7 @@ def _reaches(url: str, environ: Mapping[str, str]) -> bool:
     answers: list[bool] = []
 
     def connect() -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # also a port that is no number
             port = server.port or (80 if server.scheme == "http" else 443)
             create_connection((server.hostname, port), timeout=CONNECT_S).close()
             answers.append(True)

@@ -27,6 +27,7 @@ def test_variables_of_the_environment_override_arguments() -> None:
         ({"profile": (9, 5)}, "profile is"),
         ({"flops_per_sample": 0.0}, "flops_per_sample is 0.0; accepted: a number above 0"),
         ({"peak_flops": -1.0}, "peak_flops is -1.0"),
+        ({"seed": 2**64}, "accepted: a whole number up to 18446744073709551615"),
     ],
 )
 def test_options_are_checked(wrong: Any, words: str) -> None:

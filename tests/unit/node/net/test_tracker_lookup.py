@@ -75,12 +75,16 @@ def test_a_server_that_answers_is_used_and_another_is_not(tmp_path: Path) -> Non
     node = Node(tmp_path, wandb="", comet_ml="")
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        refused = "http://127.0.0.1:9"
+        refused, no_port = "http://127.0.0.1:9", "http://127.0.0.1:port"
         urls = {"WANDB_BASE_URL": url, "COMET_URL_OVERRIDE": refused}
         assert node.answer(**urls) == {"COMET_START_ONLINE": "false"}
         assert (node.run.path / "comet").is_dir()
         node.trackers.write_text("")
         assert node.answer(WANDB_BASE_URL=refused, COMET_URL_OVERRIDE=url) == {
+            "WANDB_MODE": "offline"
+        }
+        node.trackers.write_text("")
+        assert node.answer(WANDB_BASE_URL=no_port, COMET_URL_OVERRIDE=url) == {
             "WANDB_MODE": "offline"
         }
     node.trackers.write_text("")
