@@ -290,4 +290,5 @@ def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
             f"sweep is {sweep!r}; accepted: names, each with its values",
             hint='sweep={"lr": [0.1, 0.01], "seed": [0, 1]}',
         )
-    return launch_sweep.of({name: tuple(map(str, values)) for name, values in sweep.items()})
+    values = {name: tuple(map(str, texts)) for name, texts in sweep.items()}
+    return launch_sweep.settings_of(values)

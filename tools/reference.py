@@ -60,8 +60,8 @@ def _events() -> Iterator[str]:
 def _flags(key: str, declared: Option) -> str:
     if declared.is_file_only:
         return "–"
-    if key == "snapshot":
-        return "`--no-snapshot`"
+    if key in ("snapshot", "warm-start"):  # on by default: an option switches them off
+        return f"`--no-{key}`"
     accepted = " ".join(f"`{name}`" for name in declared.accepted)
     short = f"`-{declared.letter}`, " if declared.letter else ""
     repeated = " (repeatable)" if declared.kind.is_list or declared.kind is TABLE else ""

@@ -263,7 +263,7 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
             "a sweep is an array of its own, and a new one",
             hint="--max-parallel 4; to go on with a sweep: hpc-ddp submit --run SWEEP",
         )
-    _start(_prepare(options, **launch_sweep.settings(sets, max_parallel)), as_json)
+    _start(_prepare(options, **launch_sweep.parse_sets(sets, max_parallel)), as_json)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)

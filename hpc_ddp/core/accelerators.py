@@ -32,7 +32,7 @@ class Vendor:
     files
         pattern of the device files below ``/dev``, one file per device
     hidden
-        variables that hide all devices from torch
+        the variables, with values, that hide all devices from torch
     pci
         PCI vendor number, where the pattern matches devices of other vendors too
     tiles
@@ -72,11 +72,11 @@ VENDORS = {
 
 
 def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of devices in each of a vendor's variables that lists devices, by the
-    variable's name; {} without one.
+    """Return how many devices each of a vendor's variables in `environ` lists, by the variable's
+    name; {} without one. A variable that hides all devices has 0.
 
-    A variable of `environ` that is not set, hides nothing, or selects devices in another way than
-    by their numbers, is left out; one that hides all has 0.
+    Left out are a variable that is not set or hides nothing, and a ONEAPI_DEVICE_SELECTOR that is
+    no list of numbers behind a kind of device.
     """
     counts = {}
     for name in vendor.variables:
@@ -121,16 +121,16 @@ def _pci_vendor(device: Path) -> str:
 
 
 def carries(torch: Any, backend: str, device_type: str) -> bool:
-    """Return whether a backend, as ``nccl``, sends tensors of a type of device, as ``cuda``. A
-    backend that torch does not know counts as able to. `torch` is the module."""
+    """Return whether a backend, as ``nccl``, sends tensors of a type of device, as ``cuda``; True
+    for a backend that torch does not know. `torch` is the module."""
     return device_type in torch.distributed.Backend.backend_capability.get(backend, [device_type])
 
 
 def usable(torch: Any) -> Any:
-    """Return torch's accelerator here, a `torch.device`; None where only the CPU is left.
+    """Return torch's accelerator here, a `torch.device`; None where there is none, and for one
+    whose tensors no backend of torch can send, such as Apple's.
 
-    That is also so for one whose tensors no backend of torch can send, such as Apple's. The module
-    torch is passed: what has no torch imports this one, too.
+    `torch` is the module, passed since processes without torch import this file, too.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     backends = torch.distributed.Backend.default_device_backend_map
@@ -141,7 +141,8 @@ def usable(torch: Any) -> Any:
 def hiding_env() -> dict[str, str]:
     """Return the variables that hide all accelerators from torch, with their values by name.
 
-    The last one keeps torch from loading other packages' device types, such as torch_npu's.
+    TORCH_DEVICE_BACKEND_AUTOLOAD keeps torch from loading other packages' device types, such as
+    torch_npu's.
     """
     hidden = {name: value for v in VENDORS.values() for name, value in v.hidden.items()}
     return {**hidden, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -121,27 +121,28 @@ class AttemptEnv:
 
     @property
     def attempt_folder(self) -> AttemptFolder:
+        """The attempt's folder in the run's. Raises KeyError without a run."""
         return self.run_folder.attempt(self.attempt)
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Names of the nodes, in the order of the ranks, from the attempt's file.
 
-        A disk that does not answer is waited for, for a minute. Raises OSError after that, and
-        ValueError or KeyError where the file is damaged.
+        A disk that does not answer is waited for, for a minute. Raises OSError after that,
+        ValueError or KeyError where the file is damaged, and KeyError without a run.
         """
         return self.attempt_folder.node_names
 
     def to_env(self) -> dict[str, str]:
-        """Return the variables by name, '' for None. Those that the batch script itself sets are
-        left out."""
+        """Return the fields' values by the names of their variables, '' for None, times in whole
+        seconds; without the variables that the batch script itself sets (`_OF_THE_SCRIPT`)."""
         names = (item.name for item in fields(self) if item.name not in _OF_THE_SCRIPT)
         return {variable(name): _text(getattr(self, name)) for name in names}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> AttemptEnv:
-        """Return the values of the variables; one that is missing or empty leaves the field's
-        default. Raise ValueError where a number's variable holds something else."""
+        """Return the values of the variables in `environ`; one that is missing or empty leaves the
+        field's default. Raise ValueError where the variable of a number holds something else."""
         texts = {item.name: environ.get(variable(item.name)) for item in fields(cls)}
         return cls(**{name: _value(name, text) for name, text in texts.items() if text})
 
@@ -183,8 +184,8 @@ _INTEGERS = (
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without variables of an outer Slurm job, torchrun or hpc-ddp run.
 
-    srun's settings of the user's profile (``SLURM_*``) are left out, too; and, inside a node of a
-    run, the network interface that its supervisor chose, and the ids of its trackers' runs. The
+    srun's settings of the user's profile (``SLURM_*``) are left out, too; and, on a node of a run,
+    what its supervisor set: the network interface, and the variables of the trackers. The
     variables in `_KEPT` stay.
     """
     of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
@@ -197,13 +198,13 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for the sbatch of a script that has some `options`, values by name.
+    """Return `environ` for the sbatch of a script whose `options` are values by names.
 
     sbatch takes SBATCH_PARTITION, say, over the script's ``#SBATCH --partition``. So a variable is
     left out where the job has its option or one that excludes it, as ``mem-per-cpu`` does ``mem``,
-    and where no job of hpc-ddp has it (`_NEVER`); that is reported on stderr, unless the values are
-    equal. A site's or user's profile counts for all other options. The variables that `clean_env`
-    leaves out are left out here, too.
+    and where no job of hpc-ddp has it (`_NEVER`); that is reported on stderr, unless the job's
+    option has the same value. All other variables stay, for options of a site's or user's profile,
+    but for those that `clean_env` leaves out.
     """
     env = clean_env(environ)
     for name in [name for name in env if name.startswith("SBATCH_")]:
@@ -226,10 +227,10 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
 def asking_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command of Slurm's that is no submit, from `environ`.
 
-    Times are as `slurm_text.parse_job` reads them. Variables that set options of such commands are
-    left out: a profile's SQUEUE_PARTITION or SCANCEL_STATE would hide jobs that are live, or keep
-    them from their end. Inside a job, and where SLURM_CLUSTERS names several, this machine's
-    cluster is asked: without SLURM_CLUSTERS.
+    It has Slurm print times as `slurm_text.parse_job` reads them. Variables that set options of
+    such commands are left out: a profile's SQUEUE_PARTITION or SCANCEL_STATE would hide jobs that
+    are live, or keep them from being cancelled. SLURM_CLUSTERS is left out inside a job, and where
+    it names several: this machine's cluster is asked then.
     """
     env = {name: value for name, value in environ.items() if not _OPTION_OF_ASKING.match(name)}
     env |= {"SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}  # of all tasks that wait

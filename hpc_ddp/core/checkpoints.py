@@ -117,33 +117,33 @@ def _entry(table: Mapping[str, Any], key: str, type_name: str) -> Any:
         raise ValueError(f"its {key!r} is damaged") from None
 
 
-def _unheard(size: int) -> None:
+def _ignore(size: int) -> None:
     """Do nothing with the number of bytes of a chunk."""
 
 
 def verify(
-    folder: Path, rank: int = 0, world_size: int = 1, read: Callable[[int], None] = _unheard
+    folder: Path, rank: int = 0, world_size: int = 1, count_bytes: Callable[[int], None] = _ignore
 ) -> str | None:
     """Return why a checkpoint can't be trusted, None where every byte is as it was written.
 
-    An I/O error is such a reason, too. A rank of several looks at the manifest and at its share of
-    the files alone (see `find_damage`). `read` is called with the number of bytes of each chunk.
+    An I/O error is such a reason, too. With a `rank` and `world_size` of several ranks only that
+    rank's share is looked at. For the parameters see `find_damage`.
     """
     try:
-        return find_damage(folder, rank, world_size, read)
+        return find_damage(folder, rank, world_size, count_bytes)
     except OSError as error:
         return error.strerror or str(error)
 
 
 def find_damage(
-    folder: Path, rank: int = 0, world_size: int = 1, read: Callable[[int], None] = _unheard
+    folder: Path, rank: int = 0, world_size: int = 1, count_bytes: Callable[[int], None] = _ignore
 ) -> str | None:
     """Return the first missing or damaged file of a checkpoint in words, None where every byte is
     as it was written.
 
     Ranks can share the work: each looks at the manifest, and at every `world_size`-th part of its
-    files from number `rank` on; None then holds for these. `read` is called with the number of
-    bytes after each chunk.
+    files from number `rank` on; None then holds for these. `count_bytes` is called after each
+    chunk that was read, with the number of its bytes.
 
     Raises
     ------
@@ -159,7 +159,8 @@ def find_damage(
     for name, offset, part in list(_all_parts(files))[rank::world_size]:
         path, size = folder / name, files[name]["size"]
         try:
-            facts = facts_of(path, read, offset, part.size if offset + part.size < size else None)
+            limit = part.size if offset + part.size < size else None
+            facts = facts_of(path, count_bytes, offset, limit)
         except OSError as error:
             return _missing(folder, path, error)
         if facts.size != part.size:
@@ -170,9 +171,11 @@ def find_damage(
 
 
 def _all_parts(files: Mapping[str, Any]) -> Iterator[tuple[str, int, FileFacts]]:
-    """Yield each part of the files of a manifest: the file's name, and where the part begins.
+    """Yield each part of the files of a manifest, with the file's name before it and the byte at
+    which the part begins.
 
-    Numbers in names count as such: part n is that of rank n, which reads it again at a restore.
+    Files come by name, with numbers in names as numbers: part n is that of rank n, which reads it
+    again at a restore.
     """
     for name, facts in sorted(files.items(), key=lambda pair: _natural(pair[0])):
         offset = 0
@@ -205,13 +208,13 @@ def _missing(folder: Path, path: Path, error: OSError) -> str:
 
 def facts_of(
     path: Path,
-    read: Callable[[int], None] = _unheard,
+    count_bytes: Callable[[int], None] = _ignore,
     offset: int = 0,
     limit: int | None = None,
 ) -> FileFacts:
-    """Read a file through, and return its size and CRC32; or those of a part, from byte `offset`
-    on, of `limit` bytes at most. `read` is called with the number of bytes of each chunk. Raise
-    OSError where it can't be read, is no regular file, or lies behind a link of another user."""
+    """Read a file from byte `offset` on, `limit` bytes at most (None: to its end), and return size
+    and CRC32 of what was read. `count_bytes` gets the number of bytes of each chunk. Raise OSError
+    where it can't be read, is no regular file, or lies behind a link of another user."""
     size = crc32 = 0
     chunk = memoryview(bytearray(CHUNK))
     with open_data(path) as file:
@@ -219,7 +222,7 @@ def facts_of(
         while count := file.readinto(chunk[: CHUNK if limit is None else limit - size]):
             size += count
             crc32 = zlib.crc32(chunk[:count], crc32)
-            read(count)
+            count_bytes(count)
     return FileFacts(size, crc32)
 
 
@@ -249,8 +252,8 @@ def published(folder: Path) -> list[Path]:
 
 
 def milestones(newest_first: Sequence[Path], every: int | None) -> set[Path]:
-    """Return the first one of every `every` steps of checkpoints as `published` returns them; none
-    for None."""
+    """Return the oldest checkpoint of each stretch of `every` steps (0 to `every` - 1, and so on)
+    among those that `published` has returned; an empty set for None."""
     firsts = {step_of(path) // every: path for path in newest_first} if every else {}
     return set(firsts.values())
 
@@ -267,8 +270,8 @@ def set_aside(run: RunFolder) -> Path | None:
 
     Returns the folder where they are, None if there were none. The journal notes it in both cases,
     since without a note an attempt refuses to begin a run that has had checkpoints (see `lost`). A
-    disk that refuses the note is reported on stderr. Raise OSError where it refuses a move; some
-    may have been moved by then, and nothing is noted.
+    disk that refuses the note is reported on stderr. Raise OSError where the disk refuses a move;
+    some checkpoints may have been moved by then, and nothing is noted.
     """
     folders, number = all_of(run.checkpoints), 0
     while (aside := run.checkpoints / f"aside-{number}").exists():
@@ -325,15 +328,16 @@ def fresh_command(run: RunFolder) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step that a folder named ``step-<n>…`` is of; raise ValueError for another
+    """Return the step n of a checkpoint's folder, ``step-<n>…``; raise ValueError for another
     name."""
     return int(folder.name.removeprefix("step-").partition(".")[0])
 
 
 @dataclass(frozen=True)
 class Health:
-    """One checkpoint of a list. `bytes` is None where the manifest can't be read, `age_s` is in
-    seconds, `problem` None for a good one, `best` marks the one with the best value so far."""
+    """One checkpoint of a list. `bytes` and `world_size` are None where the manifest can't be read,
+    `age_s` is in seconds, `problem` is None for a good one, and `best` marks the one with the best
+    value so far."""
 
     name: str
     age_s: float
@@ -346,7 +350,7 @@ class Health:
 def health(folder: Path) -> list[Health]:
     """Verify the checkpoints in a run's folder of checkpoints; return a row of each, oldest first.
 
-    Half-written ones have none; damaged ones, and those that can't be read, have a `problem`. []
+    Half-written ones have no row; damaged ones, and those that can't be read, have a `problem`. []
     for a folder that does not exist; raise OSError where it can't be listed. A bar on stderr shows
     the progress.
     """
@@ -366,10 +370,10 @@ def _size(folder: Path) -> int:
     return 0
 
 
-def _health(path: Path, read: Callable[[int], None]) -> Health:
-    """Verify one checkpoint and return its row; `read` is called with the number of bytes of each
+def _health(path: Path, count_bytes: Callable[[int], None]) -> Health:
+    """Verify one checkpoint and return its row; `count_bytes` gets the number of bytes of each
     chunk. One that can't be read has a problem. `best`: it was the best one when it was saved."""
-    problem = verify(path, read=read)
+    problem = verify(path, count_bytes=count_bytes)
     try:
         manifest = read_manifest(path)
     except (OSError, ValueError):

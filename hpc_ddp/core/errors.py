@@ -30,7 +30,7 @@ ERROR_LINE = re.compile(r"^(?:\S+: )?[Ee]rror: (?P<text>.+)(\nhint: (?P<hint>.+)
 
 
 class HpcDdpError(Exception):
-    """One sentence on what was wrong, and a hint: one thing to do about it.
+    """One sentence on what was wrong, and a hint: one thing to do about it (None: no hint).
 
     The message names the bad value and the accepted ones, starts in lower case and has
     no full stop, so that it reads well behind ``error:``.

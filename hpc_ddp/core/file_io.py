@@ -23,12 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-PATIENCE_S = 60.0
-WORD_BYTES = 1 << 16
+PATIENCE_S = 60.0  # of `patiently`
+WORD_BYTES = 1 << 16  # read by `read_word`
 MOST_TEXT_BYTES = 1 << 26  # of one file: a sparse file of terabytes must not fill the memory
 SMALL_BYTES = 1 << 16  # of `SmallFile`
 READERS = 16  # threads
-ROOT, MOST_LINKS = 0, 40
+ROOT = 0  # the superuser's uid
+MOST_LINKS = 40  # on the way to a file
 _OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # Lines that torch prints in every rank of every job.
 NOISE = (
@@ -40,11 +41,11 @@ _NOISE_LINE = re.compile(rf"^.*(?:{NOISE}).*\n?", re.M)
 
 
 def patiently(act: Callable[[], T]) -> T:
-    """Return what `act` returns; while it raises OSError, try again each second.
+    """Return what `act` returns; while it raises OSError, call it again each second.
 
-    For the few things that an attempt's end hangs on. `PATIENCE_S` after the first failure the
-    error is raised: so reading a large file, which takes longer than that, is tried twice. Any
-    other error is raised at once.
+    For the few things that an attempt's end hangs on. From `PATIENCE_S` after the first failure on
+    an OSError is raised, at the second failure at the earliest: so reading a large file, which may
+    take longer, is tried twice. Any other error is raised at once.
     """
     give_up: float | None = None
     while True:
@@ -122,10 +123,10 @@ class SmallFile:
 
 
 def read_small_files(folder: Path, names: Sequence[str]) -> list[SmallFile | None]:
-    """Return the files of a folder with these names; None for one that is larger, no regular file,
-    a link, or can't be read.
+    """Return the files of a folder with these `names`, in their order; None for one that is larger
+    than `SMALL_BYTES`, no regular file, a link, or can't be read.
 
-    In a third of the time of `open_data`, since the folder's own path is followed once. Raise
+    It takes a third of the time of `open_data`, since the folder's own path is followed once. Raise
     OSError where the folder can't be opened, or lies behind a link of another user.
     """
     check_links(folder)
@@ -143,8 +144,8 @@ class SmallFolder(NamedTuple):
 
 
 def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[SmallFolder]:
-    """Yield the folders in a folder by name, each with its files for whose names `is_wanted` is
-    true; one that can't be listed, or is a link, as empty.
+    """Yield the folders in a folder, sorted by name, each with its files for whose names
+    `is_wanted` is true; one that can't be listed, or is a link, as empty.
 
     Threads read them: a job of a thousand nodes has a folder of each. Raise OSError where the
     folder can't be listed, or lies behind a link of another user.
@@ -165,7 +166,7 @@ def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator
 
 
 def _read_small(directory: int, name: str) -> SmallFile | None:
-    """Return a file of the folder with a descriptor, as `read_small_files` does."""
+    """Return a file of the folder with the descriptor `directory`, as `read_small_files` does."""
     try:
         file = os.open(name, _OPENING | os.O_NOFOLLOW, dir_fd=directory)
     except OSError:
@@ -235,8 +236,8 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def read_word(path: Path) -> str:
-    """Return the text of a `notice` or `failed` file without blanks around it; '' when it is empty
-    or can't be read. An open is all that it asks of the disk."""
+    """Return the text of a small file, as `notice` or `failed`, without blanks around it; '' when
+    it is empty or can't be read. It asks no more of the disk than an open and a read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -269,13 +270,12 @@ def read_tail(path: Path, size_bytes: int) -> str:
 
 @contextlib.contextmanager
 def written_by_owner() -> Iterator[None]:
-    """Set the process's umask inside the block: only the owner can write the files made in it.
+    """Have only the owner write the files that are made inside the block, by the process's umask,
+    which is put back behind it.
 
-    Also with the umask 002 of a project's group: an owner may open a run to be read, and its files
-    are executed and believed.
-
-    Not for a whole process: a job inherits the umask of its submit, and so do the files of its
-    script.
+    A project's group may have the umask 002. An owner may open a run for others to read, and its
+    files are executed and believed. The umask is no whole process's: a job inherits that of its
+    submit, and so do the files of its script.
     """
     umask = os.umask(0o022)
     os.umask(umask | 0o022)
@@ -286,11 +286,11 @@ def written_by_owner() -> Iterator[None]:
 
 
 def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
-    """Make a folder of mode 0700 with `folders` in it, and the folders above; one that is there
-    gets that mode, unless `is_new`.
+    """Make a folder of mode 0700 with `folders` in it, and the folders above; both have 0755 at
+    most. One that is there gets the mode 0700, or with `is_new` is refused.
 
-    By descriptors: what another user puts in place of a new folder meanwhile, such as a link to one
-    of this user's, stays as it is.
+    It works by descriptors: what another user puts in place of a new folder meanwhile, such as a
+    link to one of this user's, stays as it is.
 
     Raises
     ------
@@ -325,7 +325,7 @@ def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iter
 
 
 def close_to_others(top: Path) -> None:
-    """Take the others' right to write from a folder and all below it.
+    """Take the right to write of all but the owner from a folder and all below it.
 
     A copy has its original's mode, whatever the umask. Links stay as they are. Raise OSError where
     `top` is missing, or a mode can't be changed.

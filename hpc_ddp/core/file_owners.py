@@ -26,8 +26,9 @@ from hpc_ddp.core.run_folder import RunFolder
 def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
     """Return why a settings file or template may not act for the user `uid`; '' if it may.
 
-    `file` is its status, `folder` that of its folder. A folder that a group can write is accepted:
-    a file put in place of this one would belong to another user, and be refused for that.
+    `file` is its status, `folder` that of its folder; root's files are accepted. So is a folder
+    that a group can write: a file put in place of this one would belong to another user, and be
+    refused for that.
     """
     if not stat.S_ISREG(file.st_mode):
         return "it is no regular file"
@@ -84,12 +85,12 @@ def user_name(uid: int) -> str:
 
 
 def run_fault(status: os.stat_result, uid: int, is_reachable: bool = True) -> str:
-    """Return why nothing may be started from a file or folder of a run by `uid`; '' if it may.
+    """Return why the user `uid` may start nothing from a file or folder of a run; '' if they may.
 
-    `status` is of `lstat`. Where others can't reach it, because of a folder above, its own mode
-    does not count; its owner always does, since they may have reached it earlier. Unlike a settings
-    file, root's is refused too: root writes settings for all users, and no user has to go on with a
-    run of root's, which the user could not even write a checkpoint to.
+    `status` is of `lstat`. The mode does not count for a link, nor where a folder above keeps
+    others out (not `is_reachable`); the owner always does, since others may have reached it
+    earlier. Unlike a settings file, root's is refused too: root writes settings for all users, and
+    no user has to go on with a run of root's, to which the user could not even write a checkpoint.
     """
     if status.st_uid != uid:
         return f"belongs to {user_name(status.st_uid)}"
@@ -100,12 +101,12 @@ def run_fault(status: os.stat_result, uid: int, is_reachable: bool = True) -> st
 
 
 def check_folder(run: RunFolder) -> None:
-    """Refuse to make or continue a run where another user could put a folder in its place.
+    """Refuse to make, continue or delete a run where another user could put a folder in its place.
 
-    The folder of the runs, and the one of the run's name in it, are looked at; of those above,
-    whether one is a link of another user. Where they do not exist yet, nothing is to be made below
-    what does before that was looked at. In a project's folder the group may rename what is above:
-    so the batch script looks again at the owner of what it executes.
+    Looked at are the folder of the runs and the one of the run's name in it, or for one that does
+    not exist yet the nearest one above that does; and of all above, whether one is a link of
+    another user. In a project's folder the group may rename what is above: so the batch script
+    looks again at the owner of what it executes.
 
     Raises
     ------
@@ -145,14 +146,14 @@ def check_folder(run: RunFolder) -> None:
 
 
 def check_executable(run: RunFolder) -> None:
-    """Refuse a run from which the user may only read: neither start anything, nor signal the
-    processes and jobs that its files name.
+    """Refuse a run that the user may only read: nothing in it is to be started, and the processes
+    and jobs that its files name are not to be signalled.
 
     Raises
     ------
     UsageError
-        it, or a file in it that would be executed, belongs to another user, or can be written by
-        one
+        the run, or a file in it that would be executed or names jobs, belongs to another user, or
+        can be written by one
     OSError
         the run, or a file in it, is gone or can't be read
     """
@@ -186,8 +187,9 @@ def _hint(run: RunFolder, path: Path, uid: int) -> str:
 
 
 def _executed(run: RunFolder) -> Iterator[Path]:
-    """Yield what has to be the user's own: the run's folder, and what is executed of it, or names
-    jobs and processes to signal. Checkpoints are data: only their folder counts."""
+    """Yield the paths that have to be the user's own: the run's folder, and in it, in its array and
+    its tasks all that is executed, or names jobs and processes to signal. Checkpoints are data:
+    only their folder counts. May raise OSError."""
     for folder in dict.fromkeys((run.whole, run.path, *(task.path for task in run.tasks()))):
         part = RunFolder(folder)
         tops = [part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints]
@@ -212,14 +214,16 @@ def _executed(run: RunFolder) -> Iterator[Path]:
 
 def checkpoint_fault(run: RunFolder, folder: Path) -> str:
     """Return which part of a library's checkpoint belongs to another user, who could run code by
-    its pickles; '' where none does.
+    its pickles, in words; '' where none does. Parts of root's are accepted.
 
-    Modes count also where others can't enter the run now: a start closes a run that was open.
+    Modes count even where others can't enter the run now: a start closes a run that was open, and
+    they may have written before.
 
     Raises
     ------
     HpcDdpError
-        another user may put files into the run's checkpoints, or change this one
+        the folder of the run's checkpoints is another user's, or other users can write it, or a
+        part of this checkpoint
     OSError
         a part of it can't be looked at
     """

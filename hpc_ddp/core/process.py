@@ -47,7 +47,7 @@ def memory_file(name: str) -> int:
 
 def is_memory_file(path: Path, name: str) -> bool:
     """Return whether a descriptor in /proc, ``/proc/<pid>/fd/<number>``, is of a `memory_file` with
-    this name; raise OSError where it is of nothing, or another user's."""
+    this name; raise OSError where there is no such descriptor, or its process is another user's."""
     return os.readlink(path).startswith(f"/memfd:{name} ")
 
 
@@ -62,8 +62,8 @@ imports_ahead: ImportsAhead | None = None  # None in a process that is no fork o
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """Return what `is_live` needs to know of a process later, by default of this one: ``host``,
-    ``pid``, ``began`` (None where no such process runs)."""
+    """Return what `is_live` needs to know of a process later, by default (None) of this one:
+    ``host``, ``pid``, and ``began``, None where no such process runs."""
     pid = pid or os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "began": _began(pid)}
 
@@ -79,13 +79,12 @@ def is_live(process: dict[str, Any]) -> bool:
 
 
 def live_pid(path: Path) -> int | None:
-    """Return the id of the process that a worker's pid file names; None when it is gone, or is not
-    to be seen from here.
+    """Return the id, in this process's PID namespace, of the process that a worker's pid file
+    names; None when it is gone, or is not to be seen from here.
 
-    The file has the id and when the process began: the id may be another process's by now, of
-    another job of the user. Then it has the PID namespace of the id, as a container may have one of
-    its own. A file that is missing, empty or damaged is None, too: it is so while the worker
-    starts.
+    The file has three words: the id, when the process began, since the id may be another process's
+    by now, and the PID namespace of the id, since a container may have one of its own. None also
+    for a file that is missing, empty or damaged: it is so while the worker starts.
     """
     try:
         number, began, namespace = _read_pid_file(path)
@@ -123,15 +122,15 @@ def _pid_here(number: str, namespace: str) -> int | None:
 
 def may_hide(path: Path) -> bool:
     """Return whether a pid file names a process of another PID namespace than this process's, so
-    that it may run without being seen from here."""
+    that it may run without being seen from here; False where the file can't be read."""
     with suppress(OSError, ValueError):
         return bool(_read_pid_file(path)[2])
     return False
 
 
 def signal_recorded(paths: Iterable[Path], number: int) -> int:
-    """Send signal `number` to the processes of pid files that still run; return how many there
-    were, with those that may run in a container and can't be seen from here.
+    """Send signal `number` to the processes of pid files that still run. Return how many got it,
+    plus those that got none but may run in a container, where they can't be seen from here.
 
     Raise PermissionError for a process of another user; those after it then get no signal.
     """
@@ -148,8 +147,8 @@ def signal_recorded(paths: Iterable[Path], number: int) -> int:
 
 
 def handles(pid: int, number: int, or_ignores: bool = False) -> bool:
-    """Return whether a process handles, or with `or_ignores` also ignores, the signal `number`, of
-    which it would die otherwise.
+    """Return whether a process has a handler for the signal `number`, or with `or_ignores` ignores
+    it: it would die of the signal otherwise.
 
     Raise OSError if the process is gone.
     """
@@ -184,8 +183,8 @@ def _began(pid: int) -> str | None:
 
 
 def _exists(pid: int) -> str | None:
-    """Return ``running`` for a process of this number where there is no /proc; None where there is
-    one, without such a process, and for a process of another user."""
+    """Return ``running`` for a process of this number on a system without /proc; None on one with
+    /proc, without such a process, and for a process of another user."""
     if Path("/proc/self").exists():
         return None
     try:

@@ -66,8 +66,8 @@ class RunFolder:
 
     @property
     def newest_code(self) -> Path | None:
-        """The last snapshot that was taken of its code, None without one; a task's is that of the
-        array."""
+        """The last snapshot that was taken of the run's code, for a task of the array's; None
+        without one."""
         snapshots = [p for p in RunFolder(self.whole).code.glob("*") if p.name.isdecimal()]
         return max(snapshots, key=lambda path: int(path.name), default=None)
 
@@ -89,6 +89,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
+        """The job's name, which is that of the folder that the run, or its array, lies in."""
         return self.whole.parent.name
 
     @property
@@ -102,12 +103,13 @@ class RunFolder:
 
     @property
     def limits_json(self) -> Path:
-        """The operators' limits for a run, by key."""
+        """The file of the operators' limits for a run, by key."""
         return self.path / "limits.json"
 
     @property
     def most_requeues(self) -> float:
-        """How often the operators let the run be requeued; inf without a limit that can be read."""
+        """How often the operators let the run, or each task of its array, be requeued; inf without
+        a limit that can be read."""
         most = read_json(RunFolder(self.whole).limits_json).get("max-requeues")
         return math.inf if most is None else most
 
@@ -145,16 +147,18 @@ class RunFolder:
 
     @property
     def cancelled(self) -> Path:
-        """Exists once the user has cancelled the run: nothing may requeue it after that."""
+        """The file that exists once the user has cancelled the run: nothing may requeue it then."""
         return self.path / "cancelled"
 
     @property
     def early_links(self) -> Path:
-        """The jobs of a chain that ended in their set-up lines, each with the job it had queued."""
+        """The file of the jobs of a chain that ended in their set-up lines, each with the job that
+        it had queued."""
         return self.path / "early-links.json"
 
     def make(self, is_new: bool = False) -> RunFolder:
-        """Create the folder, private to the user, and what must exist before the job starts.
+        """Create the folder, private to the user, with the folders that must exist before the job
+        starts, and return this run.
 
         Raise FileExistsError if `is_new` and another submit has made the folder, and OSError where
         it can't be made.
@@ -162,7 +166,8 @@ class RunFolder:
         make_private(self.path, ("journal", "logs", "checkpoints"), is_new)
         return self
 
-    def journal(self, writer: str, attempt: int = 0) -> Journal:  # nothing is written yet
+    def journal(self, writer: str, attempt: int = 0) -> Journal:
+        """Return the journal to which `writer` appends events of an attempt; nothing is made."""
         return Journal(self.journal_folder, writer, attempt)
 
     def events(self) -> list[JournalEvent]:
@@ -171,21 +176,22 @@ class RunFolder:
         return read_events(self.journal_folder)
 
     def links(self) -> list[JobRef]:
-        """Return the jobs that jobs of the run, a chain, have queued to follow them; else []."""
+        """Return the jobs that earlier jobs of the run have queued to follow them; [] for a run
+        that is no chain. May raise OSError."""
         early = map(str, read_json(self.early_links).values())
         links = [attempt.link for attempt in self.attempts()] + [*map(JobRef.parse, early)]
         return [link for link in links if link]
 
     def jobs(self, events: Sequence[JournalEvent]) -> list[JobRef]:
-        """Return all jobs of the run, whose journal is `events`, oldest first; a chain's waiting
-        link comes last."""
+        """Return all jobs of the run, whose journal is `events`, oldest first: those that Slurm has
+        taken or that have started, then `links` that are not among them. May raise OSError."""
         starts = [event for event in events if isinstance(event, (Queued, Started))]
         jobs = [JobRef.of(event.job_id, event.cluster) for event in starts]
         return distinct([*filter(None, jobs), *self.links()])
 
     def finished(self) -> bool:
-        """Return whether the run has reached its end, so that there is nothing to go on with; raise
-        OSError where its journal can't be read."""
+        """Return whether the run has reached its end by its journal, so that there is nothing to go
+        on with; raise OSError where the journal can't be read."""
         return is_finished(self.events())
 
     def gpu_hours(self, gpus_per_node: int, now: float | None = None) -> float:
@@ -198,10 +204,12 @@ class RunFolder:
         return sum(node_seconds(run.events(), now) for run in runs) * gpus_per_node / 3600
 
     def attempt(self, number: int) -> AttemptFolder:
+        """Return the folder of an attempt; nothing is made."""
         return AttemptFolder(self.logs / f"attempt-{number}")
 
     def attempts(self) -> list[AttemptFolder]:
-        """Return the folders of the attempts so far, oldest first; [] before. May raise OSError."""
+        """Return the folders of the attempts so far, oldest first; [] before the first. May raise
+        OSError."""
         paths = self.logs.glob("attempt-*")
         numbers = (path.name.removeprefix("attempt-") for path in paths)
         return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
@@ -209,7 +217,8 @@ class RunFolder:
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
-        """Make and return the next attempt's folder, the caller's; safe against others meanwhile.
+        """Make the folder of the next attempt, which is the caller's, and return it. No two
+        processes that do so at the same time get the same one.
 
         Parameters
         ----------
@@ -223,7 +232,7 @@ class RunFolder:
         HpcDdpError
             the newest attempt is still running: two at once would write over each other
         OSError
-            the attempt's folder can't be made
+            the attempts can't be listed, or the folder can't be made
         """
         while True:
             earlier = self.attempts()
@@ -257,12 +266,14 @@ class RunFolder:
         return True
 
     def is_newest(self, attempt: int) -> bool:
-        """Return whether no later attempt has started: only then may this one change the run."""
+        """Return whether no attempt later than number `attempt` has started: only then may that one
+        change the run. May raise OSError."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
         return all(later.number <= attempt for later in self.attempts())
 
 
 def _describe(attempt: AttemptFolder) -> str:
+    """Return the words for an attempt and its job or process."""
     info = attempt.info
     process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
     return f"attempt {attempt.number}, {process} on {info.get('host')}"

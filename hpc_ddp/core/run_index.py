@@ -21,8 +21,8 @@ UNKNOWN = "_"  # in the index, for a cluster that is not known
 
 
 def link_job(job: JobRef, run: RunFolder) -> None:
-    """Note below ``<runs>/.jobs-<uid>/<cluster>`` which run a job belongs to, so that a look-up is
-    one step. An earlier note of a job of this id is replaced.
+    """Note by a link below ``<runs>/.jobs-<uid>/<cluster>`` which run a job belongs to, so that a
+    look-up is one step. An earlier note of a job of this id is replaced.
 
     The job does as well without the note: a disk that takes none, or a folder that another user has
     put there, is reported on stderr, not raised.
@@ -73,19 +73,20 @@ def _link(root: Path, job: JobRef) -> Path:
 
 
 def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> RunFolder:
-    """Return the run that a person means: a folder, a job id, a run id, or a run's name (the newest
-    of it); the first of these that fits.
+    """Return the run that a person means by `text`: a folder, a job id, a run id, or a run's name
+    (of which the newest run is meant); the first of these that fits.
 
-    A job id means the cluster that `own_cluster` returns ('': unknown); that is called only for a
-    number that a job of some run has. `root` is the folder of all runs. A folder in the working
-    directory comes first, whichever user made it. It is read as data;
+    A job id is one of the cluster that `own_cluster` returns ('': unknown), which is called only
+    for a number that a job of some run has; its errors pass through. `root` is the folder of all
+    runs. A folder in the working directory comes first, whichever user made it. It is read as data;
     `file_owners.check_executable` keeps what is in it from being started. Links of other users
     count as absent.
 
     Raises
     ------
     UsageError
-        there is no such run, or a job id that names none of this cluster alone
+        there is no such run, the task has not begun, or several clusters have jobs of the number
+        and it is not clear which is meant
     OSError
         `text` is too long for a path, or a run's folder or journal can't be read
     """
@@ -127,8 +128,8 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
 
 
 def _waiting_task(root: Path, text: str) -> RunFolder | None:
-    """Return the folder that a person means by ``ARRAY/task-N``, of an array that is there; None
-    for other words."""
+    """Return the folder that a person means by ``ARRAY/task-N``, of an array that is there, by path
+    or id; None for other words, and without such an array."""
     if "\0" in text or not re.fullmatch(r".*[^/]/task-\d+", text, flags=re.DOTALL):
         return None
     array, _, task = text.rpartition("/")
@@ -166,8 +167,8 @@ def _runs_of_job(root: Path, text: str) -> dict[Path, JobRef]:
 
 
 def _of_cluster(of_job: dict[Path, JobRef], cluster: str) -> list[Path]:
-    """Return the run, of those with a job, whose job is of a cluster ('': unknown); [] without
-    one, and where it may be one of several."""
+    """Return the run of `of_job` whose job is of a cluster ('': unknown), as a list; [] without
+    one, and where several may be."""
     paths = [path for path, job in of_job.items() if job.is_of(cluster)]
     return paths if len(paths) == 1 else []
 

@@ -34,8 +34,8 @@ STATE = "state"
 
 class Stop(EpochStop):
     """Saves the state of an Accelerator into the run's folder, and stops at the same step on all
-    ranks. The options are those of `StopPoint`; UsageError is raised for a wrong one, and for
-    ``automatic_checkpoint_naming`` and ``use_stateful_dataloader``."""
+    ranks. The options, and the errors of making one, are those of `StopPoint`; UsageError is raised
+    for ``automatic_checkpoint_naming`` and ``use_stateful_dataloader``, too."""
 
     def __init__(self, accelerator: Accelerator, **options: Any) -> None:
         if accelerator.project_configuration.automatic_checkpoint_naming:
@@ -58,9 +58,10 @@ class Stop(EpochStop):
     def load(self, *models: Any) -> int:
         """Load the newest checkpoint that verifies; return the number of steps done, 0 without any.
 
-        All ranks call it after ``accelerator.prepare``, with the models that it returned: without
-        them a stop may change the last bits of the weights, from three ranks on. Raises as
-        `StopPoint.latest`.
+        All ranks call it after ``accelerator.prepare``, with the models that it returned: they are
+        passed to `fix_order_of_sums`, without which a stop may change the last bits of the weights,
+        from three ranks on. The generators of random numbers are restored before the next batch of
+        `batches`. Raises as `StopPoint.latest`; errors of ``load_state`` come through.
         """
         fix_order_of_sums(models)
         self._loaded = self._count_objects()
@@ -70,6 +71,8 @@ class Stop(EpochStop):
         return self.position.step
 
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
+        """Yield the batches behind the first `done` ones, by Accelerate's own skipping; note how
+        many samples a batch has, for the journal."""
         self._samples = getattr(loader, "total_batch_size", 0)
         set_epoch(loader, epoch)
         # Of a shuffle: one for all ranks, or what the script has given to the loader.
@@ -78,7 +81,8 @@ class Stop(EpochStop):
         yield from self._skip(loader, done) if done else loader
 
     def _skip(self, loader: Any, done: int) -> Any:
-        """Return the batches of a loader behind the first `done` ones."""
+        """Return an iterable over the batches of a loader behind the first `done` ones: a loader
+        that skips them, with what `gather_for_metrics` reads of the original."""
         from accelerate.data_loader import DataLoaderDispatcher
 
         # A dispatcher can't begin behind its last batch, and fills a short one from its first one.
@@ -105,10 +109,13 @@ class Stop(EpochStop):
         return {text: len(getattr(self._accelerator, f"_{name}")) for name, text in kinds.items()}
 
     def save(self, **values: Any) -> None:
-        """End a batch: the run saves, and stops when it has to; nothing within an accumulation.
-        `values` as in `step`. Raises as `step` and `checkpoint`, UsageError outside of `batches`
-        and for an object that was prepared after `load`; errors of ``save_state`` and
-        ``torch.save`` come through."""
+        """End a batch, within a loop over `batches`; save if that is due, and stop where the ranks
+        are to, by SystemExit with 0. While gradients accumulate it does nothing. All ranks call it.
+        `values` as in `step`.
+
+        Raises as `step` and `checkpoint`; UsageError outside of `batches`, and for an object that
+        was prepared after `load`. Errors of ``save_state`` and ``torch.save`` come through.
+        """
         self._check_within()
         if not self._accelerator.sync_gradients:
             return

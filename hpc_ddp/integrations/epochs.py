@@ -19,8 +19,8 @@ RANDOM = "random-{}.pt"  # of a rank
 
 
 class EpochStop(StopPoint):
-    """Knows how much of which epoch is done, by how many ranks, and with which random numbers it
-    began."""
+    """A `StopPoint` whose checkpoints also hold how many batches of which epoch are done, by how
+    many ranks, and the states of the random generators, now and as the epoch began."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -33,13 +33,16 @@ class EpochStop(StopPoint):
 
     @property
     def batches_done(self) -> int:
-        """Return how many batches of the epoch are done, as one begins or goes on."""
-        return int(self._own_facts["batches"])
+        """How many batches of the epoch are done, with which `batches` goes on; within its loop the
+        present batch counts as done. 0 where another number of ranks has begun the epoch."""
+        ranks = self._info.world_size
+        is_ours = self._own_facts.get("ranks", ranks) == ranks
+        return int(self._own_facts["batches"]) if is_ours else 0
 
     @abstractmethod
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
         """Yield the batches of an epoch behind the first `done` ones, in the order that an
-        undisturbed run has."""
+        undisturbed run has. The implementation calls `_restore_order` before the order is drawn."""
 
     @property
     @abstractmethod
@@ -47,11 +50,13 @@ class EpochStop(StopPoint):
         """The devices whose generators a checkpoint holds."""
 
     def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
-        """Yield the batches of an epoch that are left: none of one that is done, and all of those
-        behind it.
+        """Yield the batches of an epoch, from 0, that are left: none of an epoch that is done, the
+        rest of one that a checkpoint was saved in, all of a later one.
 
-        `loader` is one that the library has prepared. Raise UsageError for a second loader of an
-        epoch, and before `load`.
+        `loader` is one that the library has prepared. Its persistent workers end as an epoch
+        begins, and the random generators take the checkpoint's states. A warning is printed for an
+        epoch that is done, and for one that another number of ranks has begun, which begins anew.
+        Raise UsageError for a second loader of an epoch, and before `load`.
         """
         with self._only_loader(epoch):
             done = self._begin_epoch(epoch)
@@ -66,20 +71,22 @@ class EpochStop(StopPoint):
             self._end_epoch()
 
     def _load_random(self, folder: Path) -> None:
-        """Take up the generators of this rank from a checkpoint's folder, if it has had them."""
+        """Read the states of this rank's generators from a checkpoint's folder, for `batches` to
+        restore; nothing for a rank that the checkpoint's world did not have."""
         path = folder / RANDOM.format(self.rank)
         if path.exists():  # else: another number of ranks
             self._begun, self._random = torch.load(path, weights_only=True)
 
     def _save_random(self, folder: Path) -> None:
-        """Write the generators, as the epoch began and as they are now, into a checkpoint's
-        folder."""
+        """Write the states of this rank's generators, as the epoch began and as they are now, into
+        a checkpoint's folder."""
         random = [self._begun, rng.snapshot(self._devices)]
         torch.save(random, folder / RANDOM.format(self.rank))
 
     def _restore_order(self, generators: Sequence[torch.Generator], done: int) -> None:
-        """Give the generators, those of the loader among them, the state with which the epoch
-        began, if it is partly done; else note theirs."""
+        """Put the global generators, those of the devices and the loader's own `generators` into
+        the states with which the epoch began, if some of its batches are `done` and a checkpoint
+        has the states. Note the states as those of the epoch's begin."""
         if done and self._begun is not None:
             put_states(self._begun, generators, self._devices)
         self._begun = states_of(generators, self._devices)
@@ -94,15 +101,16 @@ class EpochStop(StopPoint):
             )
 
     def _restore_random(self) -> None:
-        """Give the generators the checkpoint's state once more: to skip batches draws numbers."""
+        """Put the generators into the states that they had at the checkpoint, the first time after
+        `_load_random`; later calls do nothing. Skipping batches has drawn numbers."""
         if self._random is not None:
             rng.restore(self._random, self._devices)
             self._random = None
 
     @contextmanager
     def _only_loader(self, epoch: int) -> Iterator[None]:
-        """Refuse a second loader of `epoch`, and any before `load`, by a UsageError: the batches of
-        one are counted."""
+        """Mark the block as a loop over batches. Raise UsageError for a second loader of `epoch`,
+        since the batches of one are counted, within another such block, and before `load`."""
         if not self._is_open:
             raise UsageError(
                 "stop.batches was called before stop.load, which loads the run's checkpoint",
@@ -122,8 +130,12 @@ class EpochStop(StopPoint):
 
     def _begin_epoch(self, epoch: int) -> int | None:
         """Begin an epoch, or what is left of it; return how many of its batches are done, None for
-        an epoch that is over, with a warning: the loop does what stands behind its batches again,
-        as the steps of a scheduler. An epoch of another number of ranks begins anew, with one."""
+        an epoch that is over.
+
+        A warning is printed for the first epoch that is over, since the loop does again what comes
+        behind the epoch's batches, such as a scheduler's step; and for an epoch that another number
+        of ranks has begun, which begins anew.
+        """
         ranks = self._info.world_size
         begun_by = self._own_facts.get("ranks", ranks)
         if self._own_facts["batches"] and begun_by != ranks:
@@ -145,14 +157,14 @@ class EpochStop(StopPoint):
         return done
 
     def _end_epoch(self) -> None:
-        """Note that all batches of the epoch are done."""
+        """Note that all batches of the epoch are done: a checkpoint from now on begins the next."""
         self._ended = self._own_facts["epoch"]
         self._own_facts |= {"epoch": self._ended + 1, "batches": 0}
 
 
 def drop_iterator(loader: Any) -> None:
-    """End the persistent workers of a loader: each epoch begins as that of a new process does,
-    which draws the workers' seed from the same generator as the order."""
+    """End the persistent workers of a loader, or of the one that it wraps. So each epoch begins as
+    in a new process, which draws the workers' seed from the same generator as the order."""
     for part in (loader, *(getattr(loader, n, None) for n in ("_dataloader", "base_dataloader"))):
         if isinstance(part, DataLoader):
             part._iterator = None
@@ -161,14 +173,16 @@ def drop_iterator(loader: Any) -> None:
 def states_of(
     generators: Sequence[torch.Generator], devices: Sequence[torch.device]
 ) -> dict[str, Any]:
-    """Return the states of the global generators, of those of `devices`, and of `generators`."""
+    """Return the states of the global generators, of those of `devices`, and of `generators`, for
+    `put_states`."""
     return {**rng.snapshot(devices), "loader": [entry.get_state() for entry in generators]}
 
 
 def put_states(
     states: dict[str, Any], generators: Sequence[torch.Generator], devices: Sequence[torch.device]
 ) -> None:
-    """Put the generators into the states that `states_of` returned."""
+    """Put the global generators, those of `devices`, and `generators` into the states that
+    `states_of` has returned. Devices and `generators` are paired with their states in order."""
     rng.restore(states, devices)
     for generator, state in zip(generators, states["loader"], strict=False):
         generator.set_state(state)

@@ -36,12 +36,12 @@ STATE = "state"
 
 class Stop(EpochStop):
     """Saves objects by ``fabric.save`` into the run's folder, and stops at the same step on all
-    ranks. The options are those of `StopPoint`; UsageError is raised for a wrong one."""
+    ranks. The options, and the errors of making one, are those of `StopPoint`."""
 
     def __init__(self, fabric: Fabric, **options: Any) -> None:
         super().__init__(format="fabric", **options)
         self._fabric = fabric
-        self._objects: dict[str, Any] | None = None
+        self._objects: dict[str, Any] | None = None  # by name; None before `load`
 
     def load(self, **objects: Any) -> int:
         """Name what a checkpoint holds, and load it from the newest one that verifies; return the
@@ -50,16 +50,16 @@ class Stop(EpochStop):
         All ranks call it after ``fabric.setup``. `objects` have a ``state_dict``: the model, the
         optimizer, a scheduler. Fabric's scaler of gradients is added as ``precision``. First it
         fixes the order of DDP's sums, which sets the gradients to None (`fix_order_of_sums`). The
-        generators of random numbers are restored before the next batch.
+        generators of random numbers are restored before the next batch of `batches`.
 
         Raises
         ------
         UsageError
-            other objects; or as `StopPoint.latest`
+            an object without a ``state_dict``, or a data loader; or as `StopPoint.latest`
         HpcDdpError
             as `StopPoint.latest`
         RuntimeError
-            a peer is gone
+            a peer is gone; other errors of ``fabric.load`` come through
         """
         for name, entry in objects.items():
             if isinstance(getattr(entry, "_dataloader", entry), DataLoader):
@@ -89,7 +89,7 @@ class Stop(EpochStop):
         return self.position.step
 
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
-        """Yield the batches behind those that are done, which are read again, and dropped, so that
+        """Yield the batches behind the first `done` ones. Those are read again and dropped, so that
         random numbers of the data go on as well."""
         self._restore_order(generators_of(loader), done)
         vars(loader)["_num_iter_calls"] = epoch  # from which Fabric's loader has its order
@@ -100,9 +100,12 @@ class Stop(EpochStop):
         yield from batches
 
     def save(self, **values: Any) -> None:
-        """End an optimizer step: the run saves, and stops when it has to. `values` as in `step`.
-        Raises as `step` and `checkpoint`, UsageError before `load` and outside of `batches`; errors
-        of ``fabric.save`` and ``torch.save`` come through."""
+        """End an optimizer step, within a loop over `batches`; save if that is due, and stop where
+        the ranks are to, by SystemExit with 0. All ranks call it. `values` as in `step`.
+
+        Raises as `step` and `checkpoint`; UsageError before `load` and outside of `batches`. Errors
+        of ``fabric.save`` and ``torch.save`` come through.
+        """
         if self._objects is None:
             raise UsageError(
                 "stop.save was called before stop.load, which names what a checkpoint holds",

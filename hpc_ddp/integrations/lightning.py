@@ -55,14 +55,15 @@ MOST_ARGS = 4  # of Trainer.fit, without ckpt_path
 def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs: Any) -> None:
     """Call ``trainer.fit`` with the other arguments, from the newest checkpoint on.
 
-    `stop` saves and stops; without it the StopCallback among the Trainer's callbacks, or a new one.
-    It stays among them. ``weights_only`` is False unless it is given. All ranks call it. Errors of
-    the training come through, also SystemExit (code 0) at a stop.
+    `stop` saves and stops; without it the StopCallback among the Trainer's callbacks does, or a new
+    one, made here. `stop` or the new one is added to the callbacks, and stays there.
+    ``weights_only`` is False unless it is given. All ranks call it. Errors of the training come
+    through, also SystemExit (code 0) at a stop.
 
     Raises
     ------
     UsageError
-        a ``ckpt_path``, a second StopCallback; or as `StopCallback.latest`
+        a ``ckpt_path``, a second StopCallback; or as `StopPoint` or `StopCallback.latest`
     HpcDdpError
         as `StopCallback.latest`
     """
@@ -90,7 +91,8 @@ def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs
 class StopCallback(Callback):
     """Saves into the run's folder, and stops at the same step on all ranks.
 
-    Lightning's own ModelCheckpoint is independent of it. The options are those of `StopPoint`.
+    Lightning's own ModelCheckpoint is independent of it. The options, and the errors of making one,
+    are those of `StopPoint`; it takes over the signals of the process.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -102,8 +104,8 @@ class StopCallback(Callback):
         self._states: dict[int, Any] = {}  # of the loaders before a batch, by it; None: not kept
 
     def latest(self, trainer: Trainer) -> str | None:
-        """Return the newest checkpoint that verifies, for ``fit(ckpt_path=…)``; None without any.
-        All ranks call it, and so meet.
+        """Return the path of the newest checkpoint that verifies, for ``trainer.fit(ckpt_path=…)``;
+        None without any. All ranks call it. With several ranks the Trainer makes the process group.
 
         Raises
         ------
@@ -124,6 +126,7 @@ class StopCallback(Callback):
         return None if folder is None else str(folder / FILE)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise UsageError for a callback that loads a checkpoint of its own over the run's."""
         for callback in vars(trainer)["callbacks"]:
             if isinstance(callback, FINDERS):
                 name = type(callback).__name__
@@ -133,11 +136,19 @@ class StopCallback(Callback):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the samplers get their epoch before Lightning loads the states of the loaders."""
         loop: Any = trainer.fit_loop
         load_states = partial(_load_states, loop, loop._load_combined_loader_states)
         vars(loop)["_load_combined_loader_states"] = load_states
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the training in the run, take the signals back from Lightning, freeze again what a
+        checkpoint says is frozen, and mend Lightning's counters and hooks for a save between two
+        batches; all ranks call it.
+
+        Raises as `StopPoint.begin` and `check_step`; UsageError for a loader whose order a resume
+        would not find again.
+        """
         # Lightning's handler of SIGTERM broadcasts, and ranks are signalled in different steps.
         self._stop.take_signals()
         fix_order_of_sums([trainer.strategy.model or pl_module])
@@ -167,20 +178,25 @@ class StopCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Add what is frozen to a checkpoint."""
         checkpoint[FROZEN] = _frozen_parts(pl_module)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Keep what the checkpoint says is frozen, for `on_train_start`."""
         self._frozen = checkpoint.get(FROZEN)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the epoch's fetcher call `_before_fetch`, too."""
         # A loader that is made anew for the epoch has a new fetcher, which fetches before it
         # learns of the hook.
         fetcher: Any = trainer.fit_loop._data_fetcher
         fetcher._start_profiler = trainer.fit_loop.epoch_loop._on_before_fetch
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reset the samplers' counts, and let Lightning step a ReduceLROnPlateau in a resumed epoch
+        if all the metrics that it needs are there."""
         # A sampler of torchdata with a state counts the samples of the last epoch until its first
         # one, and a checkpoint of before would begin at the end of the new epoch.
         for sampler in _samplers_of(trainer.fit_loop):
@@ -201,6 +217,8 @@ class StopCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        """End the step, if the batch has ended one, and note whether a save is due; all ranks call
+        it. Raises as `StopPoint.step`."""
         self._is_amid = trainer.global_step == self._stop.position.step
         if self._is_amid:
             beat()
@@ -219,6 +237,8 @@ class StopCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Save if that is due and the loaders' states from before this batch are kept; stop where
+        the ranks are to. All ranks call it. Raises as `StopPoint.checkpoint`."""
         # The hooks of the module and of all callbacks have ended the last batch by now, and with an
         # epoch its validation. Not at the start of the epoch: what Lightning saves there skips a
         # batch, or an epoch.
@@ -237,7 +257,8 @@ class StopCallback(Callback):
         beat()
 
     def _before_fetch(self, trainer: Trainer, start_profiler: Callable[[], None]) -> None:
-        """Do what comes before Lightning fetches a batch."""
+        """Keep the loaders' states, if a save is due, then call the hook that Lightning calls
+        before it fetches a batch."""
         self._keep_states(trainer.fit_loop._data_fetcher)
         start_profiler()
 
@@ -252,6 +273,7 @@ class StopCallback(Callback):
         self._states[fetcher.fetched] = deepcopy(loader._state_dicts()) if self._is_due else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the training, as `StopPoint.finish` does, and leave the signals as that has them."""
         self._stop.finish()
         connector = getattr(trainer, "_signal_connector", None)
         handlers = getattr(connector, "_original_handlers", {})
@@ -260,8 +282,8 @@ class StopCallback(Callback):
 
 
 def _samplers_of(loop: Any) -> list[Any]:
-    """Return the samplers of the training's loaders that have a state, also those of their batch
-    samplers: Lightning puts its own there."""
+    """Return the samplers of those of the training's loaders that have a ``state_dict``, also the
+    samplers of their batch samplers: Lightning puts its own there."""
     loaders = [entry for entry in loop._combined_loader.flattened if hasattr(entry, "state_dict")]
     parts = [part for entry in loaders for part in (entry, getattr(entry, "batch_sampler", None))]
     samplers = [getattr(part, "sampler", None) for part in parts]
@@ -304,8 +326,8 @@ def _freeze_again(module: LightningModule, frozen: dict[str, list[str]]) -> None
 
 
 def _start_epoch_again(trainer: Trainer, start_epoch: Callable[[], None]) -> None:
-    """Begin the rest of an epoch as Lightning does, which calls no hook for its start, and set up
-    what needs the hook."""
+    """Begin the rest of a resumed epoch by `start_epoch`, once, and call the hook of an epoch's
+    start for the callbacks that need it (`SET_AT_EPOCH_START`): Lightning calls it for none."""
     del vars(trainer.fit_loop)["on_advance_start"]
     start_epoch()
     for callback in vars(trainer)["callbacks"]:
@@ -333,7 +355,8 @@ def _replaced_states(trainer: Trainer, states: list[dict[str, Any]]) -> Iterator
 
 
 def _load_states(loop: Any, load_states: Callable[[], None]) -> None:
-    """Tell the samplers their epoch, and have Lightning load the states of the loaders.
+    """Tell the samplers their epoch, and have Lightning load the states of the loaders, by
+    `load_states`.
 
     A loader with a state takes the order of its epoch as it is loaded; Lightning itself tells the
     samplers later, and the rest of the epoch would be in the order of the first one.

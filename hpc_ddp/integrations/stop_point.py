@@ -51,7 +51,8 @@ class StopPoint(Member):
     All ranks call its methods, at the same steps. `position` has the steps done so far, `facts`
     plain values that a checkpoint keeps and `latest` brings back. `format` names what the library
     writes: another one's checkpoint is refused. The options are those of
-    `hpc_ddp.training.start`; UsageError is raised for a wrong one.
+    `hpc_ddp.training.start`. Making one takes over signals and exceptions of the process; it raises
+    UsageError for a wrong option, and ValueError outside of the main thread.
     """
 
     _own_names: frozenset[str] = frozenset()  # of files in a checkpoint that no library writes
@@ -83,8 +84,11 @@ class StopPoint(Member):
         self._is_open = self._has_begun = self._is_over = False
 
     def latest(self) -> Path | None:
-        """Return the folder of the newest checkpoint that verifies, None without any; a damaged one
-        is set aside. The process group exists by now, if there is more than one rank.
+        """Return the folder of the newest checkpoint that verifies, None without any.
+
+        The first call, for which the process group of several ranks exists already, opens the run,
+        sets a damaged checkpoint aside, and sets `position` and `facts` to those of the checkpoint.
+        Later calls return the same folder.
 
         Raises
         ------
@@ -93,6 +97,8 @@ class StopPoint(Member):
             of this process has the run
         HpcDdpError
             the run's folder or its checkpoints can't be read, or none of them is good
+        RuntimeError
+            a peer is gone
         """
         if not self._is_open:
             if StopPoint._is_taken:  # its checkpoints would be taken for this one's
@@ -100,9 +106,8 @@ class StopPoint(Member):
                     "a second training has begun in this process; accepted: one for each run",
                     hint="each training (a fold, say) as a job of its own: hpc-ddp sweep",
                 )
-            StopPoint._is_taken = True
             self._open()
-            self._is_open = True
+            self._is_open = StopPoint._is_taken = True
             if newest := self._checkpoints.find_newest_of_library():
                 self._newest, manifest = newest
                 vars(self.position).update(manifest["position"])
@@ -111,13 +116,16 @@ class StopPoint(Member):
         return self._newest
 
     def take_signals(self) -> None:
-        """Take the signals back from a library that has set handlers of its own."""
+        """Take the signals back from a library that has set handlers of its own. Raise ValueError
+        outside of the main thread."""
         self._notices.take_signals()
 
     def begin(self) -> None:
-        """Journal that the training begins, and start the clocks; `step` does it if need be. Raises
-        as `latest`, at the first call; UsageError after `finish`, and where the run has a
-        checkpoint that the script has not asked for."""
+        """Journal that the training begins, and start the clocks; the first `step` does it, too.
+
+        Raises as `latest`, which it calls if the script has not; UsageError after `finish`, and
+        where the run has a checkpoint and the script has not called `latest`.
+        """
         if not self._is_open and (newest := self.latest()):
             raise UsageError(
                 f"the run has a checkpoint, {newest.name}, which the script has not loaded",
@@ -146,19 +154,20 @@ class StopPoint(Member):
         ranks are to save now, by `checkpoint`: until they have, the next steps return True as well.
 
         The journal gets `epoch`, `total_steps` of the run (None: not known), `samples` of all ranks
-        (0: not known) and `values`: numbers, or tensors of one, rank 0's; a DTensor is a
-        collective. With `wait_for_all` the ranks agree at this step and not some steps later, which
-        costs 0.2 ms: for the step before one that ends late, as with an evaluation.
+        in this step (0: not known) and rank 0's `values`: numbers, or tensors of one number; a
+        DTensor is gathered, by a collective. With `wait_for_all` the ranks agree at this step and
+        not some steps later, which costs 0.2 ms: for the step before one that ends late, as with an
+        evaluation.
 
         Raises
         ------
         RuntimeError
             a peer is gone
         UsageError
-            the first value of its name is no number, or the journal has the name; `finish` was
-            called; or as `latest`, at the first call
+            the first value of its name is no number, or the journal uses the name itself; or as
+            `begin`
         HpcDdpError
-            as `latest`, at the first call
+            as `begin`, at the first call
         RuntimeError, ValueError, TypeError
             on rank 0, perhaps some steps later: a later value of a name is no scalar
         """
@@ -178,18 +187,23 @@ class StopPoint(Member):
 
     @contextmanager
     def checkpoint(self) -> Iterator[Path]:
-        """Give a folder for the library's files, and publish it when the block has ended on all
-        ranks; after a notice the process then ends.
+        """Give a folder for the library's files in the block, and have a thread publish it once the
+        block has ended on all ranks. Called after a `step`, whatever that returned.
 
-        A thread syncs and sums up the files. An error of the disk in it is printed, and the next
-        save is due soon.
+        At its begin it waits for the save before. At its end the training goes on while the thread
+        syncs the files and sums them up; an error of the disk in the thread is printed, and the
+        next save is due soon. Where the ranks are to stop, they wait for the thread, and the
+        process ends. An error in the block comes through, and nothing is published.
 
         Raises
         ------
         SystemExit
             code 0: the ranks are to stop, and all is saved
         HpcDdpError
-            three saves in a row failed, or another attempt has started since (SupersededError)
+            three saves in a row failed, the folder can't be made, or another attempt has started
+            since (SupersededError)
+        RuntimeError
+            a peer is gone
         """
         self._consensus.end_pause()
         began = time.monotonic()
@@ -211,8 +225,12 @@ class StopPoint(Member):
         beat()
 
     def finish(self) -> None:
-        """End the training: nothing is saved any more. The run is done when the script ends without
-        an error; until then a new attempt begins at the last checkpoint. Raises as `checkpoint`."""
+        """End the training: wait for the last save; no signal leads to another one.
+
+        The run is done when the script ends without an error: rank 0 journals that at its exit.
+        Until then a new attempt begins at the last checkpoint. A second call does nothing. Raises
+        as `begin`, and HpcDdpError as `checkpoint`.
+        """
         if self._is_over:
             return
         self.begin()
@@ -227,11 +245,12 @@ class StopPoint(Member):
             atexit.register(self._journal_end)
 
     def _open(self) -> None:
-        """Make the parts of the run over two groups of their own, one for the training and one for
-        the thread that saves; a process without peers has none.
+        """Open the run's folder, and make the parts that save, agree, time and journal, over two
+        process groups of their own: one for the training, one for the thread that saves. A process
+        without peers has no groups.
 
-        All ranks call it. Raise UsageError without torch's process group, and HpcDdpError as
-        `run_directory.find`.
+        All ranks call it. Raise UsageError without torch's process group, HpcDdpError as
+        `run_directory.find`, and RuntimeError if a peer is gone.
         """
         control, background = self._make_controls()
         self._info = replace(self._info, rank=control.rank, world_size=control.world_size)
@@ -253,8 +272,9 @@ class StopPoint(Member):
         self._make_metrics(self._prepare_decisions(self._checkpoints, device))
 
     def _make_controls(self) -> tuple[Control, Control]:
-        """Return the channels of the training and of the thread that saves, over torch's default
-        group; raise UsageError if it is missing."""
+        """Return the channels of the training and of the thread that saves, with the ranks of
+        torch's default group, each over a new group. All ranks call it. Raise UsageError if the
+        default group is missing."""
         info = self._info
         if dist.is_initialized():
             info = replace(info, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -269,7 +289,9 @@ class StopPoint(Member):
         return LoneControl(), LoneControl()
 
     def _leave(self, reason: int) -> NoReturn:
-        """Journal the stop, wait for the ranks, and raise SystemExit with 0."""
+        """Journal the stop, ignore signals from now on, wait for the ranks, print the stop and
+        the goodput on rank 0, and raise SystemExit with 0. The process ends without a teardown of
+        torch's process group."""
         source = self._notices.source
         self._watchdog.end()
         self._end_journal(Stopped(self.position.step, REASONS[reason], source or None))
@@ -282,15 +304,17 @@ class StopPoint(Member):
         raise SystemExit(0)
 
     def _journal_end(self) -> None:
-        """On rank 0, as the script ends: journal that the run is done, if its exit code is 0, which
-        is not known here; nothing if a later attempt has begun."""
+        """On rank 0, as the script ends: journal that the run is done if the exit code is 0, which
+        is not known here (`at_exit`), and print the goodput; nothing if a later attempt has begun.
+        Raise OSError where the attempts can't be listed."""
         if self.folder.is_newest(self._journal.attempt):
             self._journal.write_surely(Finished(self.position.step, at_exit=True))
             self._say_goodput()
 
 
 def check_step(stop: StopPoint, step: int, call: str) -> None:
-    """Raise UsageError where a training begins at another step than its run's checkpoint."""
+    """Raise UsageError where a training begins at another `step` than its run's checkpoint, or 0
+    without one; `call` is the hint: the call that begins there."""
     if step != stop.position.step:
         raise UsageError(
             f"the training begins at step {step}; accepted: {stop.position.step}, that of the"
@@ -300,7 +324,8 @@ def check_step(stop: StopPoint, step: int, call: str) -> None:
 
 
 def warn_of_ranks(stop: StopPoint, ranks: int) -> None:
-    """Warn where another number of ranks has done the steps so far, and note this one."""
+    """Print a warning, on rank 0, where another number of ranks has done the steps so far; note
+    `ranks` in the facts of the checkpoints."""
     before = stop.facts.get("ranks", ranks)
     if before != ranks:
         stop._say(
@@ -315,9 +340,9 @@ def fix_order_of_sums(models: Iterable[Any]) -> None:
     """Have DDP add gradients in the same order before a restart and after it; all ranks call it,
     with the wrapped `models`, before the first step.
 
-    It runs one backward of each DDP in them, on a stand-in, and clears the gradients: a collective,
-    which raises RuntimeError if a peer is gone. Models without DDP stay as they are. So does DDP
-    with ``static_graph``: after a restart its sums may differ in their last bits.
+    For each DDP in them it runs one backward of a stand-in, a collective, and sets the gradients to
+    None. Models without DDP stay as they are, and so does DDP with ``static_graph``: after a
+    restart its sums may differ in their last bits. Raise RuntimeError if a peer is gone.
     """
     for model in models:
         for module in model.modules():

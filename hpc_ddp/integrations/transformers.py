@@ -41,9 +41,13 @@ from hpc_ddp.training.telemetry.metrics import RESERVED
 
 
 def train(trainer: Trainer, **options: Any) -> Any:
-    """Train from the newest checkpoint on, and return what ``trainer.train`` returns; stop and save
-    as the Trainer's `StopCallback` does, or a new one with these options. All ranks call it. Raises
-    as `StopPoint.latest`."""
+    """Train from the newest checkpoint on, and return what ``trainer.train`` returns; all ranks
+    call it. The Trainer's `StopCallback` stops and saves. Without one, a new one with `options` is
+    added; with one, they have no effect.
+
+    Raises as `StopPoint`, and as `StopPoint.latest`; errors of the training come through, also
+    SystemExit (code 0) at a stop.
+    """
     callbacks = trainer.callback_handler.callbacks
     stop = next((entry for entry in callbacks if isinstance(entry, StopCallback)), None)
     if stop is None:
@@ -56,14 +60,13 @@ class StopCallback(TrainerCallback):
     """Has the Trainer save into the run's folder, and stop at the same step on all ranks.
 
     It saves as the next step begins: all that the Trainer does after a step, such as an evaluation
-    and a checkpoint of its own, is done by then. Those stay where ``output_dir`` says. The options
-    are those of `StopPoint`. The loss in the journal is that of the Trainer's last log
-    (``logging_steps``).
+    and a checkpoint of its own, is done by then. The Trainer's own checkpoints stay where
+    ``output_dir`` says. The options, and the errors of making one, are those of `StopPoint`. The
+    loss in the journal is that of the Trainer's last log (``logging_steps``).
     """
 
     def __init__(self, **options: Any) -> None:
-        """Take over the signals of the process, from its main thread; raise UsageError for a wrong
-        option."""
+        """Take over the signals of the process, as `StopPoint` does."""
         self._stop = StopPoint(format="transformers", **options)
         ranks = range(self._stop._info.world_size)
         self._stop._own_names = frozenset(RANDOM.format(rank) for rank in ranks)
@@ -71,12 +74,16 @@ class StopCallback(TrainerCallback):
         self._states: dict[str, Any] = {}  # of the generators, as the epoch began
         self._saved_states: dict[str, Any] | None = None  # the same, of the checkpoint
         self._values: dict[str, float] = {}  # of the Trainer's last logs, for the journal
-        self._trainer: Trainer | None = None
+        self._trainer: Trainer | None = None  # that of `latest`
 
     def latest(self, trainer: Trainer) -> str | None:
         """Return the folder of the newest checkpoint that verifies, for
-        ``train(resume_from_checkpoint=…)`` of this `trainer`; None without any. All ranks call it.
-        Raises as `StopPoint.latest`."""
+        ``train(resume_from_checkpoint=…)`` of this `trainer`; None without any. All ranks call it,
+        before ``train``.
+
+        With a checkpoint it sets ``restore_callback_states_from_checkpoint`` of the Trainer's
+        arguments. Raises as `StopPoint.latest`.
+        """
         self._trainer = trainer
         folder = self._stop.latest()
         if folder is None:
@@ -91,6 +98,8 @@ class StopCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **values: Any
     ) -> None:
+        """Begin the training in the run; all ranks call it. Raise UsageError before `latest`, for a
+        loader that can't skip what is done, and as `check_step`; raises as `StopPoint.begin`."""
         if self._trainer is None:
             raise UsageError(
                 "the training begins before stop.latest, which finds the run's newest checkpoint",
@@ -105,6 +114,8 @@ class StopCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **values: Any
     ) -> None:
+        """Put the generators into the states with which a resumed epoch began, tell the samplers
+        their epoch, and save if that is due. Raises as `StopPoint.checkpoint`."""
         loader = values.get("train_dataloader")
         drop_iterator(loader)
         generators, devices = generators_of(loader), [args.device]
@@ -116,6 +127,7 @@ class StopCallback(TrainerCallback):
         self._save_if_due(args)  # before the order of this epoch is drawn
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Save if that is due. Raises as `StopPoint.checkpoint`."""
         self._save_if_due(args)
 
     def on_log(
@@ -126,6 +138,7 @@ class StopCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
+        """Keep the numbers in the Trainer's logs for the journal, as the next step ends."""
         beat()
         numbers = {
             name: entry
@@ -140,6 +153,7 @@ class StopCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """End the step, and note whether a save is due. Raises as `StopPoint.step`."""
         batch_size = args.train_batch_size * args.gradient_accumulation_steps
         self._is_due = self._stop.step(
             state.global_step,
@@ -151,11 +165,13 @@ class StopCallback(TrainerCallback):
         )
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        """End the training, as `StopPoint.finish` does."""
         self._stop.finish()
 
     def _save_if_due(self, args: TrainingArguments) -> None:
-        """Have the Trainer save into the run's folder, if that is due, with other arguments than
-        for a checkpoint of its own."""
+        """Have the Trainer save into the run's folder, if that is due, and stop where the ranks are
+        to. Meanwhile `args` have other values than for a checkpoint of the Trainer's own. Raises as
+        `StopPoint.checkpoint`; errors of the Trainer's save come through."""
         if not self._is_due or self._trainer is None:
             return
         self._is_due = False
@@ -176,11 +192,12 @@ class StopCallback(TrainerCallback):
 
 
 def _check_loader(loader: Any, ranks: int) -> None:
-    """Raise UsageError for a loader that can't skip what is done.
+    """Raise UsageError for a loader on several ranks that can't skip what is done: that of
+    ``dispatch_batches``, unless it reads a stream, or splits batches of which none is short.
 
-    Rank 0 reads a batch for each rank there, and after a resume the Trainer skips one for all of
-    them. With ``split_batches`` it skips the right ones, but fills a short last batch from the
-    first one behind them.
+    With it rank 0 reads a batch for each rank, and a resumed Trainer skips one batch for all of
+    them. With ``split_batches`` the Trainer skips the right ones, but fills a short last batch from
+    the first one behind those.
     """
     if (
         not isinstance(loader, DataLoaderDispatcher)
@@ -199,16 +216,17 @@ def _check_loader(loader: Any, ranks: int) -> None:
 
 
 def _set_epochs(loader: Any, epoch: int) -> None:
-    """Set the epoch as the Trainer does, from which samplers draw their order: a resumed one has
-    another loader around this one, which skips what is done, and does not reach them."""
+    """Tell the loader's samplers their epoch, from which they draw their order. The Trainer does
+    the same, but a resumed one only for a loader around this one that skips what is done, and so
+    not for these samplers."""
     shard = getattr(loader, "batch_sampler", None)
     set_epoch(loader, epoch)
     set_epoch(getattr(shard, "batch_sampler", None), epoch)
 
 
 def _is_long_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
-    """Return whether the script evaluates or saves after `step`, as far as is known before it: a
-    stop that falls there would have to wait."""
+    """Return whether the Trainer evaluates or saves after `step`, as far as is known before it: a
+    stop at that step would come only after that."""
     intervals = [0]
     if args.eval_strategy == "steps":
         intervals.append(state.eval_steps)

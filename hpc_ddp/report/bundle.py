@@ -43,9 +43,9 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 
 
 class Redaction:
-    """Replaces the values of a job's environment variables, and of what is named like a secret; the
-    secrets in `environ`, the user's own, and in the job, wherever they stand, from 8 characters
-    on."""
+    """Replaces in a text the values of a job's environment variables, and each value behind a name
+    like that of a secret. A secret in `environ`, the user's own, or in the job is replaced wherever
+    it stands, if it has 8 characters or more."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         lines = "\n".join((*spec.setup, *spec.teardown))
@@ -79,8 +79,9 @@ class Redaction:
             return REDACTED
 
     def _redact(self, content: Any, name: str) -> Any:
-        """Return JSON content without secrets, by the `name` before it ('' at the top). All below
-        ``env`` is replaced; a table below a secret's name by the names in it. None stays."""
+        """Return JSON content without secrets, by the `name` before it ('' at the top). All values
+        below ``env`` are replaced; in a table behind a secret's name only those behind names that
+        are a secret's, too. None stays."""
         if isinstance(content, dict):
             return {k: self._redact(v, "env" if name == "env" else k) for k, v in content.items()}
         if isinstance(content, list):
@@ -90,8 +91,8 @@ class Redaction:
         return self._text(content, True) if isinstance(content, str) else content
 
     def _text(self, text: str, is_script: bool) -> str:
-        """Return a text without the known secrets, and without values that follow a secret's name.
-        In a script (`is_script`) such a value may have line breaks."""
+        """Return a text without the known secrets, and without values that follow the name of a
+        secret or of the job's variables. In a script (`is_script`) a value may have line breaks."""
         for secret in self._values:
             text = text.replace(secret, REDACTED)
         for pattern in (*_SECRETS, self._in_script if is_script else self._in_log):
@@ -100,16 +101,16 @@ class Redaction:
 
 
 def _named(content: list[Any], name: str) -> list[tuple[str, Any]]:
-    """Return the parts of a list that stands behind a `name`, each with its own: of arguments, the
-    word before may be that."""
+    """Return the entries of a list that stands behind a `name`, each with the name before it: that
+    of the list, or in arguments the option ``--…`` that is the entry before."""
     words = ["", *map(str, content[:-1])][: len(content)]
     names = (word if word.startswith("--") else name for word in words)
     return list(zip(names, content, strict=True))
 
 
 def _secrets_in(content: Any, name: str) -> Iterator[str]:
-    """Yield the values in JSON content that are secrets by the `name` before them, as `Redaction`
-    replaces them; an option behind another one is none."""
+    """Yield the values in JSON content that are secrets by the `name` before them ('' at the top),
+    as `Redaction` replaces them; an option behind another option is no value."""
     if isinstance(content, (dict, list)):
         parts = content.items() if isinstance(content, dict) else _named(content, name)
         for part_name, part in parts:
@@ -127,8 +128,8 @@ def _is_secret(name: str) -> bool:
 
 
 def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
-    """Write the archive of a run, `output`, for the user alone to read; return its entries, and the
-    omissions, sorted, with their reasons.
+    """Write the archive of a run, `output`, for the user alone to read; return its entries, of
+    which one that was cut says so, and the omissions, sorted, with their reasons.
 
     Slurm is queried for the newest job, an omission without an answer, and for its version. After
     the first entry beyond `TOTAL_BYTES` none follows.

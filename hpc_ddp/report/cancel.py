@@ -46,8 +46,9 @@ def cancel(run: RunFolder) -> None:
         the run is finished and nothing works on it, or another user could have written the ids of
         its processes and jobs
     HpcDdpError
-        Slurm gives no answer or refuses, and jobs may be live; or all are ended but jobs that are
-        live after the wait or may be another run's, or jobs and processes that can't be asked for
+        Slurm gives no answer or refuses, and jobs may be live; or, behind the cancel of all others,
+        a job that is live after the wait or may be another run's, and a job or process that can't
+        be asked for from here
     OSError
         the run's folder can't be read
     """
@@ -85,8 +86,8 @@ def cancel(run: RunFolder) -> None:
 
 
 def _is_done(run: RunFolder) -> bool:
-    """Return whether a run is finished, and its script has not ended; raise UsageError for a
-    finished one on which nothing works, OSError where its journal can't be read."""
+    """Return whether a run is finished but its job or process has not ended. Raise UsageError for a
+    finished run on which nothing works, OSError where its journal can't be read."""
     events = run.events()
     is_done = is_finished(events)
     if is_done and (
@@ -97,8 +98,8 @@ def _is_done(run: RunFolder) -> bool:
 
 
 def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> list[str]:
-    """Cancel a run's jobs and wait for their end; return sentences about those that are live
-    `LOOKS` seconds later, [] without any.
+    """Cancel a run's jobs and wait for their end, `LOOKS` seconds at most; return a sentence about
+    each that is live then, [] without any.
 
     A verdict sees the run's mark and requeues no job. Without the mark (`is_marked`) Slurm is asked
     not to requeue them; that it refuses this is passed over. Raise HpcDdpError where Slurm gives no
@@ -121,7 +122,8 @@ def _mark(folder: RunFolder, jobs: Sequence[JobRef]) -> bool:
     """Write a run's mark `cancelled`, with its `jobs`, and the event into its journal; return
     whether the disk has taken the mark. Else report it on stderr, and journal nothing.
 
-    A first start of a job that the mark does not name is a wish to go on, and removes it.
+    The mark names `jobs`, since the first start of any other job removes it: the user then wishes
+    to go on.
     """
     try:
         write_json(folder.cancelled, {"jobs": [str(job) for job in jobs]})
@@ -135,14 +137,15 @@ def _mark(folder: RunFolder, jobs: Sequence[JobRef]) -> bool:
 def _live_jobs(
     run: RunFolder, jobs: Sequence[JobRef], ended: Sequence[JobRef], queue: Queue
 ) -> tuple[list[JobRef], list[str]]:
-    """Return the run's jobs that are not over, and sentences about those of its journal that may
-    be another run's by now, or can't be asked for.
+    """Return the jobs to cancel, those of the run that are not over; and sentences about those of
+    its journal that may be another run's by now, or can't be asked for.
 
     `jobs` are the journal's, `ended` those of them that are over by it. A journal may name a job of
-    long ago, whose number is that of another job of the user's now; and it does not name one that a
-    person has submitted without hpc-ddp, which waits: such jobs are looked for in `queue`, but not
-    those of a task alone. Raise HpcDdpError where Slurm gives no answer on a job, and OSError where
-    the journal can't be read.
+    long ago, whose number is that of another job of the user's now. It does not name a job that a
+    person has submitted without hpc-ddp and that has not started: for such jobs `queue` is looked
+    through, unless `run` is a task. Allocations (``salloc``) are returned only while the newest
+    attempt has no verdict. Raise HpcDdpError where Slurm gives no answer on a job, and OSError
+    where the journal can't be read.
     """
     targets, unclear = [], []
     for job in jobs:
@@ -169,7 +172,7 @@ def _live_jobs(
 
 def _may_be_of_run(run: RunFolder, queued: QueuedJob) -> bool:
     """Return whether a job that the journal does not name is worth a question to Slurm: it has the
-    run's script or name."""
+    run's script or name, or the run's name without the user's behind it."""
     name = run.name
     is_namesake = queued.name == name or name.startswith(f"{queued.name}-")  # NAME-USER
     return _has_script(run, queued) or is_namesake
@@ -212,8 +215,9 @@ def _parts(run: RunFolder) -> tuple[RunFolder, RunFolder]:
 
 def _jobs_of_task(task: RunFolder, jobs: Sequence[JobRef]) -> list[JobRef]:
     """Return jobs that mean this task only: the task's part of each job of the array, and those of
-    the task's own `jobs` that are not the array's, since the last task of an array has the array's
-    id. Raise OSError where the array's journal can't be read."""
+    the task's own `jobs` that are none of the array's. The last task of an array has the array's
+    job id, by which all tasks would be cancelled. Raise OSError where the array's journal can't be
+    read."""
     array = RunFolder(task.whole)
     array_jobs = array.jobs(array.events())
     task_jobs = [job.task(task.index) for job in array_jobs]

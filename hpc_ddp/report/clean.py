@@ -35,7 +35,7 @@ from hpc_ddp.report.tables import columns
 # Folders of the user's own, with new names, in the folder of a run's name: others may share the
 # folder of all runs, and a folder of theirs would get what is deleted.
 TRASH = ".trash-"
-HOLDING = ".holding-"  # a run on its way there, which may have to go back
+HOLDING = ".holding-"  # a run on its way into the trash, which may have to go back
 STATES = ("finished", "failed", "cancelled", "stopped", "lost", "rendered")
 COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 
@@ -78,6 +78,7 @@ class Deletion:
 
     @property
     def is_run(self) -> bool:
+        """Whether the whole run may be deleted, and not some of its checkpoints."""
         return self.paths == (self.run.path,)
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,10 +110,11 @@ def find_deletions(
     checkpoints_only: bool,
 ) -> list[Deletion]:
     """Query Slurm, and return the parts of runs that may be deleted: of the `named` ones in their
-    order, else newest run first; [] without any. Messages and a bar go to stderr.
+    order, else newest run first; [] without any. Nothing is deleted. Messages and a bar go to
+    stderr.
 
-    Other users' runs are left alone, also by root: Slurm lists no jobs of theirs here. Runs below
-    `root` that are at work, unclear or damaged are left out.
+    Other users' runs are left alone, also by root: Slurm lists no jobs of theirs here. Without
+    `named`, runs that are at work, unclear or damaged are left out, too.
 
     Parameters
     ----------
@@ -159,9 +161,9 @@ def find_deletions(
 
 
 def _own_runs(named: Sequence[RunFolder], root: Path) -> list[RunFolder]:
-    """Return the user's runs of those `named`, or without them of all below `root`. Raise
-    UsageError for a named run of another user. For the superuser the number of others' runs goes to
-    stderr."""
+    """Return the user's own runs: all `named`, or without any those below `root`. Raise UsageError
+    for a named run of another user. The superuser is told on stderr how many runs below `root` are
+    others'."""
     runs = named or all_runs(root)
     owners = {run: other_owner(run.path) for run in runs}
     foreign_runs = [run for run in runs if owners[run]]
@@ -196,10 +198,10 @@ def _read_state(run: RunFolder, queue: Queue, fingerprint: _Fingerprint) -> tupl
 
 def _check_deletable(run: RunFolder, root: Path, queue: Queue) -> None:
     """Refuse a run that is a task, lies elsewhere than below `root`, is not hpc-ddp's, or is at
-    work.
+    work, by a UsageError.
 
-    Raise UsageError for it, and OSError where its folder or journal can't be read. Where Slurm
-    can't be asked, each run that has a job, or was never started, counts as at work.
+    Where Slurm can't be asked, each run that has a job, or was never started, counts as at work.
+    Raise OSError where its folder or journal can't be read.
     """
     if run.is_task:
         raise UsageError(
@@ -230,9 +232,9 @@ def _is_from_hpc_ddp(run: RunFolder) -> bool:
 
 
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:
-    """Return the run's folder if the run is finished, or it and its tasks have neither checkpoint
-    nor result; else, or with `checkpoints_only`, old checkpoints of them, () without any. Raise
-    OSError where a folder or journal can't be read."""
+    """Return the run's folder if the run is finished, or if neither it nor its tasks have a
+    checkpoint or a result; else, and with `checkpoints_only` in any case, the old checkpoints of
+    the run and its tasks, () without any. Raise OSError where a folder or journal can't be read."""
     runs = [run, *run.tasks()]
     is_needed = any(_has_checkpoint(task.checkpoints) or _has_results(task) for task in runs)
     if not checkpoints_only and (state is RunState.FINISHED or not is_needed):
@@ -245,8 +247,9 @@ def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) ->
 
 
 def _has_results(run: RunFolder) -> bool:
-    """Return whether an entry is not hpc-ddp's: a result of the script, for example. True for a
-    finished task, too. Raise OSError where the folder can't be listed, or a journal be read."""
+    """Return whether a run's folder has an entry that is not hpc-ddp's: a result of the script, for
+    example; True for a finished task, too. Raise OSError where the folder can't be listed, or a
+    task's journal can't be read."""
     names = {path.name for path in run.path.iterdir() if not path.name.startswith((".", "task-"))}
     return bool(names - RUN_ENTRIES) or (run.is_task and run.finished())
 
@@ -258,8 +261,9 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _old_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints up to the step of the last good one, also broken ones, but without it,
-    the best, and those of ``keep_every``. The newest are read through until one is good.
+    """Return the checkpoints up to the step of the last good one, also broken and half-written
+    ones, but without the last good one, the best, and those of ``keep_every``. The newest are read
+    through until one is good.
 
     [] where there are less than two, or none is good: a disk in trouble may make all look bad.
     Raise OSError where the folder can't be listed.
@@ -307,11 +311,11 @@ def _size(path: Path) -> int:
 
 
 def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion, str]]:
-    """Delete as the caller iterates, and yield each deletion with the reason why it was not made,
-    or ''; errors are such reasons. A bar on stderr shows the progress.
+    """Query Slurm anew, and delete as the caller iterates: yield each deletion with the reason why
+    it was not made, or ''. Errors are such reasons, too. A bar on stderr shows the progress.
 
     A folder is renamed before it is deleted: another process finds it complete or not at all.
-    Behind the last deletion the remains of interrupted calls in `root` are deleted, too.
+    Behind the last deletion the remains of this user's interrupted calls in `root` are deleted.
     """
     queue = read_queue()  # again: the user was asked in between
     with ProgressBar("deleting", sum(deletion.bytes for deletion in deletions)) as progress:
@@ -331,13 +335,13 @@ def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion
 
 
 def _delete(deletion: Deletion, queue: Queue) -> str:
-    """Delete one part of a run, and with all of it the run's entries in the index of jobs; return
-    why not where it has gone on, else ''.
+    """Delete one part of a run, or the whole run with its entries in the index of jobs. Return why
+    nothing was deleted, where the run has gone on; else ''.
 
-    A run goes by way of a folder beside it, which no sweep deletes before the run was looked at
-    there; a checkpoint by a name beside it that no reader takes for one. `queue` is of now. Raise
-    UsageError where others could put something else in its place, and OSError where a journal can't
-    be read or the disk refuses, with a part deleted perhaps.
+    A run is moved first into a folder beside it, which no other call takes for remains before the
+    run has been looked at there; a checkpoint to a name beside it that no reader takes for one.
+    `queue` is of now. Raise UsageError where others could put something else in its place, and
+    OSError where a journal can't be read or the disk refuses, with a part deleted perhaps.
     """
     run, resumed = deletion.run, "it was resumed meanwhile, and left alone"
     check_folder(run)
@@ -358,17 +362,12 @@ def _delete(deletion: Deletion, queue: Queue) -> str:
                 return f"{resumed}, in {target}: {error.strerror}"
             return resumed
         trash = holding.rename(holding.with_name(holding.name.replace(HOLDING, TRASH, 1)))
-        _remove_references(run)
+        unlink_jobs(run)
         shutil.rmtree(trash)
     finally:
         _remove_empty(holding)
         _remove_empty(run.path.parent)
     return ""
-
-
-def _remove_references(run: RunFolder) -> None:
-    """Remove the job ids that lead to a run; what the disk refuses stays."""
-    unlink_jobs(run)
 
 
 def _remove_empty(folder: Path) -> None:

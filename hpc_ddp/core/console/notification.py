@@ -31,8 +31,9 @@ _FORMS = {"mail": r"[^\s,;:<>]+", "webhook": r"https?://\S+", "command": r".+"}
 
 @dataclass(frozen=True)
 class Addresses:
-    """The ways to reach the user: an address of mail, a URL that takes JSON with a ``text``, and a
-    line for ``sh``, which gets the text on its stdin and the subject as ``HPC_DDP_SUBJECT``."""
+    """The ways to reach the user, '' for one that is not given: an address of mail, a URL that
+    takes JSON with a ``text``, and a line for ``sh``, which gets the text on its stdin and the
+    subject as ``HPC_DDP_SUBJECT``."""
 
     mail: str = ""
     webhook: str = ""
@@ -43,7 +44,8 @@ def read_addresses(path: Path) -> Addresses:
     """Return what a file of lines ``mail = …``, ``webhook = …``, ``command = …`` names; each may be
     missing, but not all, and lines may be comments (``#``).
 
-    Raise UsageError for a file that others can read or write or own, or that says something else.
+    Raise UsageError for a file that can't be read, that another user owns, can read or can write,
+    or that has another line.
     """
     try:
         with open_data(path) as file:
@@ -78,8 +80,11 @@ def read_addresses(path: Path) -> Addresses:
 
 
 def send(addresses: Addresses, subject: str, text: str) -> list[str]:
-    """Send a message by all ways at the same time; return why which ones failed, as ``mail: no
-    sendmail here``. It takes `LIMIT_S` at most, and names no address."""
+    """Send a message by all ways at the same time, each in a thread; return the ways that failed,
+    with the reason, as ``webhook: HTTP 404``, [] without any. No address is named.
+
+    After `LIMIT_S` a way without an outcome has failed; its thread may go on.
+    """
     ways: dict[str, Callable[[], str]] = {
         "mail": partial(_mail, addresses.mail, subject, text),
         "webhook": partial(_post, addresses.webhook, f"{subject}\n{text}"),
@@ -103,7 +108,8 @@ def send(addresses: Addresses, subject: str, text: str) -> list[str]:
 
 
 def _mail(address: str, subject: str, text: str) -> str:
-    """Hand a mail to sendmail, which gets the address on its stdin; return why not, else ""."""
+    """Hand a mail to sendmail, which gets the address on its stdin; return why it failed, else "".
+    Raise OSError where sendmail can't be started."""
     program = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
     if program is None:
         return "no sendmail on this node (Slurm sends mail itself: --mail-type END)"
@@ -117,8 +123,9 @@ def _mail(address: str, subject: str, text: str) -> str:
 
 
 def _post(url: str, text: str) -> str:
-    """Post a text as JSON; return why the server refuses it, else "". Raise OSError without an
-    answer."""
+    """Post a text as JSON; return why the server refuses it or can't be reached, else "". Raise
+    OSError where its answer breaks off or takes longer than `LIMIT_S`, and what urllib raises for a
+    URL or an answer that is none."""
     import urllib.error
     import urllib.request
 
@@ -134,8 +141,9 @@ def _post(url: str, text: str) -> str:
 
 
 def _run(argv: list[str], text: str, subject: str) -> str:
-    """Run a program with a text on its stdin; return why it failed, else "". It and its children
-    are killed after `LIMIT_S`."""
+    """Run a program with a text on its stdin and the subject as ``HPC_DDP_SUBJECT``; return why it
+    failed, else "". It and its children are killed after `LIMIT_S`. Raise OSError where it can't be
+    started."""
     with subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,

@@ -15,7 +15,8 @@ WIDTH = 30  # of the bar, in characters
 
 
 class ProgressBar:
-    """``title ━━━━━━──── 61 %`` on stderr, where that is a terminal; gone again at the end.
+    """``title ━━━━━━──── 61 %`` on stderr, where that is a terminal; gone again at the end of the
+    ``with`` block.
 
     Parameters
     ----------
@@ -36,7 +37,7 @@ class ProgressBar:
         self._done = 0.0
         self._drawn = False
         self._terminal = sys.stderr.isatty()
-        self._next_s = time.monotonic() + PATIENCE_S
+        self._next_s = time.monotonic() + PATIENCE_S  # when the bar is drawn, at the earliest
 
     def __enter__(self) -> ProgressBar:
         return self

@@ -16,15 +16,15 @@ from hpc_ddp.core.job.job_ref import JobRef
 
 @dataclass(frozen=True)
 class NodeFolder:
-    """One node's part of an attempt, as the supervisor sees it that is a Slurm task there: of all
-    the node's workers, or of `rank` alone."""
+    """One node's folder in an attempt, with the names of files that one supervisor uses: that of
+    all the node's workers (`rank` None), or of worker `rank` alone (``--launcher srun``)."""
 
     path: Path
     rank: int | None = None
 
     @property
     def notice(self) -> Path:
-        """Written by the supervisor, and only by it: the workers' signal was a notice."""
+        """The file in which the supervisor, and it alone, states that a signal is a notice."""
         return self.path / f"notice{self._task}"
 
     @property
@@ -34,8 +34,8 @@ class NodeFolder:
 
     @property
     def failures(self) -> Path:
-        """The failed workers, by torchrun's report to the supervisor; or why there are none; empty
-        before (see `AttemptFolder.notice`)."""
+        """The failed workers as torchrun reports them to the supervisor, or why it reports none, as
+        JSON; empty before (see `AttemptFolder.notice`)."""
         return self.path / f"failures{self._task}.json"
 
     @property
@@ -53,8 +53,9 @@ class NodeFolder:
         return "" if self.rank is None else f"-{self.rank}"
 
     def pids(self) -> list[Path]:
-        """Return the files with the process ids of the workers that have started; of one `rank`,
-        its own. [] before; where the folder can't be listed OSError or [], by Python's version."""
+        """Return the files with the process ids of the workers that have started; with a `rank`
+        its own alone. [] before. A folder that can't be listed raises OSError or is [], which
+        depends on Python's version."""
         return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
 
     def records(self) -> list[Path]:
@@ -63,8 +64,9 @@ class NodeFolder:
         return [self.path / name for name in self.names("record", ".json")]
 
     def names(self, begin: str, end: str) -> list[str]:
-        """Return the names of the node's files that begin and end so, sorted; [] where the folder
-        can't be listed. In a tenth of the time of a glob: there are thousands of nodes."""
+        """Return the names of the node's files that begin with `begin` and end with `end`, sorted;
+        [] where the folder can't be listed. It takes a tenth of the time of a glob: there are
+        thousands of nodes."""
         names: list[str] = []
         with suppress(OSError):
             names = os.listdir(self.path)
@@ -79,7 +81,7 @@ class NodeFolder:
         return self.path / f"rank-{rank}.log"
 
     def stacks(self, rank: int) -> Path:
-        """Where each thread of a rank was when it hung; empty if it ended otherwise."""
+        """The file of the stacks of a rank's threads when it hung; empty if it ended otherwise."""
         return self.path / f"stack-rank-{rank}.txt"
 
     def flight(self, rank: int) -> Path:
@@ -99,8 +101,9 @@ class AttemptFolder:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``);
-        and the names of its nodes, ``nodes``. {} where the file is missing or damaged."""
+        """The content of ``attempt.json``: the job of the attempt (``job_id``, ``restarts``), or
+        its process (``host``, ``pid``); and the names of its nodes, ``nodes``. {} where the file is
+        missing or damaged."""
         return read_json(self.path / "attempt.json")
 
     @property
@@ -165,8 +168,9 @@ class AttemptFolder:
         return [self.node(name) for name in names]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return what the nodes, or their tasks, have recorded of their ends so far. A record that
-        is damaged or can't be read is left out; raise OSError where the nodes can't be listed."""
+        """Return the records that the nodes, or their Slurm tasks, have written of their ends so
+        far. A record that is damaged, can't be read or has no exit ``code`` is left out; raise
+        OSError where the nodes can't be listed."""
         nodes = self.nodes()
         with ThreadPoolExecutor(READERS) as pool:  # a thousand small files take seconds in a row
             records = [record for of_node in pool.map(_records_of, nodes) for record in of_node]

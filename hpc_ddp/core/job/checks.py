@@ -156,9 +156,9 @@ def _check_budget(spec: JobSpec) -> None:
 
 
 def _check_tasks(spec: JobSpec) -> None:
-    """Check the Slurm step: its launcher, its CPUs, the raw options of srun. Raise UsageError for
-    settings that exclude each other, fewer CPUs than tasks, and an option of srun that hpc-ddp sets
-    itself or that is of another form than ``--name=value``."""
+    """Check the Slurm step: its launcher, its CPUs, the raw options of srun and mpirun. Raise
+    UsageError for settings that exclude each other, fewer CPUs than tasks, an option that hpc-ddp
+    sets itself, and one of srun that is of another form than ``--name=value``."""
     for raw in spec.srun:
         name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
         if name in SRUN_SETTLED:
@@ -284,8 +284,8 @@ def _check_texts(spec: JobSpec) -> None:
 
 
 def _check_python(python: str) -> None:
-    """Refuse an option, which would be srun's, and a command of several words, as far as it is no
-    path with blanks; raise UsageError."""
+    """Refuse an empty text, an option, which would be srun's, and a command of several words unless
+    its first word has a slash (it may be a path with blanks); raise UsageError."""
     first, *words = python.split() or [""]
     if not first or first.startswith("-") or (words and "/" not in first):
         raise UsageError(
@@ -317,8 +317,8 @@ def _check_nodes(nodes: int | str) -> None:
 
 
 def _check_env(spec: JobSpec) -> None:
-    """Check the names of environment variables, and that no value in the script looks like a
-    secret; raise UsageError."""
+    """Check the names of environment variables in `env`, `env_names` and `expand`, and that no
+    value of `env` looks like a secret; raise UsageError."""
     of_expand = (name.removesuffix("[@]") for name in spec.expand)
     for name in (*spec.env, *spec.env_names, *of_expand):
         if not _ENV_NAME.fullmatch(name):

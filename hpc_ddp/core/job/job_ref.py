@@ -41,8 +41,8 @@ class JobRef:
         return self.cluster.partition("@")[0]
 
     def is_of(self, cluster: str) -> bool:
-        """Return whether it may be a job of a cluster, named as in the class. A name or controller
-        that one of both lacks counts as equal: '' may be any cluster."""
+        """Return whether this may be a job of `cluster`, which is named as in the class. A name or
+        controller that one of the two lacks counts as equal: '' may be any cluster."""
         name, _, controller = self.cluster.partition("@")
         cluster_name, _, its_controller = cluster.partition("@")
         if not name or not cluster_name:
@@ -51,8 +51,8 @@ class JobRef:
         return name == cluster_name and len(controllers) < 2
 
     def is_of_namesake(self, cluster: str) -> bool:
-        """Return whether it is of another cluster than `cluster` with the same name, by their
-        controllers."""
+        """Return whether this job is of another cluster than `cluster` that has the same name, by
+        their controllers."""
         is_namesake = self.cluster_name == JobRef("", cluster).cluster_name
         return is_namesake and not self.is_of(cluster)
 
@@ -63,7 +63,7 @@ class JobRef:
         return self.id == job.id and len(names) < 2
 
     def is_vaguer_than(self, job: JobRef) -> bool:
-        """Return whether both may be one job, and the other one says more of its cluster."""
+        """Return whether this and `job` may be one job, and `job` says more of its cluster."""
         return self != job and self.is_same(job) and job.cluster.startswith(self.cluster)
 
     def is_among(self, jobs: Iterable[JobRef]) -> bool:

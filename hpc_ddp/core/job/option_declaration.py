@@ -94,8 +94,8 @@ class Option:
     is_joined: bool = False
 
     def check(self, key: str, value: Any) -> None:
-        """Check the value of a key against the accepted ones, if there are any, and the bound. None
-        passes the bound.
+        """Check the value of a key: it is one of the `accepted` ones, if there are any, and a whole
+        number not below `least`, if that is given; None passes `least`, too.
 
         Raises
         ------
@@ -147,8 +147,8 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def _with_kind(item: Field[Any]) -> Option:
-    """Return a field's declaration, with the kind of its annotation. Where that is a text or of no
-    kind, the declared kind stays."""
+    """Return a field's declaration, with the kind that its annotation has in `_KINDS`; for a text,
+    and for an annotation without a kind, the declared kind stays."""
     declared: Option = item.metadata["option"]
     kind = _KINDS.get(str(item.type).removesuffix(" | None"))
     return declared if kind in (None, TEXT) else Option(**{**vars(declared), "kind": kind})

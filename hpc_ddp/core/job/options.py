@@ -33,8 +33,8 @@ ELASTIC_RESTARTS = 3
 
 @dataclass(frozen=True)
 class JobSpec(ResourceOptions):
-    """A job. Field names are Slurm's option names; each instance has been checked: a
-    value that is refused raises UsageError.
+    """A job. Fields that Slurm has options for have their names. Making one checks it: a value that
+    is refused raises UsageError.
 
     Units: `time` is in Slurm's format (``minutes``, ``h:m:s``, ``d-h`` …), and so is `signal`,
     ``NAME@SECONDS`` before the time limit. None leaves a value to the site's Slurm.
@@ -220,7 +220,7 @@ class JobSpec(ResourceOptions):
     )
     warm_start: bool = option(
         True,
-        "Have each worker import torch by itself.",
+        "Have each worker import torch by itself.",  # of --no-warm-start
         group=WORKERS,
         is_local=True,
     )
@@ -342,8 +342,8 @@ class JobSpec(ResourceOptions):
         return trials(self.sweep)
 
     def indexes(self, begun: Iterable[int]) -> list[int]:
-        """Return the indexes of all tasks of the array, sorted; `begun` are those that have
-        started: the last submit may have been of a part of them. Those of a sweep are its trials'.
+        """Return the indexes of all tasks of the array, sorted: those of `array`, and those that
+        have `begun`: the last submit may have been of a part. A sweep's are those of its trials.
 
         Raise UsageError for a job that is neither an array nor a sweep.
         """
@@ -369,7 +369,8 @@ class JobSpec(ResourceOptions):
 
     @property
     def parts_of_time(self) -> int:
-        """How many attempts with the least limit take as long as one with the time limit."""
+        """How many attempts with the least limit take as long as one with the time limit, rounded
+        up; 1 without one of the limits."""
         return -(-(self.time_s or 0) // (self.time_min_s or self.time_s or 1)) or 1
 
     def to_json(self) -> str:

@@ -38,11 +38,11 @@ def parse_time(text: str) -> int:
 
 
 def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
-    """Check the least time limit of an attempt beside the most, both Slurm times or None, and how
-    many seconds before its end the notice comes.
+    """Check the least time limit of an attempt, beside the largest (both Slurm times or None) and
+    the seconds before its end at which the notice comes. None passes.
 
-    Raise UsageError for one that is no Slurm time, has no larger limit beside it, or leaves no time
-    before the notice.
+    Raise UsageError for a limit that is no Slurm time, or for a least one that is longer than the
+    largest, has none beside it, or is shorter than `LEAST_ATTEMPT_S` or ten times `warn_s`.
     """
     if least is None:
         return
@@ -82,8 +82,8 @@ def parse_signal(text: str) -> tuple[str, int]:
 
 
 def array_indexes(array: str) -> list[int]:
-    """Return the indexes of a Slurm array such as ``0-5%2`` or ``1,3,10-20:5``, in its order; one
-    that stands there twice comes twice.
+    """Return the indexes of a Slurm array such as ``0-5%2`` or ``1,3,10-20:5``, in its order; an
+    index that is written twice comes twice.
 
     Raises
     ------

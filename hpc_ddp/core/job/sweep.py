@@ -18,8 +18,9 @@ _HINT = "hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py"
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
 
-def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
-    """Return the settings of a job that make it a sweep, ``sweep`` and ``array``.
+def parse_sets(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
+    """Return the settings of a job that make it a sweep, ``sweep`` and ``array``, from the texts of
+    ``--set``.
 
     Parameters
     ----------
@@ -52,12 +53,14 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
             f"max-parallel is {max_parallel}; accepted: a whole number from 1",
             hint="--max-parallel 4",
         )
-    return of(sweep, max_parallel)
+    return settings_of(sweep, max_parallel)
 
 
-def of(sweep: Mapping[str, Sequence[str]], max_parallel: int | None = None) -> dict[str, Any]:
-    """Return the settings of a sweep, ``sweep`` and ``array``: its values by parameter, and the
-    array of all its trials, with `max_parallel` as its bound (None: no bound).
+def settings_of(
+    sweep: Mapping[str, Sequence[str]], max_parallel: int | None = None
+) -> dict[str, Any]:
+    """Return the settings of a job that is a sweep: ``sweep``, its values by parameter, and
+    ``array``, of all its trials, of which `max_parallel` may run at once (None: all).
 
     `sweep` has a parameter or more; `JobSpec` refuses one without a value.
 
@@ -77,8 +80,8 @@ def of(sweep: Mapping[str, Sequence[str]], max_parallel: int | None = None) -> d
 
 
 def trials(sweep: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """Return a sweep's combinations of values by name, in the order of the array's indexes; [] for
-    a job that is no sweep."""
+    """Return a sweep's combinations of values, each as value by parameter, in the order of the
+    array's indexes; [] for a job that is no sweep."""
     combinations = itertools.product(*sweep.values()) if sweep else ()
     return [dict(zip(sweep, values, strict=True)) for values in combinations]
 

@@ -12,11 +12,11 @@ from hpc_ddp.core.run_folder import RunFolder
 
 
 def task_of(run: RunFolder, index: int) -> RunFolder:
-    """Make the folder of one task of an array, with its own job.json and a link to the array's lib,
-    and return it. It can be repeated: job.json is written anew.
+    """Make the folder of task `index` of an array, with its own job.json and a link to the array's
+    lib, and return it. It can be repeated: a job.json with another content is written anew.
 
-    Raise OSError if the disk refuses, UsageError if the array's job.json is broken, IndexError
-    beyond the last task of a sweep.
+    A disk in trouble is asked again for a minute (`patiently`). Raise OSError if it still refuses,
+    UsageError if the array's job.json is broken, IndexError beyond the last task of a sweep.
     """
     array_spec = JobSpec.from_json(patiently(run.job_json.read_text))
     job = array_spec.task(index).to_json()

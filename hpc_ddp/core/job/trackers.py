@@ -26,10 +26,11 @@ def tracker_env(
     run: RunFolder, environ: Mapping[str, str], first_attempt: int = 0
 ) -> dict[str, str]:
     """Return the trackers' variables for all workers of a run, without those that `environ` has;
-    `SET_HERE` names them. `worker.set_trackers` has the rest, which differs between ranks.
+    `SET_HERE` names them. {} where `environ` has ``off`` for `SET_HERE`. `worker.set_trackers` has
+    the rest, which differs between ranks.
 
-    A trial of a sweep is a run of its own, and the sweep is its group; so is a run that has begun
-    anew, with ``--fresh``: by its `first_attempt`.
+    For the trackers each trial of a sweep is a run, in the sweep's group. A run that began anew
+    (``--fresh``) with attempt `first_attempt` is another run than before, in the same group.
     """
     if environ.get(SET_HERE) == "off":
         return {}
@@ -59,13 +60,14 @@ def _suffix(first_attempt: int) -> str:
 
 
 def _id(text: str) -> str:
-    """Return a text as an id that W&B takes: at most 128 characters, the last ones, and few signs;
-    a rank's follows."""
+    """Return a text as an id that W&B takes: its last 110 characters, with ``-`` for each sign that
+    is not allowed. W&B takes 128: a rank's number may follow."""
     return re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)[-110:]
 
 
 def mlflow_id(run: RunFolder, first_attempt: int = 0) -> Path:
-    """Return the file of the id that MLflow's server has given to a run; there is none before."""
+    """Return the path of the file with the id that MLflow's server has given to a run; it exists
+    from then on. `first_attempt` as in `tracker_env`."""
     return run.path / f"mlflow-run{_suffix(first_attempt)}"
 
 

@@ -81,8 +81,8 @@ def fill(text: str, names: Collection[str], values: Mapping[str, str]) -> str:
 
 
 def shell_word(text: str, names: Collection[str] = ()) -> str:
-    """Return `text` as one word for bash, which fills in the variables of `names`; it fails with a
-    message for one that is not set."""
+    """Return `text` as one word for bash, which fills in the variables of `names`, and fails with a
+    message where one is not set."""
     words, end = [], 0
     for match in _marks(names).finditer(text):
         words += [text[end : match.start()], match[1] or match[2]]
@@ -95,9 +95,12 @@ def shell_word(text: str, names: Collection[str] = ()) -> str:
 
 
 def array_exports(names: Collection[str]) -> str:
-    """Return the lines of bash by which workers have the arrays of `names`, of those that are set:
-    each element behind an ASCII unit separator; '' without an array. No process could be started
-    beside a longer variable."""
+    """Return the lines of bash that pass the arrays among `names` to the workers, '' without one.
+
+    An array that is set becomes a variable ``HPC_DDP_WORDS_NAME``, with an ASCII unit separator
+    before each element. One of more than `LONGEST_ARRAY` characters is not passed on, with a
+    message on stderr: no process could be started beside such a variable.
+    """
     lines = []
     for name in (name.removesuffix("[@]") for name in names if name.endswith("[@]")):
         words = f"HPC_DDP_WORDS_{name}"
@@ -115,15 +118,16 @@ def array_exports(names: Collection[str]) -> str:
 
 
 def misplaced_array(texts: Sequence[str], args: Sequence[str], names: Collection[str]) -> str:
-    """Return the first array of `names`, as ``NAME[@]``, that stands in one of `texts`, or in an
-    argument that is more than it; '' without one."""
+    """Return the first array of `names`, as ``NAME[@]``, that stands in one of `texts`, or in one
+    of `args` that has more than ``${NAME[@]}`` alone; '' without one."""
     arrays = [name for name in names if name.endswith("[@]")]
     parts = [word for word in args if word[2:-1] not in arrays]
     return next((name for text in (*texts, *parts) for name in names_in(text, arrays)), "")
 
 
 def literal_names(texts: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return what a shell would fill into some texts, and the job does not, as ``$NAME``: each
-    once, in their order."""
+    """Return the signs in `texts` for which a shell would fill in something and the job does not,
+    as ``$NAME``, ``$(`` or a backtick, since they are none of `names`: each once, in their
+    order."""
     marks = (re.findall(r"\$\{?[A-Za-z_]\w*\}?|\$\(|`", _marks(names).sub("", t)) for t in texts)
     return list(dict.fromkeys(mark for row in marks for mark in row))

@@ -33,7 +33,7 @@ class Cause(Word):
 
 
 class Action(Word):
-    """The action after an attempt."""
+    """The step of the batch script after an attempt."""
 
     NONE = "none"
     REQUEUE = "requeue"

@@ -23,8 +23,8 @@ RANK_0, ANY_RANK = "rank 0", "any rank"
 class JournalEvent:
     """An event; the journal sets `time` (unix seconds) and `attempt` when it writes the event."""
 
-    event: ClassVar[str]
-    writer: ClassVar[str]
+    event: ClassVar[str]  # the name of its kind in a line
+    writer: ClassVar[str]  # the process that writes it
     time: float = field(default=0.0, kw_only=True)
     attempt: int = field(default=0, kw_only=True)
 
@@ -120,7 +120,7 @@ class Started(JournalEvent):
     cluster: str | None = None
     job_id: str | None = None
     restarts: int | None = None
-    shell: Mapping[str, Any] | None = None
+    shell: Mapping[str, Any] | None = None  # the batch shell, as `process.identity` returns it
     backend: str | None = None
     pid: int | None = None
     began: str | None = None
@@ -139,11 +139,11 @@ class PreflightEnded(JournalEvent):
     writer = BATCH_SCRIPT
     ok: bool
     bad_nodes: Sequence[str]
-    hopeless: bool
+    hopeless: bool  # other nodes would fail alike
     why: str
     report: Mapping[str, Any]
     seconds: float
-    notice: str | None = None
+    notice: str | None = None  # by which it was ended early
     summary: Mapping[str, Any] | None = None
 
 
@@ -183,7 +183,7 @@ class WorkerStarted(JournalEvent):
 
 @dataclass(frozen=True)
 class CheckpointRestored(JournalEvent):
-    """The run continues at `step`; damaged checkpoints were passed over; seconds."""
+    """The run continues at `step`; the checkpoints `passed_over` were damaged; seconds."""
 
     event = "restored"
     writer = RANK_0
@@ -334,7 +334,7 @@ class VerdictGiven(JournalEvent):
     action: Action
     why: str
     exit_code: int
-    progress: bool
+    progress: bool  # the attempt has saved
     step: int | None
     bad_nodes: Sequence[str]
     rank: int | None = None

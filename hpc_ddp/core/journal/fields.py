@@ -34,16 +34,16 @@ def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dic
     Raises
     ------
     ValueError
-        a value is of another type than its field, or a word such as a cause is missing
+        as `checked`; or a word such as a cause is missing
     """
     return {field.name: _read_field(field, table.get(field.name)) for field in declared}
 
 
 def _read_field(declared: Field[Any], entry: Any) -> Any:
-    """Return a JSON value as the type of a record's field; for None the field's default or an empty
-    value.
+    """Return a JSON value as the type of a record's field; for None the field's default, or None if
+    its type has that, or an empty value.
 
-    Raise ValueError for a value of another type, and for a missing word such as a cause.
+    Raise ValueError as `checked`, and for a missing word such as a cause.
     """
     kind = _kind_of(str(declared.type))
     if entry is not None or kind.name in _WORDS:
@@ -70,13 +70,14 @@ def _kind_of(text: str) -> _Kind:
 
 
 def checked(entry: Any, type_name: str) -> Any:
-    """Return a JSON value as a type of the records, such as ``int`` or ``Sequence[str]``. A bool
-    passes as a number.
+    """Return a JSON value as a type of the records, such as ``int`` or ``Sequence[str]``; a word,
+    as ``Cause``, as its enumeration's member. A bool passes as a number.
 
     Raises
     ------
     ValueError
-        the value is of another type, or a number of 1e15 or more, or NaN
+        the value is of another type or no such word, or a number whose amount is 1e15 or more, or
+        NaN
     KeyError
         no record has such a type
     """

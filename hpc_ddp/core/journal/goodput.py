@@ -60,11 +60,7 @@ def account(
     events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> dict[str, float]:
     """Return the seconds that a run has spent in each of `PARTS`, over all its attempts; all are
-    0.0 without events.
-
-    `events` is the run's journal, by attempt and time; `now` the unix time of the end, for a run
-    that still goes on (None: its last event). `waits` says that it is not at work now.
-    """
+    0.0 without events. The parameters are those of `pieces`."""
     return seconds_of(pieces(events, now, waits))
 
 
@@ -90,7 +86,8 @@ def pieces(
     now
         unix time of the end, for a run that still goes on; None: its last event
     waits
-        it goes on, but is not at work now, though its journal has no end: its node was lost, say
+        the run is not at work now, though its newest attempt has no verdict (its node was lost,
+        say) and `now` is given: the time since its last event counts as queued
 
     Notes
     -----
@@ -107,11 +104,11 @@ def pieces(
     times = [e.time for e in events]
     begin = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
     clock = _Clock(begin, max(times) if now is None else now)
-    ours = any(event.writer == RANK_0 for event in events)
+    is_reported = any(event.writer == RANK_0 for event in events)  # by hpc_ddp.training
     highest = 0.0
     for number, attempt in attempts.items():
         live = now is not None and not waits and number == max(attempts)
-        if ours:
+        if is_reported:
             starts = by_start(attempt)
             for start in starts:
                 clock.until(_began(start), "queued" if start is starts[0] else "lost")
@@ -229,7 +226,8 @@ def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool
 def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> float:
     """Return when an attempt whose training begins at `begin` had passed the step `highest`.
 
-    `steps` are its times and steps, in order; times are unix seconds, inf where it never passed it.
+    `steps` are its pairs of time and step, in order; times are unix seconds, inf where it never
+    passed `highest`, `begin` where it began there or beyond.
     """
     if not highest or (steps and steps[0][1] >= highest):
         return begin

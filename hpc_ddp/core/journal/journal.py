@@ -46,7 +46,7 @@ E = TypeVar("E", bound=JournalEvent)
 
 MODE = 0o644  # a worker has its user's umask; what a journal says decides which jobs are cancelled
 _APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-LINES_AT_ONCE = 200  # a damaged one has so many read anew
+LINES_AT_ONCE = 200  # are parsed in one call; a damaged one has so many parsed again
 DRAIN_S = 5.0  # that a process waits for its last lines when it ends
 
 
@@ -54,17 +54,17 @@ class Journal:
     """Appends events to ``<folder>/<writer>.jsonl``.
 
     A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the
-    first), and what belongs to the event. Writing never raises OSError: a full disk must not end
-    a training that could go on. The first failure is reported on stderr. An event with a value
-    that JSON does not have raises TypeError.
+    first), and the event's own fields. Writing never raises OSError: a full disk must not end
+    a training that could go on. The journal reports the first such failure on stderr. An event
+    with a value that JSON does not have raises TypeError, from each method that writes.
     """
 
     def __init__(self, folder: Path, writer: str, attempt: int = 0) -> None:
         self.path = folder / f"{writer}.jsonl"
         self.attempt = attempt
         self._warned = False
-        self._later: SimpleQueue[bytes | threading.Event] | None = None
-        self._thread_of = 0  # the process that has the thread
+        self._later: SimpleQueue[bytes | threading.Event] | None = None  # lines for the thread
+        self._thread_of = 0  # the id of the process that has the thread
 
     def write(self, event: JournalEvent) -> None:
         """Append one event, and make the folder where it is missing. A disk that refuses the event
@@ -77,8 +77,9 @@ class Journal:
     def write_later(self, event: JournalEvent) -> None:
         """Let a thread append an event: no step of a training waits for a disk in trouble.
 
-        The process may end without it, unless it calls `drain`; an orderly end of Python does. The
-        first call starts the thread. A disk that refuses the event is reported once on stderr.
+        The process may end before the event is written, unless it calls `drain`; an orderly end of
+        Python does. The first call starts the thread. A disk that refuses the event is reported
+        once on stderr, and the event is lost.
         """
         if self._later is None or self._thread_of != os.getpid():  # a fork has no such thread
             self._later, self._thread_of = SimpleQueue(), os.getpid()
@@ -87,15 +88,16 @@ class Journal:
         self._later.put(self._line(event))
 
     def drain(self, seconds: float = DRAIN_S) -> None:
-        """Wait until the events of `write_later` are written or refused, at most for so many
-        seconds; return at once without any. Whether they are written is not returned."""
+        """Wait until the events of `write_later` are written or refused, `seconds` at most; return
+        at once without any. Whether they are written is not returned."""
         if self._later is not None and self._thread_of == os.getpid():
             written = threading.Event()
             self._later.put(written)
             written.wait(seconds)
 
     def _write_queued(self, queue: SimpleQueue[bytes | threading.Event]) -> None:
-        """Append the lines of a queue for ever; set its events, which `drain` waits for.
+        """Append the lines of a queue for ever, in the thread of `write_later`; set the
+        `threading.Event`s among them, which `drain` waits for.
 
         A disk that refuses a line is reported once, and the line is lost.
         """
@@ -131,7 +133,7 @@ class Journal:
 
     def _append(self, line: bytes) -> None:
         """Append a line to the file, and make the folder where it is missing; raise OSError where
-        the disk refuses. An open and a write is all that it asks of the disk."""
+        the disk refuses. It asks no more of the disk than an open, a read of a byte and a write."""
         try:
             file = os.open(self.path, _APPENDING, MODE)
         except FileNotFoundError:
@@ -180,8 +182,8 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def read_briefly(folder: Path) -> list[JournalEvent]:
-    """Return the events as `read_events` does, but of most `metrics` and `ranks` only their step:
-    the last ones of each writer, `WHOLE` of a kind, are whole.
+    """Return the events as `read_events` does, but of most `metrics` and `ranks` only their step.
+    Whole are the last ones of each writer, as many of each kind as `WHOLE` says.
 
     A long run has tens of thousands: this takes a third of the time. Raise OSError where the folder
     can't be listed, or a file can't be read or is too large.
@@ -271,7 +273,8 @@ def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
 def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
     """Return the events of each start of the workers, in order, without the login node's.
 
-    An attempt has one, and another one for each restart within it (``--max-restarts``).
+    An attempt has one start, and another one for each restart within it (``--max-restarts``). The
+    first one of an attempt has the batch script's events from before it, too.
     """
     starts: list[list[JournalEvent]] = []
     for attempt in by_attempt(events).values():

@@ -21,17 +21,19 @@ AT_ONCE = 512  # small files that are read ahead
 
 
 class LineReader:
-    """Reads the lines of a run's journal files, one by one and all together within a budget."""
+    """Reads the lines of a run's journal files. All files that one reader reads share a budget of
+    bytes: `MOST_BYTES`, of which `MOST_FOREIGN_BYTES` may be used up when it reads another user's
+    file."""
 
     def __init__(self) -> None:
         self._bytes = self._files = 0
 
     def read_folder(self, folder: Path, names: Sequence[str]) -> Iterator[Iterator[bytes]]:
-        """Yield the lines of each file of a folder with one of these names, as `read` does, and
-        with its errors.
+        """Yield, for each of these names of files in a folder, an iterator over the file's lines,
+        as `read` returns it, with its errors. Raise OSError where the folder can't be opened.
 
-        Threads read small files ahead, `AT_ONCE`: a job of a thousand nodes has thousands, and a
-        shared disk opens one in a millisecond.
+        Threads read small files ahead, `AT_ONCE` of them: a job of a thousand nodes has thousands,
+        and a shared disk opens one in a millisecond.
         """
         with ThreadPoolExecutor(READERS) as pool:  # a thread starts as it gets work
             for begin in range(0, len(names), AT_ONCE):
@@ -44,15 +46,15 @@ class LineReader:
                         yield self._lines(BytesIO(small.content), small.is_foreign, path)
 
     def read(self, path: Path) -> Iterator[bytes]:
-        """Yield the lines of a file without their ends; those of `LONGEST_LINE` are left out.
-
-        The budget is for all files that this reader has read, and less for another user's file.
+        """Yield the lines of a file without their ends; a line of `LONGEST_LINE` bytes or more is
+        left out.
 
         Raises
         ------
         OSError
             the file can't be read, is no regular file, or lies behind a link of another user; the
-            budget is spent; or another user's file has such a line, as a sparse file does
+            budget is spent, or that of `MOST_FOREIGN_FILES` for another user's file; or another
+            user's file has a line that would be left out, as a sparse file does
         """
         with open_data(path) as file:
             is_foreign = os.fstat(file.fileno()).st_uid != os.geteuid()

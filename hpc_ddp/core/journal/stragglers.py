@@ -25,8 +25,9 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that the others have waited for, for long. `own_s` are its own seconds per step,
-    `others_s` the median of all ranks; with `data` its loader takes the time."""
+    """A rank that the others have waited for, for long. `own_s` are the seconds per step of its own
+    work (or of its wait for data, where that alone is slow), `others_s` is the median of all ranks;
+    `data` says that its loader takes the time. `node` is None where it is not known."""
 
     rank: int
     node: str | None
@@ -35,7 +36,7 @@ class Slow:
     data: bool
 
     def __str__(self) -> str:
-        """The slow rank as a part of a sentence: ``rank 3 on n2 is slow: 0.9 s per step …``."""
+        """The rank in words: ``rank 3 on n2 is slow: 0.9 s a step of its own, others 0.3 s``."""
         where = f" on {self.node}" if self.node else ""
         problem = "waits for data" if self.data else "is slow"
         seconds, usual = brief_duration(self.own_s), brief_duration(self.others_s)
@@ -93,8 +94,8 @@ def _round(seconds: float) -> float:
 
 
 def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
-    """Return the slowest of the ranks that were much slower than the others lately; None without
-    one.
+    """Return the slowest of the ranks that were much slower than the others lately, with its times
+    in the newest event in which it was the slowest; None without one.
 
     `events` is a journal, by attempt and time. Only the last `IN_A_ROW` `ranks` events of its
     newest start count: the rank is slow in all of them, and the slowest in one. None where there
@@ -116,8 +117,9 @@ def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
 def _slow_in(event: StepTiming) -> dict[int, Slow]:
     """Return the ranks that were slow in one `ranks` event, by rank; {} without one.
 
-    By their own work, or else by their wait for data alone: behind a rank 0 that waits for data the
-    others may wait for its buffers in what counts as their own work.
+    The ranks that are slow by their own work; without any, those that are slow by their wait for
+    data: behind a rank 0 that waits for data the others may wait for its buffers in what counts as
+    their own work.
     """
     data, usual_data = event.data_s, _median_of(event.data_quartiles_s)
     slow: dict[int, Slow] = {}

@@ -16,7 +16,7 @@ from hpc_ddp.report.explain.facts import RunFacts
 from hpc_ddp.report.explain.node_records import RecordedFailure, place_in
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
 
-_MODULE = "hpc_ddp.training in the script (docs/adopt)"
+_HOW_TO_SAVE = "hpc_ddp.training in the script (docs/adopt)"
 # The cause of a job without a verdict, by Slurm's last state of it.
 _CAUSE_OF_STATE = {
     "TIMEOUT": Cause.TIME_LIMIT,
@@ -33,7 +33,8 @@ _BY_CAUSE: dict[str, tuple[str, str]] = {
     Cause.CANCELLED: ("cancelled", "was cancelled{at}."),
     Cause.STOOD_STILL: ("stopped", "failed{at}, right after it stood still, as in a suspension."),
 }
-# Failures that come again in the next attempt: without a step, their logs are searched for them.
+# Kinds of failures that come again in the next attempt. The logs are searched for them where no
+# rank has recorded a failure.
 REPEATING_KINDS = (
     "bad environment",
     "host out of memory",
@@ -47,7 +48,7 @@ _GIVEN_UP = ("no progress", "unfinished", "budget spent")
 
 def explain_end(facts: RunFacts) -> Explanation:
     """Explain a run that does not go on by itself, by the end of its newest attempt, or by its
-    cancelling."""
+    cancelling; the text continues a sentence whose subject is the run."""
     verdict = facts.verdict
     if facts.cancelled and verdict is None:
         place = " before it began" if facts.newest is None else at_step(facts)
@@ -69,14 +70,14 @@ def explain_end(facts: RunFacts) -> Explanation:
 
 
 def _was_given_up(facts: RunFacts) -> bool:
-    """Return whether it had been given up before it was cancelled, and was not submitted again."""
+    """Return whether the run has been given up, and was not submitted again."""
     last = last_event(facts.events, Submitted, VerdictGiven)
     return isinstance(last, VerdictGiven) and last.action == Action.GIVE_UP
 
 
 def _is_same_on_all_nodes(verdict: VerdictGiven | None) -> bool:
-    """Return whether a preflight has found a fault that other nodes would have, too; False for
-    None."""
+    """Return whether a preflight has found a fault that all nodes would have: the verdict is then a
+    failure, and not bad nodes. False for None."""
     if verdict is None:
         return False
     return verdict.cause == Cause.FAILED and verdict.why.startswith("preflight: ")
@@ -100,9 +101,9 @@ def explain_attempt(facts: RunFacts) -> Explanation:
 def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain the end of an attempt by its verdict: by words in its reason, else by its cause."""
     if "without a newer checkpoint" in verdict.why:
-        return _no_progress(facts, verdict)
+        return _explain_no_progress(facts, verdict)
     if verdict.cause == Cause.BAD_NODE or _is_same_on_all_nodes(verdict):
-        return _unfit(facts, verdict)
+        return _explain_unfit_nodes(facts, verdict)
     if verdict.cause == Cause.BUDGET:
         text = f"was not started again: {verdict.why}."
         return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
@@ -118,18 +119,18 @@ def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
     where it is unknown. With ``failed``, ``host out of memory`` and '' a recorded failure, of a
     rank or of torchrun, explains it."""
     if facts.failure and cause in (Cause.FAILED, "", "host out of memory"):
-        return _failed(facts, facts.failure)
+        return _explain_failure(facts, facts.failure)
     if cause == Cause.TIME_LIMIT:
-        return _time_limit(facts)
+        return _explain_time_limit(facts)
     if cause in _BY_CAUSE:
         kind, words = _BY_CAUSE[cause]
-        if _was_outlasted(facts):
+        if _was_killed_after_notice(facts):
             words = words.replace(", and did.", ", did not, and was killed.")
         return Explanation(kind, words.format(at=at_step(facts)), facts.again)
-    return _without_failure(facts, cause)
+    return _explain_without_failure(facts, cause)
 
 
-def _unfit(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
+def _explain_unfit_nodes(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain an attempt that its preflight has ended: by the fault of all nodes, or by the bad
     nodes."""
     why = verdict.why.removeprefix("preflight: ")
@@ -139,48 +140,50 @@ def _unfit(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
         if diagnosis:
             kind, hint = diagnosis.kind, fill_hint(facts, diagnosis.hint, diagnosis.groups)
     else:
-        why = _end_in(verdict).removeprefix("preflight: ")
+        why = _reason_of_end(verdict).removeprefix("preflight: ")
     return Explanation(kind, f"began no training, since its preflight failed: {why}.", hint)
 
 
-def _time_limit(facts: RunFacts) -> Explanation:
-    """Explain an end by the time limit; of a script that saves by itself, if at all, with both ways
-    on."""
+def _explain_time_limit(facts: RunFacts) -> Explanation:
+    """Explain an end by the time limit. For a script that reports no steps, the hint has both ways
+    to go on: more requeues, if it saves by itself, or hpc_ddp.training."""
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     if facts.spec.get("time_min"):
         limit = None  # Slurm gave any limit between the two
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
-    if _was_outlasted(facts):
+    if _was_killed_after_notice(facts):
         text += " It did not end by itself, and was killed."
     if facts.verdict and "its progress can't be seen" in facts.verdict.why:
         text += " It reports no step, so that its progress can't be seen."
-        hint = f"{facts.again} --max-requeues 100, if it goes on by itself; else save: {_MODULE}"
-        return Explanation("time limit", text, hint)
+        by_itself = f"{facts.again} --max-requeues 100, if it goes on by itself"
+        return Explanation("time limit", text, f"{by_itself}; else save: {_HOW_TO_SAVE}")
     return Explanation("time limit", text, facts.again)
 
 
-def _was_outlasted(facts: RunFacts) -> bool:
+def _was_killed_after_notice(facts: RunFacts) -> bool:
     """Return whether the script of the newest attempt was killed after a notice."""
     return facts.verdict is not None and "and was killed)" in facts.verdict.why
 
 
-def _end_in(verdict: VerdictGiven) -> str:
-    """Return how the attempt ended: the verdict's reason, without the last part, behind a ``;``, by
-    which the run was given up."""
+def _reason_of_end(verdict: VerdictGiven) -> str:
+    """Return how the attempt ended: the verdict's reason, without its part behind the last ``;``,
+    which says why the run was given up, if it was."""
     if verdict.action != Action.GIVE_UP or "; " not in verdict.why:
         return verdict.why
     return verdict.why.rpartition("; ")[0]
 
 
-def _no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
+def _explain_no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain a run that was given up after attempts in a row without a newer checkpoint.
 
     The last part of the verdict's reason, after a ``;``, counts them; the cause is that of the last
     one.
     """
-    is_unfit = verdict.cause == Cause.BAD_NODE
-    last = _unfit(facts, verdict) if is_unfit else _explain_cause(facts, verdict.cause)
+    if verdict.cause == Cause.BAD_NODE:
+        last = _explain_unfit_nodes(facts, verdict)
+    else:
+        last = _explain_cause(facts, verdict.cause)
     # 'ended so' follows the end in the verdict; here the end comes behind it.
     count = verdict.why.rpartition("; ")[2].replace(" ended so,", " have ended")
     hint = last.hint
@@ -192,7 +195,7 @@ def _no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     return replace(last, kind="no progress", text=text, hint=hint)
 
 
-def _failed(facts: RunFacts, failure: RecordedFailure) -> Explanation:
+def _explain_failure(facts: RunFacts, failure: RecordedFailure) -> Explanation:
     """Explain a failure of a rank, or of torchrun itself."""
     kind, text, hint = _describe_failure(facts, failure)
     if facts.spec.get("backend") == "local" and NO_GPU.search(failure.error):
@@ -201,8 +204,8 @@ def _failed(facts: RunFacts, failure: RecordedFailure) -> Explanation:
 
 
 def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, str, str]:
-    """Return kind, text and hint of a failure: by a known pattern, its error, its signal or its
-    exit code."""
+    """Return kind, text and hint of a failure: by the first that there is of an error line of the
+    script's own, a known pattern, another error, a signal, and an exit code."""
     process = "torchrun" if failure.rank is None else f"rank {failure.rank}"
     process += f" on {failure.node}" if failure.node else ""
     logs = fill_hint(facts, "{logs}", {}, failure.rank)
@@ -232,11 +235,12 @@ def _describe_known(
 ) -> tuple[str, str, str]:
     """Return kind, text and hint of a failure with a known pattern, the `diagnosis`.
 
-    `process` names the failed rank or torchrun in the text.
+    `process` names the failed rank or torchrun in the text. Where a collective waited for ranks
+    that said nothing and were ended then, the hint is on the log of the first of these.
     """
     rank = failure.rank
     if diagnosis.kind == "hang":
-        text = f"hung ({process}): {diagnosis.words}.{_places(facts)}"
+        text = f"hung ({process}): {diagnosis.words}.{_hang_places(facts)}"
     else:
         text = f"failed{at_step(facts)} ({process}): {diagnosis.words}."
         if failure.error and "by the kernel" not in failure.error:
@@ -250,24 +254,25 @@ def _describe_known(
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks, one or more, in words, ``rank 3`` or ``ranks 0, 1``; at most eight of them."""
+    """Return ranks, one or more, in words, ``rank 3`` or ``ranks 0, 1``; behind the eighth ``and
+    others``."""
     numbers = ", ".join(map(str, ranks[:8])) + (" and others" if ranks[8:] else "")
     return f"{'ranks' if ranks[1:] else 'rank'} {numbers}"
 
 
-def _places(facts: RunFacts) -> str:
+def _hang_places(facts: RunFacts) -> str:
     """Return a sentence on where the ranks stood as they hung, by place, at most four; '' where no
     rank wrote it."""
     ranks_at: dict[str, list[int]] = {}
-    for rank, place in sorted(facts.stands.items()):
+    for rank, place in sorted(facts.hang_places.items()):
         ranks_at.setdefault(place, []).append(rank)
     places = [f"{_ranks(ranks)} at {place}" for place, ranks in ranks_at.items()]
     return f" There stood {'; '.join(places[:4])}." if places else ""
 
 
 def _odd_fabrics(facts: RunFacts) -> str:
-    """Return a sentence on the nodes with another interconnect than most, the first three by name;
-    '' without any. NCCL needs the same on all."""
+    """Return a sentence on the nodes of the newest attempt with another interconnect than most, the
+    first three by name; '' without any. NCCL needs the same on all."""
     events = facts.select(FabricChosen, attempt=facts.newest)
     fabric_of = {event.node: event.name for event in events}
     if len(set(fabric_of.values())) < 2:
@@ -278,8 +283,9 @@ def _odd_fabrics(facts: RunFacts) -> str:
     return f" The interconnect was {usual}, but not on {', '.join(odd[:3])}{more}."
 
 
-def _without_failure(facts: RunFacts, cause: str) -> Explanation:
-    """Explain an end that no rank has recorded, by the job's output and by Slurm's record.
+def _explain_without_failure(facts: RunFacts, cause: str) -> Explanation:
+    """Explain an end that no rank has recorded, by the first of these that applies: a failure of
+    `REPEATING_KINDS` in the job's or torchrun's output, the `cause`, Slurm's record.
 
     `cause` is a `Cause` or ``host out of memory``; '' for an unknown one.
     """
@@ -300,7 +306,7 @@ def _without_failure(facts: RunFacts, cause: str) -> Explanation:
         if verdict and verdict.cause == Cause.SUPERSEDED and not verdict.bad_nodes:
             text = f"was requeued{at}, by Slurm or with scontrol requeue."
             return Explanation("stopped", text, facts.again)
-        end = _end_in(verdict) if verdict else ""
+        end = _reason_of_end(verdict) if verdict else ""
         text = f"lost a node{at} ({end or 'so Slurm says'})."
         is_given_up = verdict is not None and verdict.action == Action.GIVE_UP
         return Explanation("node lost", text, logs if is_given_up else facts.again)

@@ -1,6 +1,7 @@
 """The explanation of a run in one paragraph: events, place, cause, lost steps, and a hint.
 
-Pure: `hpc_ddp.report.explain.facts` gathers the facts.
+It is made from the facts that `hpc_ddp.report.explain.facts` gathers; read from disk are only the
+trials of a sweep, in its job.json.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ def explain_run(run: RunFolder) -> Explanation:
 
 
 def explain(facts: RunFacts) -> Explanation:
-    """Return what became of a run.
+    """Return what became of a run, in sentences that begin with its name.
 
     The order of the questions matters: an array, unreadable, finished, over for good, live,
-    rendered only, ended. Where the user may start nothing of the run, a hint that would is
-    replaced, or left out while the run is live.
+    rendered only, ended. Where the user may start nothing of the run, a hint that would start
+    something is replaced, or left out while the run is live.
     """
     explanation = _explain_state(facts)
     if explanation.kind in ("waiting", "ending") and facts.newest is not None:
         explanation = _add_last_attempt(facts, explanation)
-    lost_steps, lost_s = _lost(facts)
+    lost_steps, lost_s = _count_lost(facts)
     explanation = replace(
         explanation,
         job_id=facts.job_id,
@@ -82,7 +83,7 @@ def explain(facts: RunFacts) -> Explanation:
         lost_s=lost_s,
     )
     text = [f"{_name(facts.path)} {explanation.text}", _earlier_ends(facts)]
-    text.append(_loss(facts, explanation))
+    text.append(_loss_sentence(facts, explanation))
     text += [f"It is a rerun of {event.of}." for event in facts.select(Rerun)[:1]]
     hint = explanation.hint
     if hint and not (facts.is_executable or _SHOWS.fullmatch(hint)):
@@ -111,9 +112,12 @@ def _explain_state(facts: RunFacts) -> Explanation:
 
 
 def _is_over(facts: RunFacts) -> bool:
-    """Return whether nothing more happens by itself, even if Slurm still shows the job. False after
-    a superseded attempt, and without a verdict unless the user has cancelled: then Slurm's state
-    decides."""
+    """Return whether nothing more happens by itself, even if Slurm still shows the job: the run was
+    cancelled, or the newest attempt's verdict lets nothing follow.
+
+    False after a superseded attempt, and for a run that a process of this machine plays and that
+    has no verdict; without a verdict and a cancel Slurm's state decides.
+    """
     verdict = facts.verdict
     if verdict is None:
         return facts.cancelled and not facts.live
@@ -126,7 +130,8 @@ def _is_over(facts: RunFacts) -> bool:
 
 def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
     """Return the explanation of a run that waits for its next attempt, with the end of the last one
-    behind it. The hint is that end's where it will come again."""
+    behind it. The hint is that of the end where its failure will come again; after a preemption it
+    is to wait, if Slurm's reason is one of `_USUAL_REASONS`."""
     last_end = explain_attempt(facts)
     text, hint = f"{explanation.text} Its last attempt {last_end.text}", explanation.hint
     if last_end.kind in REPEATING_KINDS:
@@ -137,7 +142,7 @@ def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
 
 
 def _name(path: Path) -> str:
-    """Return the words for a run, or for a task of an array, by its folder."""
+    """Return the words for a run, or for a task of an array with its trial, by its folder."""
     if path.name.startswith("task-"):
         array = path.parent
         task = f"Task {path.name.removeprefix('task-')}{trial_text(RunFolder(path))}"
@@ -162,8 +167,8 @@ def _explain_finished(facts: RunFacts) -> Explanation:
 
 
 def _explain_array(facts: RunFacts) -> Explanation:
-    """Count an array's tasks by kind, and explain one in full that did not go well, if there is
-    one."""
+    """Count an array's tasks by kind, name the first `MOST_TRIALS` trials of a sweep, and explain
+    the first task in full that did not go well, if there is one."""
     tasks = {name: explain(task) for name, task in facts.tasks.items()}
     kinds = Counter(task.kind for task in tasks.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -208,8 +213,8 @@ def _explain_live(facts: RunFacts) -> Explanation:
 
 
 def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
-    """Explain the newest attempt while it runs on `nodes`: progress, newest checkpoint, slow ranks,
-    silence."""
+    """Explain the newest attempt while it runs on `nodes` (in words): progress, newest checkpoint,
+    goodput, a slow rank, silence; a failed last save in place of all behind the progress."""
     events = [event for event in facts.events if event.attempt == facts.newest]
     started = last_event(events, Started)
     if started is None:
@@ -243,15 +248,16 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
 
 
 def _goodput(seconds: dict[str, float]) -> str:
-    """Return the goodput, and what starts cost where that is much; '' where it is not known."""
+    """Return sentences on the goodput and on the cost of starts where that is much, with a blank
+    before them; '' where the goodput is not known. `seconds` is by part."""
     share = goodput.share(seconds)
     costs = goodput.start_costs(seconds)
     return "" if share is None else f" Goodput {share:.0%}." + (costs and f" {costs}")
 
 
 def _of_total(metrics: MetricsLine | None) -> str:
-    """Return the last step and the loss of the newest values, as far as they are known; '' for
-    None."""
+    """Return the number of all steps and the loss by the newest values, as far as they are known,
+    as `` of 1000 (loss 0.5)``; '' for None."""
     if metrics is None:
         return ""
     total, loss = metrics.total_steps, metrics.number("loss")
@@ -310,7 +316,7 @@ def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
+def _count_lost(facts: RunFacts) -> tuple[int | None, float | None]:
     """Return the number of the newest attempt's steps that no checkpoint has, and their seconds.
 
     Both are None where the attempt did not reach its training, and 0 where it stopped or finished
@@ -337,7 +343,7 @@ def _is_progress(event: JournalEvent) -> bool:
     return step_of(event) is not None and not is_late
 
 
-def _loss(facts: RunFacts, explanation: Explanation) -> str:
+def _loss_sentence(facts: RunFacts, explanation: Explanation) -> str:
     """Return the sentence on lost steps; '' where the run goes on or is finished, and where its
     newest attempt did not reach its training. For a script that reports no steps it says that the
     progress is unknown, unless the script failed by itself."""

@@ -55,8 +55,8 @@ class Explanation:
 
 
 def paragraph(explanation: Explanation) -> str:
-    """Return the text for a terminal, with the hint, if there is one, behind it. The hint is one
-    line, so that a command can be copied. Control characters are replaced."""
+    """Return the text for a terminal, in lines of `WIDTH`, and the hint, if there is one, as one
+    line below, so that a command can be copied. Control characters are replaced."""
     text = textwrap.fill(explanation.text, WIDTH, break_long_words=False, break_on_hyphens=False)
     return printable(f"{text}\nhint: {explanation.hint}" if explanation.hint else text)
 
@@ -77,7 +77,8 @@ def quoted_path(facts: RunFacts) -> str:
 
 
 def log_hint(facts: RunFacts) -> str:
-    """Return the command that shows the run's output, or for a standalone script where that is."""
+    """Return the command that shows the run's output; for a standalone script the words for where
+    its output is."""
     if facts.standalone:
         return "see its output, where it was started"
     return f"hpc-ddp logs {quoted_path(facts)}"

@@ -1,6 +1,7 @@
 """The facts of a run: its journal, the nodes' records, the logs, and Slurm's own record.
 
-Files that are half-written, damaged or another user's read as missing; nothing here raises for it.
+Files that are half-written, damaged, or behind another user's link count as missing: `gather`
+raises no error.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ E = TypeVar("E", bound=JournalEvent)
 
 
 def is_standalone(events: Sequence[JournalEvent]) -> bool:
-    """Return whether the last start of a run was a plain ``python X.py``, or torchrun; False
-    without a start.
+    """Return whether the last start of a run was a plain ``python X.py`` or torchrun, by its
+    journal `events`; False without a start.
 
-    Its output was not kept, and its end has no verdict.
+    The output of such a start is not kept, and its end has no verdict.
     """
     last = last_event(events, Submitted, Started)
     return isinstance(last, Started) and last.backend == "local"
@@ -65,9 +66,10 @@ class RunFacts:
     events
         the journal; `attempts` the numbers of the attempts that have a folder
     job_id, record, refusal
-        the job that counts now, and Slurm's record of it; None, and Slurm's answer, without one
+        the job that counts now (None before the first), Slurm's record of it (None without one),
+        and the error with which Slurm refused the last record that was asked for, or ''
     cancelled, live
-        the user's mark; a process of this machine plays the run
+        whether the user has cancelled the run; whether a process of this machine plays it
     saved, library
         the step of the newest checkpoint on disk, None without one; the library that wrote it, or
         '' for hpc-ddp
@@ -77,8 +79,8 @@ class RunFacts:
         the ranks that their supervisors ended, since others failed
     rank_log, agent_log, job_log
         the ends of the logs of the failed rank, of its torchrun, and of the job
-    stands
-        of a hang: rank to the line of code where it stood
+    hang_places
+        after a hang: the line of the user's code where each rank stood, by rank
     tasks
         the facts of an array's tasks, by their number
     """
@@ -102,7 +104,7 @@ class RunFacts:
     rank_log: str = ""
     agent_log: str = ""
     job_log: str = ""
-    stands: Mapping[int, str] = field(default_factory=dict)
+    hang_places: Mapping[int, str] = field(default_factory=dict)
     tasks: Mapping[str, RunFacts] = field(default_factory=dict)
 
     @cached_property  # read for each event
@@ -113,8 +115,8 @@ class RunFacts:
 
     @property
     def verdict(self) -> VerdictGiven | None:
-        """The newest attempt's verdict, unless the run was submitted again after it; None without
-        one."""
+        """The newest attempt's verdict; None without one, and where the run was submitted again
+        after it."""
         last = last_event(self.events, VerdictGiven)
         first = max((event.first_attempt for event in self.select(Submitted)), default=0)
         if last is None or last.attempt != self.newest or last.attempt < first:
@@ -123,11 +125,11 @@ class RunFacts:
 
     @property
     def job_state(self) -> RunState | None:
-        """The state of the live job; None when the job is over, or unknown."""
+        """The state of the run by its live job; None when the job is over, or unknown."""
         return state_of_job(self.record.state) if self.record else None
 
     def select(self, *kinds: type[E], attempt: int | None = None) -> list[E]:
-        """Return the events of these kinds, of one attempt or (None) of all."""
+        """Return the events of these kinds, in order, of one attempt or (None) of all."""
         events: list[Any] = [event for kind in kinds for event in self._by_kind.get(kind, ())]
         if len(kinds) > 1:
             events.sort(key=lambda event: (event.attempt, event.time))
@@ -163,7 +165,7 @@ class RunFacts:
 
     @property
     def with_new_code(self) -> str:
-        """The same, with the code as it is then."""
+        """The command of `again` with a new snapshot of the code; `again` if `standalone`."""
         return self.again if self.standalone else f"{self.again} --new-code"
 
 
@@ -171,8 +173,8 @@ class RunFacts:
 
 
 def gather(run: RunFolder, events: Sequence[JournalEvent] | None = None) -> RunFacts:
-    """Read a run's folder, and query Slurm if the run has a job; so for each task of an array.
-    Facts that can't be read have their default.
+    """Read a run's folder, and query Slurm if the run has a job; the same for each task of an
+    array. Facts that can't be read have their default; nothing is raised.
 
     `events` is the run's journal; None: it is read here, and briefly (`read_briefly`).
     """
@@ -246,8 +248,8 @@ def _library(folder: Path) -> str:
 
 
 def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:
-    """Ask Slurm for the job that counts, of the last two: the link of a chain that runs, else the
-    newest that Slurm knows, else the newest.
+    """Ask Slurm for the last two jobs, and return which of them counts: one that runs (of a chain's
+    jobs the newest waits), else the newest that Slurm knows, else the newest.
 
     `jobs` are the run's jobs, oldest first. Returns fields of `RunFacts`: ``job_id`` (None without
     jobs), ``record`` (None without an answer) and ``refusal``, Slurm's last error, which is absent
@@ -275,7 +277,9 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     Returns fields of `RunFacts`; what can't be read is empty.
     """
     nodes = _try(attempt.nodes, list[NodeFolder]())
-    failures, stands = _try(lambda: read_ends(attempt), (list[RecordedFailure](), dict[int, str]()))
+    failures, hang_places = _try(
+        lambda: read_ends(attempt), (list[RecordedFailure](), dict[int, str]())
+    )
     # Failures before the last start do not count: the workers were started again.
     workers = facts.select(WorkerStarted, attempt=attempt.number)
     began = max((event.time for event in workers), default=0)
@@ -294,7 +298,7 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
         "terminated": sorted({f.rank for f in failures if f.was_terminated and f.rank is not None}),
         "rank_log": tail(node.rank_log(rank)) if node and rank is not None else "",
         "agent_log": tail(node.agent_log) if node else "".join(agent_logs),
-        "stands": stands,
+        "hang_places": hang_places,
     }
 
 
@@ -304,9 +308,9 @@ def _is_name(node: str) -> bool:
 
 
 def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
-    """Return the failure that the verdict names, with what the `failures` say of it. Where no
-    verdict names a node, return the first of them that is no consequence, else the first; None
-    without any."""
+    """Return the failure that the verdict names, with the code and error that `failures` have of
+    it. Where no verdict names a node, return the earliest of `failures` that is no consequence of
+    another, else the earliest; None without any."""
     verdict = facts.verdict
     if verdict is None or verdict.node is None:
         return min(failures, key=lambda f: (f.is_consequence, f.time), default=None)

@@ -24,7 +24,8 @@ TAIL_BYTES = 32 * 1024
 
 @dataclass(frozen=True)
 class RecordedFailure:
-    """A rank (None: torchrun itself) that did not end well; `code` negative for a signal."""
+    """A rank (None: torchrun itself) that did not end well. `error` is '' where it wrote none,
+    `code` the exit code, negative for a signal, `time` in unix seconds, 0.0 where not known."""
 
     rank: int | None
     node: str
@@ -34,7 +35,7 @@ class RecordedFailure:
 
     @property
     def was_terminated(self) -> bool:
-        """Whether its supervisor ended it, since another rank had failed."""
+        """Whether it ended by SIGTERM, as a supervisor ends it once another rank has failed."""
         return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
     @property
@@ -56,25 +57,28 @@ def read_ends(attempt: AttemptFolder) -> tuple[list[RecordedFailure], dict[int, 
     where the attempt's folder can't be listed.
     """
     failures: list[RecordedFailure] = []
-    stands: dict[int, str] = {}
-    for name, _, files in read_small_below(attempt.path, _tells_of_the_end):
+    hang_places: dict[int, str] = {}
+    for name, _, files in read_small_below(attempt.path, _is_of_the_end):
         node = attempt.node(name)
         failures += _failures(node, files)
-        stands |= _stands(node, files)
-    return failures, stands
+        hang_places |= _hang_places_in(node, files)
+    return failures, hang_places
 
 
-def _tells_of_the_end(name: str) -> bool:
+def _is_of_the_end(name: str) -> bool:
+    """Return whether a node's file is a record of its end or the stacks of a rank."""
     return name.startswith(("record", "stack-rank-"))
 
 
 def _content(node: NodeFolder, name: str, small: SmallFile | None) -> bytes:
-    """Return the last `TAIL_BYTES` of a node's file; b'' where it can't be read."""
+    """Return the last `TAIL_BYTES` of a node's file: of its content `small`, or for None from the
+    disk; b'' where it can't be read."""
     return small.content[-TAIL_BYTES:] if small else tail(node.path / name).encode()
 
 
 def _record(node: NodeFolder, name: str, small: SmallFile | None) -> dict[str, Any]:
-    """Return a node's record; {} where it can't be read. Raise ValueError for a damaged one."""
+    """Return a node's record: its content `small`, of which ValueError is raised for damage, or for
+    None from the disk, of which damage reads as {}."""
     return parse_object(small.content) if small else read_json(node.path / name)
 
 
@@ -99,9 +103,9 @@ _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<nam
 _LIBRARY = re.compile(r"site-packages|/lib/python|/lib/hpc_ddp/|^<")
 
 
-def _stands(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> dict[int, str]:
-    """Return where the node's ranks stood, by those of its files that are stacks; ranks without
-    are left out."""
+def _hang_places_in(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> dict[int, str]:
+    """Return the line of the user's code where each of the node's ranks stood, by rank, from those
+    of its files that are stacks; ranks without such a line are left out."""
     places: dict[int, str] = {}
     for name, small in files.items():
         rank = name.removeprefix("stack-rank-").removesuffix(".txt")

@@ -88,8 +88,9 @@ def recognise(text: str) -> Diagnosis | None:
 
 
 def explain_pending(reason: str, job: str) -> tuple[str, str]:
-    """Return the meaning of Slurm's reason for which a job waits, and a hint with the id `job`; an
-    unknown reason as it is. For '' Slurm has not looked at the job yet."""
+    """Return the meaning of Slurm's reason for which a job waits, in words, and a hint with the id
+    `job`. An unknown reason is named as Slurm has it; '' means that Slurm has not looked at the job
+    yet."""
     for row in PENDING_REASONS:
         match = re.match(row.pattern, reason)
         if match:

@@ -42,8 +42,12 @@ class Chart:
 
     Attributes
     ----------
+    last, summary, notes
+        the last number, a sentence with it, and remarks on the drawing, as text
     steps
         the first and the last step of the axis
+    x_ticks, y_ticks
+        the labels of the axes, of steps from the left and of numbers from the top
     marks
         the starts of the workers after the first one
     bad
@@ -84,9 +88,9 @@ class Scale:
         return min(1.0, max(0.0, (number - self.low) / (self.high - self.low)))
 
     def ticks(self, count: int, least: float = 0.0) -> list[Label]:
-        """Return about `count` labels at round numbers, at least `least` apart on a linear axis, a
-        power of ten on a logarithmic one; `at` is in percent. [] where no round number lies on
-        it."""
+        """Return about `count` labels, 21 at most, at round numbers, which are at least `least`
+        apart on a linear axis, and powers of ten on a logarithmic one; `at` is in percent from the
+        low end. [] where no round number lies on the axis."""
         unit = 1.0 if self.is_log else least
         distance = max(_round_up((self.high - self.low) / count), unit)
         first = math.ceil(self.low / distance - 1e-9)
@@ -154,8 +158,9 @@ def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count
 
 
 def _number_scale(curve: Curve) -> Scale:
-    """Return the scale of a curve's numbers: logarithmic, from zero, or with some room; that of 0
-    to 1 where none is finite."""
+    """Return the scale of a curve's numbers: logarithmic where they are above 0 and far apart
+    (`LOG_RATIO`), else from zero where that is near, else with some room on either side; about 0
+    to 1 where none is finite. The speed is never logarithmic."""
     finite = curve.finite
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     is_speed = curve.name == "samples_per_s"

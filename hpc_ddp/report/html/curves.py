@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Neighbouring points as one: the last step, the least, mean and greatest number."""
+    """Neighbouring points as one: their last step, and their least, mean and greatest number."""
 
     step: float
     low: float
@@ -68,7 +68,7 @@ class Curve:
 
     @property
     def finite(self) -> list[float]:
-        """The numbers that are neither NaN nor infinite."""
+        """The numbers between -`HUGE` and `HUGE`, of which none is NaN or infinite."""
         return [number for _, number, _ in self.points if abs(number) < HUGE]
 
     def segments(self) -> Iterator[Segment]:
@@ -100,8 +100,8 @@ def _segments_of(points: Sequence[Point], redone_from: float) -> Iterator[Segmen
 
 
 def columns(points: Sequence[Point], width: float) -> list[Column]:
-    """Return points, with those that lie in the same column of a picture as one; [] without any.
-    `width` is a column's, in steps, above 0."""
+    """Return the columns of a picture that have points, in the points' order; [] without any. Only
+    neighbours in `points` share a column; `width` is that of a column in steps, above 0."""
     result = []
     for _, group in groupby(points, key=lambda point: int(point.step / width)):
         steps, numbers, _ = zip(*group, strict=True)

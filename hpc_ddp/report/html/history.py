@@ -46,7 +46,7 @@ class RunHistory:
 
     @cached_property
     def attempts(self) -> dict[int, list[JournalEvent]]:
-        """The events of each attempt, without the login node's."""
+        """The events of each attempt, by its number, without the login node's."""
         return by_attempt(self.facts.events)
 
     @property
@@ -78,8 +78,12 @@ def read_run(run: RunFolder) -> RunHistory:
 
 
 def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
-    """Return a row for each attempt, in order: times (unix seconds and texts), nodes, steps, and
-    its end, by name; [] before the first."""
+    """Return a row for each attempt, in order; [] before the first.
+
+    A row has by name: ``number``; ``begin`` in unix seconds, ``began`` as text; ``waited`` since
+    the end of the attempt before, and ``lasted``, as text; ``nodes``, and ``place``, which names
+    them in a few words; ``steps``, ``end`` and its ``sign`` as text.
+    """
     rows = []
     end_before = history.begin
     for attempt, events in history.attempts.items():
@@ -128,7 +132,8 @@ def _steps(events: Sequence[JournalEvent]) -> str:
 
 
 def _end_of(history: RunHistory, attempt: int, events: Sequence[JournalEvent]) -> tuple[str, str]:
-    """Return the reason of an attempt's end, and a sign for it; ``goes on`` for one that does."""
+    """Return the reason of an attempt's end in words, and a sign for it; ``goes on`` and ``▶`` for
+    an attempt that is at work."""
     status = history.status
     if verdict := last_event(events, VerdictGiven):
         return verdict.why or verdict.cause, _SIGNS.get(verdict.cause, "✕")
@@ -173,7 +178,7 @@ def strip(history: RunHistory, rows: Sequence[Mapping[str, Any]]) -> dict[str, A
     if wall_s <= 0:
         return {}
     visible: list[goodput.Interval] = []
-    for piece in history.pieces:  # one that is too short to be seen is added to the one before
+    for piece in history.pieces:
         is_short = piece.end - piece.begin < wall_s / 1000
         if visible and (is_short or piece.part == visible[-1].part):
             visible[-1] = visible[-1]._replace(end=piece.end)

@@ -108,8 +108,8 @@ def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
 def _tiles(
     history: RunHistory, spec: JobSpec | None, curves: Mapping[str, Curve]
 ) -> list[tuple[str, str, str]]:
-    """Return the figures at the top of the page: name, figure, addition. Unknown figures are left
-    out."""
+    """Return the figures at the top of the page: name, figure, and an addition to it ('' without
+    one), all as text. Unknown figures are left out; `spec` None: also the GPU hours."""
     status, tiles = history.status, []
     if status.step is not None:
         total = f"of {status.total_steps:,}" if status.total_steps else ""
@@ -136,7 +136,7 @@ def _tiles(
 
 def _failure(history: RunHistory) -> dict[str, Any]:
     """Return the failure that ended the newest attempt: rank, node, error, traceback, log, and the
-    attempt's number, by name; {} without a failure. An unknown one is '' or None.
+    attempt's number, by name; {} without a failure. An unknown entry is '' or None.
 
     Where the failed rank has journaled nothing, another rank's traceback stands for it.
     """
@@ -156,8 +156,8 @@ def _failure(history: RunHistory) -> dict[str, Any]:
 
 
 def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the parts of the wall time that are not zero, with their shares in percent; [] without
-    wall time."""
+    """Return the parts of the wall time of 0.05 s or more, by ``name``, with ``time`` and ``share``
+    as text and their ``meaning``; [] without wall time. `seconds` is by part."""
     wall_s = sum(seconds.values())
     return [
         {
@@ -172,8 +172,9 @@ def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _settings(history: RunHistory) -> list[tuple[str, str]]:
-    """Return name and text of the command, of the settings that are not the defaults, of the hosts
-    and the run's folder. Without a job.json the first two are left out, without nodes the hosts."""
+    """Return name and text of the command, of the settings that are not the defaults (and of
+    ``nodes``), of the hosts and the run's folder. Without a job.json the first two are left out,
+    without nodes the hosts."""
     spec = history.facts.spec
     defaults = {f.name: f.default for f in fields(JobSpec) if f.default is not MISSING}
     settings = []
@@ -183,7 +184,8 @@ def _settings(history: RunHistory) -> list[tuple[str, str]]:
         settings.append(("command", shlex.join(words)))
     for name, setting in spec.items():
         is_default = defaults.get(name, MISSING) == setting and name != "nodes"
-        if name not in ("name", "args", "script") and setting and not is_default:
+        is_empty = setting in (None, "", [], {})
+        if name not in ("name", "args", "script") and not (is_empty or is_default):
             settings.append((name.replace("_", "-"), _as_text(setting)))
     hosts = dict.fromkeys(n for events in history.attempts.values() for n in nodes_of(events))
     if hosts:
@@ -192,12 +194,15 @@ def _settings(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _as_text(setting: Any) -> str:
-    """Return the value of a setting as text; the entries of a table or list on a line each."""
+    """Return the value of a setting as text: the entries of a table or list on a line each, and
+    ``yes`` or ``no`` for a flag."""
     if isinstance(setting, dict):
         return "\n".join(f"{name}={_as_text(entry)}" for name, entry in setting.items())
     if isinstance(setting, list):
         return "\n".join(map(str, setting))
-    return "yes" if setting is True else str(setting)
+    if isinstance(setting, bool):
+        return "yes" if setting else "no"
+    return str(setting)
 
 
 def _clean(text: str) -> str:

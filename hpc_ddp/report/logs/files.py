@@ -22,7 +22,8 @@ MERGED = 1 << 25  # bytes of all logs that are merged: there may be thousands, e
 
 @dataclass(frozen=True)
 class LogQuery:
-    """The lines to show: of one `rank`, of the `job` itself, else of all ranks, merged.
+    """The lines to show: of one `rank`, of the `job` itself, else of all ranks, merged; of one
+    `attempt`, or (None) of all.
 
     Merged lines are tidied: noise is left out and equal lines are folded, unless `raw`.
 
@@ -48,9 +49,9 @@ class LogQuery:
 def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Path]:
     """Return the files of the job's own output, or of a rank, oldest attempt first.
 
-    The job's output has the launcher's lines and rank 0's, over all attempts. An `attempt` without
-    a rank means rank 0's, as does neither where the job has no output. [] for a rank before the
-    first attempt.
+    The job's output, which has the launcher's lines and rank 0's over all attempts, is that of
+    neither `rank` nor `attempt`. Where the job has none, and for an `attempt` without a `rank`, the
+    files are rank 0's. [] for a rank before the first attempt.
 
     Raises
     ------
@@ -90,7 +91,7 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
 
 
 def chunk_for(count: int) -> int:
-    """Return how many bytes to read at once of each of so many logs that are merged."""
+    """Return how many bytes to read at once of each of `count` logs that are merged."""
     return min(CHUNK, max(LEAST_CHUNK, MERGED // max(count, 1)))
 
 
@@ -116,8 +117,9 @@ class Block(NamedTuple):
 class LogFile:
     """A growing file, read by whole lines.
 
-    `times` and `sizes` are the supervisor's notes of its size over time. With `tidy`, only the
-    last state of a progress bar is a line.
+    `position` is the number of bytes that were read. `times` (unix seconds) and `sizes` (bytes) are
+    the supervisor's notes of its size over time, which rise. With `tidy`, only the last state of a
+    progress bar is a line.
     """
 
     __slots__ = ("_tidy", "path", "position", "sizes", "times")
@@ -136,10 +138,11 @@ class LogFile:
     def new_text(
         self, is_last: bool, content: bytes | None = None, size: int = CHUNK
     ) -> Iterator[bytes]:
-        """Yield the new lines, some at once; the next call begins behind the last one. A line
-        without its line break is yielded only if `is_last`. A file that can't be read has none.
+        """Yield the new lines, several in one text; the next call begins behind the last one. A
+        line without its line break is yielded only if `is_last`. A file that can't be read has no
+        lines.
 
-        `content` is all that the file has, None: it is read here, by `size` bytes.
+        `content` is the whole content of the file, or None: it is read here, `size` bytes at once.
         """
         partial = b""
         while True:
@@ -183,7 +186,8 @@ class LogFile:
         content: bytes | None = None,
         chunk: int = CHUNK,
     ) -> Iterator[Block]:
-        """Yield the new lines as `new_text` does, in blocks that end at the `cuts`, which rise."""
+        """Yield the new lines as `new_text` does, in blocks that end at the `cuts`, whose sizes
+        rise; `chunk` is the `size` of `new_text`."""
         next_cut = 0
         for text in self.new_text(is_last, content, chunk):
             begin, at = self.position - len(text), 0
@@ -209,8 +213,9 @@ class LogFile:
         return b"\n".join(map(_last_drawn, text.split(b"\n")))
 
     def _time_of(self, size: int) -> float:
-        """Return the time (unix seconds) of the first note by which the file had `size` bytes;
-        beyond the notes that of its last change, or now where that can't be read."""
+        """Return the time (unix seconds) of the first note by which the file had `size` bytes. For
+        a size beyond the notes return the time of the file's last change, but no time before the
+        last note; or the present time where the file can't be looked at."""
         index = bisect_left(self.sizes, size)
         if index < len(self.times):
             return self.times[index]

@@ -47,7 +47,7 @@ class AttemptLogs:
     attempt: AttemptFolder
     tidy: bool
     logs: dict[tuple[str, int], LogFile] = field(default_factory=dict)
-    begin_shown: bool = False
+    begin_shown: bool = False  # set by the caller, once it has printed the attempt's beginning
     end_shown: bool = False
     _updates: int = 0
     _offsets: dict[Path, int] = field(default_factory=dict)  # bytes read of each `printed`
@@ -56,7 +56,8 @@ class AttemptLogs:
         """Find new logs, and read the supervisors' new notes of their sizes.
 
         New logs are looked for while there are none, in every `LIST_EVERY`-th call, and if
-        `is_last`. Raise OSError where the attempt's folder can't be listed.
+        `is_last`. Notes that can't be read are left out. Raise OSError where the attempt's folder
+        can't be listed.
         """
         if is_last or not self._updates % LIST_EVERY or not self.logs:
             self._find_logs()
@@ -110,7 +111,7 @@ class AttemptLogs:
     def new_lines(self, is_last: bool) -> Iterator[Line]:
         """Yield the new lines of all ranks in order of time, by what `update` has read last;
         `is_last`: also lines without an end. The next call begins behind them. Logs that can't be
-        read have none."""
+        read have no lines. Raise OSError if `is_last` and the attempt's folder can't be listed."""
         # Every so often all logs are read: a supervisor may not be able to note their sizes.
         read_all = is_last or self._updates % LIST_EVERY == 1
         logs = {key: log for key, log in self.logs.items() if read_all or log.may_have_grown}
@@ -132,8 +133,9 @@ class AttemptLogs:
         return heapq.merge(short, *streams, key=itemgetter(0, 1))
 
     def _read_small(self, logs: Container[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
-        """Return the contents of those of some logs that are small, with fewer questions to the
-        disk than one by one. Raise OSError where the attempt's folder can't be listed."""
+        """Return the contents of those of `logs` that are small, by node and rank, with fewer
+        questions to the disk than one by one. Raise OSError where the attempt's folder can't be
+        listed."""
         contents: dict[tuple[str, int], bytes] = {}
         for node, _, files in read_small_below(self.attempt.path, _is_log):
             of_rank = {(node, _rank_of(name)): small for name, small in files.items() if small}
@@ -165,8 +167,9 @@ def _has_notes(name: str) -> bool:
 
 
 def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
-    """Return the unix seconds, whole, in which several logs have grown, or one has within seconds
-    of another."""
+    """Return the whole unix seconds in which equal lines of several ranks may have come: those
+    within `FOLD_S`, and one, of a second in which several logs have grown, or in which one has
+    grown before or after another one."""
     owners: dict[int, tuple[str, int] | None] = {}
     for key, log in logs.items():
         for second in map(int, log.times):
@@ -202,31 +205,35 @@ def _cuts(log: LogFile, busy: Container[int] | None) -> list[Cut]:
 
 
 def _stream(node: str, rank: int, blocks: Iterable[Block], now: float) -> Iterator[Line]:
-    """Yield a rank's new lines. Within a call their times do not go back, nor beyond `now` in unix
-    seconds (a clock may be ahead)."""
+    """Yield a rank's blocks as lines. Their times do not go back within a call, nor beyond `now`,
+    in unix seconds (a clock may be ahead)."""
     latest = 0.0
     for seconds, text, is_alone in blocks:
         latest = max(latest, min(seconds, now))
         yield Line(latest, rank, node, text, is_alone)
 
 
-class LineFolder:
-    """Folds equal lines that several ranks print at about the same time into one; unless `fold`,
-    shows each.
+class LineFold:
+    """Folds equal lines that several ranks print at about the same time into one; with
+    `folds` False each line is passed on.
 
-    No rank's lines change their order: those before an equal one are shown first. A line is taken
-    in, and lines are forgotten, only as the caller iterates over the result.
+    No rank's lines change their order: those before an equal one are yielded first. The methods
+    work only as the caller iterates over their result.
     """
 
-    def __init__(self, fold: bool) -> None:
-        self._fold = fold
+    def __init__(self, folds: bool) -> None:
+        self._folds = folds
         self._held: list[Line] = []
 
     def add(self, line: Line) -> Iterator[tuple[Line, list[int]]]:
-        """Add lines; yield those that are too old to be equal to them, and the lines behind them
-        that are held, with their ranks. Unless lines are folded, yield these alone; so for lines
-        that no other rank can have printed."""
-        if not self._fold:
+        """Add a `Line`, to be held until lines that may be equal to it have come. Yield the lines
+        that were held, with the ranks that printed them, if the first of them is too old to be
+        equal to this one (`FOLD_S`).
+
+        A line that no other rank can have printed is yielded at once, behind all held ones; where
+        lines are not folded, each line is.
+        """
+        if not self._folds:
             yield line, [line.rank]
         elif line.is_alone:
             yield from self.release(math.inf)
@@ -254,13 +261,14 @@ class LineFolder:
             if line.rank in ranks_like
             for text in line.text.splitlines(keepends=True)
         ]
-        for line, ranks in _fold(lines):
+        for line, ranks in _fold_lines(lines):
             yield line, list(itertools.chain.from_iterable(ranks_like[rank] for rank in ranks))
 
 
-def _fold(held: Sequence[Line]) -> Iterator[tuple[Line, list[int]]]:
-    """Yield lines with the ranks that printed an equal one, in order of time as far as no rank's
-    lines change their order."""
+def _fold_lines(held: Sequence[Line]) -> Iterator[tuple[Line, list[int]]]:
+    """Yield each of the `held` lines, which are in order of time, with the ranks that printed an
+    equal one; equal lines once. The order is that of time as far as no rank's lines change
+    theirs."""
     queues: dict[int, deque[Line]] = {}
     counts: dict[bytes, Counter[int]] = {}  # of each text, how often each rank still has it
     for line in held:
@@ -295,7 +303,7 @@ def _fold(held: Sequence[Line]) -> Iterator[tuple[Line, list[int]]]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return numbers, sorted, as ``0-3,7``; '' without any."""
+    """Return numbers, no two equal, in rising order as ``0-3,7``; '' without any."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

@@ -20,7 +20,7 @@ from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 from hpc_ddp.report.logs.files import LogFile, LogQuery, log_files
-from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFolder, spans
+from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFold, spans
 
 POLL_S = 0.5
 ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
@@ -33,7 +33,7 @@ COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def show(run: RunFolder, query: LogQuery) -> None:
-    """Print the lines that there are now; none for a rank before the first attempt.
+    """Print the lines that there are now to stdout; none for a rank before the first attempt.
 
     Where no rank has a log, the job's own output takes the place of merged lines.
 
@@ -49,11 +49,13 @@ def show(run: RunFolder, query: LogQuery) -> None:
 
 
 def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> None:
-    """Print the lines and those that are added, until `has_ended` says so, or Ctrl-C.
+    """Print the lines to stdout, and those that are added, until `has_ended` returns True, or the
+    user presses Ctrl-C.
 
-    It is asked every `ASK_EVERY` polls. A rank or attempt that does not exist yet is waited for;
-    one that still does not exist at the end is no error. Raise UsageError where no log will ever
-    exist, OSError as `show` does, and what `has_ended` raises.
+    `has_ended` is asked at first, and then every `ASK_EVERY` polls, of `POLL_S` each. A rank or
+    attempt that does not exist yet is waited for; one that still does not exist at the end is no
+    error. Raise UsageError where no log will ever exist, OSError as `show` does, and what
+    `has_ended` raises.
     """
     _check_has_logs(run, query)
     view = _open_view(run, query)
@@ -94,7 +96,7 @@ def _update(view: PlainView | MergedView, run: RunFolder, query: LogQuery, is_la
 
 
 class PlainView:
-    """Copies files to stdout, one after the other."""
+    """Copies the files of a rank, or of the job's output, to stdout, one after the other."""
 
     is_empty = False
 
@@ -113,7 +115,8 @@ class PlainView:
 
 
 class MergedView:
-    """Prints the ranks' lines with their node and rank, and a line where an attempt begins or ends.
+    """Prints the ranks' lines, each behind a mark with its node and rank, and a heading where an
+    attempt begins or ends.
 
     The marks are left out as long as only rank 0 has printed anything.
     """
@@ -121,7 +124,7 @@ class MergedView:
     def __init__(self, run: RunFolder, query: LogQuery) -> None:
         self._run, self._query = run, query
         self._groups: dict[Path, AttemptLogs] = {}
-        self._folders: dict[Path, LineFolder] = {}
+        self._folds: dict[Path, LineFold] = {}
         self._has_marks = False
         self._width = 0  # of the widest mark of one rank so far
         self._has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -134,8 +137,8 @@ class MergedView:
     def update(self, is_last: bool) -> None:
         """Print what is new of all ranks; `is_last`: also lines without an end.
 
-        Raise UsageError as `_find_attempts` does for an attempt that the run does not have, and
-        OSError where the run's folder or journal can't be read, or stdout is closed.
+        Raise UsageError for an attempt that the run does not have (`_find_attempts`), and OSError
+        where the run's folder or journal can't be read, or stdout is closed.
         """
         self._find_attempts()
         groups = [group for group in self._groups.values() if is_last or not group.end_shown]
@@ -148,8 +151,11 @@ class MergedView:
         sys.stdout.buffer.flush()
 
     def _find_attempts(self) -> None:
-        """Add the attempts that have begun since, of all tasks for an array. Raise UsageError for a
-        run, but not for an array, that has attempts and none of the query's number."""
+        """Add the attempts that have begun since the last call; of an array those of all tasks.
+
+        Raise UsageError for a run, but not for an array, that has attempts and none of the query's
+        number; raise OSError where a run's folder can't be read.
+        """
         number = self._query.attempt
         for run in self._run.tasks() or [self._run]:
             for attempt in run.attempts():
@@ -173,7 +179,7 @@ class MergedView:
         return False
 
     def _without_noise(self, text: bytes) -> bytes:
-        """Return the lines of a text that are shown: noise is not, unless the query is raw."""
+        """Return a text without its lines of noise; unchanged where the query is raw."""
         if self._query.raw or not any(word in text for word in NOISE_WORDS):
             return text
         return _NOISE.sub(b"", text)
@@ -182,7 +188,7 @@ class MergedView:
         """Print the new lines of an attempt, with a heading where it begins and where it ends, once
         each. Lines of the last second may wait for equal ones until the next call. Raise OSError
         where the journal can't be read, or stdout is closed."""
-        folder = self._folders.setdefault(group.attempt.path, LineFolder(not self._query.raw))
+        fold = self._folds.setdefault(group.attempt.path, LineFold(not self._query.raw))
         # Read before the lines, so that all lines from before the verdict are there.
         events = group.events()
         verdict = last_event(events, VerdictGiven)
@@ -192,16 +198,16 @@ class MergedView:
             group.begin_shown = True
         for line in group.new_lines(is_over):
             if text := self._without_noise(line.text):
-                self._print(group, folder.add(line._replace(text=text)))
+                self._print(group, fold.add(line._replace(text=text)))
         before = float("inf") if is_over else time.time() - FOLD_S / 2
-        self._print(group, folder.release(before))
+        self._print(group, fold.release(before))
         if verdict and not group.end_shown:
             self._print_heading(group, _end(verdict))
             group.end_shown = True
 
     def _print(self, group: AttemptLogs, lines: Iterable[tuple[Line, list[int]]]) -> None:
-        """Print folded lines, each with the mark of its ranks where marks are shown. Raise OSError
-        where stdout is closed."""
+        """Print folded lines; where marks are shown, each with the mark of its ranks, and without
+        torch's own. Raise OSError where stdout is closed."""
         for line, ranks in lines:
             text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
             if self._has_marks:
@@ -211,10 +217,10 @@ class MergedView:
             sys.stdout.buffer.write(text)
 
     def _mark(self, group: AttemptLogs, line: Line, ranks: list[int]) -> str:
-        """Return the words before a line: task, node and rank, or the ranks that printed it.
+        """Return the mark before a line: task, node and rank, or the ranks that printed it.
 
-        The widest name of one rank so far sets their width, also of later ones; on a terminal they
-        have the colour of the line's rank.
+        The widest name of a single rank so far sets the width of this mark and of later ones; on a
+        terminal a mark has the colour of the line's rank.
         """
         task = f"task {group.run.index} " if group.run.is_task else ""
         if len(ranks) == 1:
@@ -251,8 +257,8 @@ def _begin_time(group: AttemptLogs) -> tuple[float, int]:
 
 
 def _beginning(events: Sequence[JournalEvent]) -> str:
-    """Return time, nodes and job of an attempt's beginning, as `` began …``; '' without an event
-    `started`."""
+    """Return time, nodes and job of an attempt's beginning, as `` began …``; '' where `events` have
+    no `started`."""
     started = last_event(events, Started)
     if started is None:
         return ""
@@ -264,7 +270,7 @@ def _beginning(events: Sequence[JournalEvent]) -> str:
 
 
 def _end(verdict: VerdictGiven) -> str:
-    """Return when and how an attempt ended, in the words of the job's own output."""
+    """Return when and how an attempt ended, as `` ended …``, in the words of the job's output."""
     end = time.strftime("%H:%M:%S", time.localtime(verdict.time))
     why = verdict.why or str(verdict.cause)
     if verdict.action == Action.REQUEUE:

@@ -90,9 +90,9 @@ def _task(
 ) -> Task:
     """Return one task of an array.
 
-    `trial` has its values of the sweep's parameters, `run` its folder (None: not begun), and
-    `waits` says that a job of the array waits in the queue. Raise OSError where the task's journal
-    or folder of checkpoints can't be read.
+    `trial` has its values of the sweep's parameters, `run` is its folder (None: not begun), `queue`
+    has the user's jobs in Slurm, and `waits` says that a job of the array waits there. Raise
+    OSError where the task's journal or folder of checkpoints can't be read.
     """
     status = status_of(run, queue) if run else None
     if run is None or status is None or status.state is RunState.RENDERED:
@@ -112,8 +112,9 @@ def _is_resubmitted(run: RunFolder) -> bool:
 
 
 def _best(run: RunFolder) -> Mapping[str, Any]:
-    """Return the best value, as `Best` has it, in the newest checkpoint whose manifest can be read;
-    {} without one. Raise OSError where the folder of checkpoints can't be listed."""
+    """Return the best value so far, as ``value`` and ``higher`` (whether greater is better), from
+    the newest checkpoint whose manifest can be read; {} without one. Raise OSError where the folder
+    of checkpoints can't be listed."""
     for folder in checkpoints.published(run.checkpoints):
         with suppress(OSError, ValueError):
             best: Mapping[str, Any] = checkpoints.read_manifest(folder).get("best") or {}
@@ -124,7 +125,8 @@ def _best(run: RunFolder) -> Mapping[str, Any]:
 @dataclass(frozen=True)
 class Ranking:
     """The metric by which the trials of a sweep are compared, and the tasks in its order, the best
-    one first. Tasks without it come last, by index."""
+    one first. Tasks without a value come last, by index. `metric` is ``best`` (the value of
+    ``run.best``), ``loss``, or the name of a result."""
 
     metric: str
     is_higher_better: bool
@@ -178,8 +180,9 @@ def _metric_of(task: Task, metric: str) -> float:
 
 
 def table(tasks: Sequence[Task]) -> str:
-    """Return the tasks, one or more, as a table: parameters, state, step, results; without empty
-    columns, but with all parameters. Raise IndexError without tasks."""
+    """Return the tasks, one or more, as a table of index, parameters, state, attempt, step, loss,
+    best value, results and reason; columns without any value are left out, but for parameters.
+    Raise IndexError without tasks."""
     parameters = list(tasks[0].trial)
     results = list(dict.fromkeys(name for task in tasks for name in task.results))
     header = ["task", *parameters, "state", "attempt", "step", "loss", "best", *results, "why"]
@@ -205,9 +208,9 @@ def _cells(task: Task, results: Sequence[str]) -> list[Any]:
 
 
 def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
-    """Return a line with the number of tasks in each state, the hours of all tasks until their last
-    events, and the budget, if there is one. Raise UsageError for a broken job.json, and OSError
-    where it or a journal can't be read."""
+    """Return a line with the number of tasks in each state, the GPU or worker hours that all tasks
+    of the array have used until their last events, and the budget, if there is one. Raise
+    UsageError for a broken job.json, and OSError where it or a journal can't be read."""
     counts = Counter(task.state for task in tasks)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     spec = JobSpec.from_json(read_text(run.job_json))

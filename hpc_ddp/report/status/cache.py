@@ -38,24 +38,26 @@ FORMAT = [__version__, *(field.name for field in fields(Status))]
 
 
 class StatusCache:
-    """Reads the status of runs below `root`; `save` keeps it for the next command.
+    """Reads the status of runs below `root`; `save` keeps those of ended runs for the next command.
 
-    `queue` has the user's jobs in Slurm. A cache that is damaged, another user's or
-    another version's is not read.
+    `queue` has the user's jobs in Slurm. A cache that is damaged, another version's, another
+    user's, or open to others is not read.
     """
 
     def __init__(self, root: Path, queue: Queue) -> None:
         self._path, self._queue = root / f".status-{os.geteuid()}.json", queue
         content = read_json(self._path) if _is_private(self._path) else {}
         entries = content.get("runs") if content.get("format") == FORMAT else None
+        # By the paths of the runs, as `status_of` makes them.
         self._entries: dict[str, Any] = entries if isinstance(entries, dict) else {}
         self._changed = False
 
     def status_of(self, run: RunFolder) -> Status:
-        """Return the status of one run, from the cache or from its journal.
+        """Return the status of one run, from the cache or, where that is not valid, its journal.
 
-        The status of a run that has ended is taken into the cache, that of another one is removed;
-        `save` writes it. Raise OSError where a journal of the run or its tasks can't be read.
+        The status of a run that has ended is put into the cache, that of any other run is taken out
+        of it; `save` writes the cache. Raise OSError where a journal of the run or its tasks can't
+        be read.
         """
         files, name = _fingerprint(run), str(run.path)
         entry = self._entries.get(name, {})
@@ -85,8 +87,8 @@ class StatusCache:
         return any(self._queue.find(JobRef.parse(job), run) for job in jobs)
 
     def save(self) -> None:
-        """Write the cache, if it has changed, without runs that are gone. A folder that can't be
-        written is passed over: the cache only saves time."""
+        """Write the cache's file, if an entry has changed, without runs that are gone. A disk that
+        refuses it is passed over: the cache only saves time."""
         if self._changed:
             entries = {name: entry for name, entry in self._entries.items() if os.path.isdir(name)}
             text = json.dumps({"format": FORMAT, "runs": entries})
@@ -121,9 +123,10 @@ def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
 
 
 def _fingerprint(run: RunFolder) -> list[Any]:
-    """Return values that change when a file changes from which a run's status is read; [] for a run
-    that is being removed. Raise OSError where a journal, also a task's, can't be listed or
-    opened."""
+    """Return values that change when a file changes from which a run's status is read: whether it
+    and its tasks are cancelled, and name, size in bytes and time in ns of each file of their
+    journals. [] for a run that is being removed. Raise OSError where a journal, also a task's,
+    can't be listed or opened."""
     try:
         names = os.listdir(run.path)
     except OSError:  # it is just being removed

@@ -37,6 +37,8 @@ class Status:
 
     Attributes
     ----------
+    job_id
+        the newest job's, None without any
     attempt, nodes
         the newest start, from 0, and the number of its nodes
     step, total_steps, loss, samples_per_s
@@ -47,9 +49,10 @@ class Status:
         of a run that is running: seconds to its attempt's time limit, and to its last step at the
         pace of this attempt
     goodput, seconds
-        from 0 to 1, and the parts of the wall time (see `hpc_ddp.core.journal.goodput`)
+        from 0 to 1, and the seconds of each part of the wall time (see
+        `hpc_ddp.core.journal.goodput`)
     reason
-        Slurm's own word for why it waits
+        Slurm's own word for why the run waits, '' for one that does not
     slow
         the rank that the others wait for, '' without one (see `hpc_ddp.core.journal.stragglers`)
     results
@@ -114,8 +117,11 @@ def summarize(
     queue: Queue,
 ) -> Status:
     """Return the status of a run from its journal, all its jobs (oldest first), and the user's jobs
-    in Slurm. Its newest job makes it unknown instead of lost where it can't be asked for. Raise
-    OSError where the journal of a task of it can't be read."""
+    in Slurm.
+
+    A lost run is unknown where its newest job can't be asked for; an array that waits is running
+    where a task of it runs. Raise OSError where a task's journal, or a job's script, can't be read.
+    """
     started, rerun = last_event(events, Started), last_event(events, Rerun)
     metrics, finished = last_event(events, MetricsLine), last_event(events, Finished)
     saved = last_event(events, CheckpointSaved)
@@ -176,9 +182,9 @@ def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
 
 
 def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: float) -> float | None:
-    """Return the seconds to the last step at the mean pace of this start, saves included, 0 where
-    that time has passed; None where the last step or the pace is unknown. `now` is in unix
-    seconds."""
+    """Return the seconds to the last of all steps at the mean pace of the newest start, saves
+    included, 0 where that time has passed; None where the number of all steps or the pace is
+    unknown. `now` is in unix seconds, `metrics` the newest event of its kind."""
     first = last_event(events, FirstStep, WorkerStarted, Started)
     if metrics is None or not metrics.total_steps or not isinstance(first, FirstStep):
         return None
@@ -194,10 +200,11 @@ def has_ended(run: RunFolder) -> bool:
     """Return whether a run makes no more progress by itself, by its journal and, for one with a
     job, by a query of Slurm's queue.
 
-    True for a cancelled run, even if its job is still ending. A finished one ends with its job or
-    process, since rank 0 reports that it is finished before the script's last lines. Without an
-    answer of Slurm True for a finished run only; False also for one that was only rendered or whose
-    state is unknown. Raise OSError where its journal, or one of its tasks, can't be read.
+    True for a cancelled run, even if its job is still ending. A finished run has ended once its job
+    or process has, since rank 0 reports that it is finished before the script's last lines. Without
+    an answer of Slurm the result is True for a finished run only. A run that was only rendered, or
+    whose state is unknown, has not ended. Raise OSError where the journal of the run, or of a task
+    of it, can't be read.
     """
     if run.cancelled.exists():
         return True

@@ -55,10 +55,10 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     table or as JSON, a list.
 
     Slurm is asked; without an answer the states are those of the journals. Without names, live runs
-    come first; with one alone the tasks of its array are added, and to a table the commands that
-    send what was recorded offline. JSON has all runs; the table counts the older ones, unless
-    `show_all`. Without any run the table is '', and a hint goes to stderr. The statuses are kept in
-    a file in `root`.
+    come first; with a single name the tasks of its array are added, and to a table the commands
+    that send what was recorded offline. JSON has all runs; the table has `MOST_RUNS` and the live
+    ones, and the number of the others, unless `show_all`. Without any run the table is '', and a
+    hint goes to stderr. The statuses of ended runs are kept in a file in `root` (`StatusCache`).
 
     Raises
     ------
@@ -101,14 +101,16 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
 
 
 def local_trials(run: RunFolder) -> str:
-    """Return the trials of a sweep that is played on this machine as `show` does, the best one
-    first. Raise UsageError for a broken job.json, and OSError where the folder can't be read."""
+    """Return the table of the trials of a sweep that is played on this machine, the best one first,
+    with the lines that `show` adds; Slurm is not asked. Raise UsageError for a broken job.json, and
+    OSError where the folder can't be read."""
     return "\n\n".join(_task_parts(run, array_tasks.tasks(run, Queue(None))))
 
 
 def _task_parts(run: RunFolder, tasks: Sequence[array_tasks.Task]) -> list[str]:
-    """Return the parts of the text on an array: the table of its tasks, in the order of a sweep's
-    ranking, their sum, and the best trial. Raises as `array_tasks.summary`."""
+    """Return the parts of the text on an array, whose `tasks` are one or more: their table, in the
+    order of a sweep's ranking, their summary, and the best trial. Raises as
+    `array_tasks.summary`."""
     ranking = array_tasks.rank(tasks)
     parts = [array_tasks.table(ranking.tasks if ranking else tasks)]
     parts.append(array_tasks.summary(run, tasks))
@@ -116,7 +118,7 @@ def _task_parts(run: RunFolder, tasks: Sequence[array_tasks.Task]) -> list[str]:
 
 
 def _sync_commands(run: RunFolder) -> list[str]:
-    """Return `sync_commands`; [] for another user's folder that can't be read."""
+    """Return `sync_commands`; [] where a folder can't be read, as another user's."""
     try:
         return sync_commands(run)
     except OSError:
@@ -147,9 +149,10 @@ def read_statuses(
     queue: Queue,
     count: Callable[[], None] = lambda: None,
 ) -> list[Status]:
-    """Return the status of each run, in their order; one that can't be read is `unreadable`.
+    """Return the status of each run, in their order; that of a run that can't be read is
+    `unreadable`. Nothing is raised for it.
 
-    `count` is called after each. The cache in `root` is read and written. Raises as `_read_status`.
+    `count` is called after each run. The cache in `root` is read and written.
     """
     cache = StatusCache(root, queue)
     statuses = []
@@ -161,7 +164,7 @@ def read_statuses(
 
 
 def _read_status(cache: StatusCache, run: RunFolder) -> Status:
-    """Return a run's status; after any error that it is unreadable, since one run must not hide the
+    """Return a run's status, after any error the `unreadable` one: one run must not hide the
     others."""
     try:
         return cache.status_of(run)

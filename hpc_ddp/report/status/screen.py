@@ -28,8 +28,8 @@ _MAIN = f"import sys; sys.path[0] = {_ROOT!r}; from hpc_ddp.cli.main import main
 
 
 def watch(root: Path) -> None:
-    """Show the runs in `root` until the user ends it. Raise UsageError where there is no terminal,
-    OSError if the folder can't be read."""
+    """Show the runs in `root` on the terminal until the user presses q or Ctrl-C. Raise UsageError
+    where there is no terminal or it can't show a screen, OSError if the folder can't be read."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
             "--watch needs a terminal", hint="in a script: hpc-ddp status --json, once a minute"
@@ -45,22 +45,24 @@ def watch(root: Path) -> None:
 
 
 class Screen:
-    """The table, a selected row, and a line of keys or of a question at the bottom."""
+    """The table of the runs in `root`, a selected row, and a line of keys or of a question at the
+    bottom. Making one asks Slurm."""
 
     def __init__(self, window: curses.window, root: Path) -> None:
         self._window, self._root = window, root
         self._rows: Sequence[Status] = ()
-        self._selected = 0
-        self._read_at = -math.inf
-        self._ask()
+        self._selected = 0  # the index of the row
+        self._read_at = -math.inf  # when the journals were read, on the monotonic clock
+        self._ask_slurm()
         with suppress(curses.error):  # a terminal without a cursor to hide
             curses.curs_set(0)
 
     def run(self) -> None:
-        """Draw, and obey keys, until the user quits."""
+        """Read the runs every `READ_S`, draw, and obey keys, until the user quits. Raise OSError if
+        the folder can't be read."""
         while True:
             if time.monotonic() > self._read_at + READ_S:
-                self._read()
+                self._read_runs()
             self._draw(KEYS)
             self._window.timeout(int(1000 * READ_S))
             key = self._window.getch()
@@ -68,15 +70,16 @@ class Screen:
                 return
             self._obey(key)
 
-    def _ask(self) -> None:
-        """Ask Slurm for the user's jobs; the journals are read next."""
+    def _ask_slurm(self) -> None:
+        """Ask Slurm for the user's jobs, and have `run` read the journals next."""
         self._queue, self._asked = read_queue(), time.monotonic()
         self._read_at = -math.inf
 
-    def _read(self) -> None:
-        """Read the journals, and ask Slurm where that is due; the selection stays on its run."""
+    def _read_runs(self) -> None:
+        """Read the journals, and ask Slurm first if its answer is `ASK_S` old; the selection stays
+        on its run. Raise OSError if the folder can't be read."""
         if time.monotonic() - self._asked > ASK_S:
-            self._ask()
+            self._ask_slurm()
         run_id = self._rows[self._selected].id if self._rows else None
         runs, _ = run_table.select(self._root, self._queue, show_all=False)
         rows = run_table.read_statuses(self._root, runs, self._queue)
@@ -86,58 +89,61 @@ class Screen:
         self._read_at = time.monotonic()
 
     def _draw(self, bottom: str) -> None:
-        """Draw all; the selected row stands out, and is always in sight."""
+        """Draw the table, with the selected row in sight and inverted, and the line `bottom`."""
         height, width = self._window.getmaxyx()
         lines = run_table.table(self._rows, width).splitlines() if self._rows else ["no runs"]
         room = max(height - HEAD - 1, 1)
         first = max(0, self._selected - room + 1)
         self._window.erase()
-        self._put(0, lines[0], curses.A_BOLD)
+        self._draw_line(0, lines[0], curses.A_BOLD)
         for place, line in enumerate(lines[HEAD:][first : first + room]):
             is_selected = first + place == self._selected
-            self._put(HEAD + place, line, curses.A_REVERSE if is_selected else curses.A_NORMAL)
+            self._draw_line(
+                HEAD + place, line, curses.A_REVERSE if is_selected else curses.A_NORMAL
+            )
         age = duration(time.monotonic() - self._asked)
-        self._put(height - 1, f"{bottom}  (Slurm: {age} ago)", curses.A_DIM)
+        self._draw_line(height - 1, f"{bottom}  (Slurm: {age} ago)", curses.A_DIM)
         self._window.redrawwin()  # all of it: another program may have written on the terminal
         self._window.refresh()
 
-    def _put(self, y: int, text: str, style: int) -> None:
-        """Draw a line, as much of it as fits."""
+    def _draw_line(self, y: int, text: str, style: int) -> None:
+        """Draw a text as line `y`, counted from the top, as much of it as fits; `style` is an
+        attribute of curses."""
         height, width = self._window.getmaxyx()
         if 0 <= y < height:
             with suppress(curses.error):  # the last cell of the screen can't be written
                 self._window.addnstr(y, 0, text.ljust(width), width, style)
 
     def _obey(self, key: int) -> None:
-        """Do what a key stands for; others do nothing."""
+        """Do what a key of `KEYS` says, or move the selection; other keys do nothing."""
         last = len(self._rows) - 1
         if key in (curses.KEY_UP, ord("k")):
             self._selected = max(self._selected - 1, 0)
         elif key in (curses.KEY_DOWN, ord("j")):
             self._selected = min(self._selected + 1, max(last, 0))
         elif key == ord("r"):
-            self._ask()
+            self._ask_slurm()
         elif self._rows:
             row = self._rows[self._selected]
             if key in (ord("e"), ord("\n")):
-                self._call(["explain", row.id])
+                self._run_command(["explain", row.id])
             elif key == ord("l"):
-                self._call(["logs", "-f", row.id])
+                self._run_command(["logs", "-f", row.id])
             elif key == ord("a"):
-                self._call(["attach", row.id])
+                self._run_command(["attach", row.id])
             elif key == ord("c") and self._is_confirmed(f"cancel {row.name} ({row.id})?"):
-                self._call(["cancel", row.id])
-                self._ask()
+                self._run_command(["cancel", row.id])
+                self._ask_slurm()
 
     def _is_confirmed(self, question: str) -> bool:
-        """Return whether the user answers with y."""
+        """Ask a question in the bottom line, wait for a key, and return whether that is y."""
         self._draw(f"{question} y: yes, any other key: no")
         self._window.timeout(-1)
         return self._window.getch() == ord("y")
 
-    def _call(self, words: Sequence[str]) -> None:
-        """Leave the screen for a command of hpc-ddp, which Ctrl-C ends, and come back once
-        the user has read what it printed."""
+    def _run_command(self, words: Sequence[str]) -> None:
+        """Leave the screen for a command of hpc-ddp, which Ctrl-C ends, and come back once the user
+        presses Enter below its output. Raise OSError if it can't be started."""
         curses.endwin()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's
         try:

@@ -7,7 +7,7 @@
 3. Has Slurm a live job of it?     ``waiting``, ``starting``, ``running``, ``suspended``, ``ending``
 4. Has it tasks, and no process of this machine plays them?    ``finished``, ``array``
 5. Was it never submitted?                                     ``rendered``
-6. Has its newest attempt a verdict?       ``stopped``, ``failed``, ``cancelled``, ``superseded``
+6. Has its newest attempt a verdict?             ``stopped``, ``failed``, ``cancelled``, ``lost``
 7. Does its process run on this machine?                       ``running``
 8. Has a standalone script journaled its own end?              ``stopped``, ``failed``
 9. None of these                                               ``lost``
@@ -53,7 +53,6 @@ class RunState(Word):
     FAILED = "failed"
     CANCELLED = "cancelled"
     STOPPED = "stopped"
-    SUPERSEDED = "superseded"
     LOST = "lost"
     UNKNOWN = "unknown"
     RENDERED = "rendered"
@@ -95,10 +94,11 @@ def state_of_job(slurm_state: str) -> RunState | None:
 def find_state(
     run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[QueuedJob]
 ) -> tuple[RunState, str]:
-    """Return the state of a run, and the reason in words (Slurm's reason while it waits), or ''.
+    """Return the state of a run, and the reason in words, or ''. While Slurm has a live job of it
+    the reason is Slurm's for waiting, or the names of the nodes.
 
-    Raise OSError where the journal of a task of it can't be read. For another user's run see the
-    module.
+    Raise OSError where the journal of a task of it can't be read. For another user's run the state
+    may be ``unknown``: see the module.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def find_state(
 def _find_state(
     run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[QueuedJob]
 ) -> tuple[RunState, str]:
-    """Return state and reason as `find_state` does, for a run of this user."""
+    """Return state and reason as `find_state` does, as if the run were this user's."""
     if is_finished(events):
         verdict = last_event(events, VerdictGiven, Finished)
         return RunState.FINISHED, verdict.why if isinstance(verdict, VerdictGiven) else ""
@@ -170,8 +170,9 @@ def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunStat
 
 
 def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
-    """Return the state after a verdict, and its reason: stopped where it can go on, failed where it
-    was given up, else its cause; a cause that is no state is lost."""
+    """Return the state after a verdict, and its reason: stopped where the run can go on, failed
+    where it was given up, lost after a superseded attempt, else the verdict's cause; a cause that
+    is no state is lost, too."""
     if verdict.action == Action.REQUEUE:
         return RunState.STOPPED, f"{verdict.why}; can go on with --run"
     if verdict.action == Action.GIVE_UP:

@@ -134,7 +134,7 @@ def shared_file(tmp_path: Path) -> Path:
 def test_ranks_share_the_verification_of_a_file(shared_file: Path) -> None:
     """Each reads the part of the rank that it is, which it reads again at a restore."""
     sizes: list[int] = []
-    assert verify(shared_file, read=sizes.append) is None
+    assert verify(shared_file, count_bytes=sizes.append) is None
     assert sizes == [10] * 11 + [5]
     with open(shared_file / "rank-0.bin", "r+b") as file:
         file.seek(75)

@@ -74,6 +74,7 @@ def test_batches_before_load_are_refused() -> None:
 def test_an_epoch_of_another_number_of_ranks_begins_anew() -> None:
     stop, printed = make_stop(epoch=1, batches=3, ranks=4), list[str]()
     vars(stop)["_say"] = printed.append
+    assert stop.batches_done == 0
     assert stop._begin_epoch(1) == 0
     assert "4 ranks have begun this epoch, and there are 2 now" in printed[0]
     assert make_stop(epoch=1, batches=3, ranks=2)._begin_epoch(1) == 3

@@ -163,8 +163,11 @@ def test_what_is_refused(run: RunFolder, exits: list[Any], monkeypatch: pytest.M
         check_step(later, 0, "fit()")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2" if "SIZE" in name else "0")
+    early = make()
     with pytest.raises(UsageError, match="process group is missing"):
-        make().latest()
+        early.latest()
+    with pytest.raises(UsageError, match="process group is missing"):  # and no second training
+        early.latest()
     with pytest.raises(UsageError, match="keep_last is 1"):
         make(keep_last=1)
 

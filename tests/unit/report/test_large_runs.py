@@ -114,9 +114,9 @@ def test_equal_stacks_of_many_ranks_are_looked_at_once(written: Written, count: 
     _hang(written, 64)
     node_records._place_of.cache_clear()
     places = count(node_records, "place_in")
-    stands = facts.gather(written.run).stands
+    hang_places = facts.gather(written.run).hang_places
     assert len(places) == 2
-    assert stands == {rank: f"t.py line {8 if rank == 9 else 7}" for rank in range(64)}
+    assert hang_places == {rank: f"t.py line {8 if rank == 9 else 7}" for rank in range(64)}
 
 
 def test_explain_reads_the_torchrun_log_of_the_failed_node_alone(
@@ -172,14 +172,14 @@ def test_lines_that_are_noted_a_moment_apart_are_still_one(tmp_path: Path) -> No
     """Supervisors note sizes at different moments: in a growing log no line is alone."""
     logs = Logs(tmp_path).attempt(0).say("begin\n", 0, 2)
     group = merge.AttemptLogs(logs.run, logs.run.attempt(0), tidy=True)
-    folder, shown = merge.LineFolder(fold=True), []
+    fold, shown = merge.LineFold(folds=True), []
     for ranks in ((), (0,), (2,)):
         logs.second += 0 if ranks == (2,) else 10
         logs.say("epoch\n", *ranks)
         group.update(is_last=False)
         for line in group.new_lines(is_last=False):
-            shown += [ranks for _, ranks in folder.add(line)]
-    shown += [ranks for _, ranks in folder.release(math.inf)]
+            shown += [ranks for _, ranks in fold.add(line)]
+    shown += [ranks for _, ranks in fold.release(math.inf)]
     assert shown == [[0, 2], [0, 2]]  # the line of the beginning, and this one
 
 
@@ -217,7 +217,7 @@ def test_lines_of_one_rank_alone_are_shown_in_one_piece(
     logs = Logs(tmp_path).attempt(0)
     _print_each_second(logs, 0, 2000, NOW - 5000)
     _print_each_second(logs, 1, 1, NOW - 4000)  # in the midst of the other's
-    added = count(merge.LineFolder, "add")
+    added = count(merge.LineFold, "add")
     show(logs.run, LogQuery())
     assert len(added) < 20
     lines = capfd.readouterr().out.splitlines()
@@ -237,7 +237,7 @@ def test_of_ranks_that_print_the_same_one_stands_for_all(
         node.rank_log(rank).write_text("one\ntwo\n" if rank != 7 else "one\nother\ntwo\n")
         with open(node.printed, "a") as printed:
             printed.write(f"{NOW - 1000:.3f} {rank} {node.rank_log(rank).stat().st_size}\n")
-    folded = count(merge, "_fold")
+    folded = count(merge, "_fold_lines")
     show(logs.run, LogQuery())
     assert [len(lines) for lines in folded] == [5]  # two of 199 ranks, three of rank 7
     lines = [line for line in capfd.readouterr().out.splitlines() if "|" in line]

@@ -6,11 +6,11 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.sweep import settings
+from hpc_ddp.core.job.sweep import parse_sets
 
 
 def test_each_combination_is_a_task_with_its_arguments() -> None:
-    values = settings(["lr=1e-3,1e-4", "--opt=a\\,b,c d"], 2)
+    values = parse_sets(["lr=1e-3,1e-4", "--opt=a\\,b,c d"], 2)
     spec = JobSpec("train.py", args=("--epochs", "3"), **values)
     assert spec.array == "0-3%2"
     assert [list(trial.values()) for trial in spec.trials] == [
@@ -41,11 +41,11 @@ def test_each_combination_is_a_task_with_its_arguments() -> None:
 )
 def test_a_malformed_sweep_is_refused(sets: list[str], bound: int | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        JobSpec("train.py", **settings(sets, bound))
+        JobSpec("train.py", **parse_sets(sets, bound))
 
 
 def test_an_argument_that_is_swept_is_refused() -> None:
     for args in (("--lr", "0.1"), ("--lr=0.1",)):
         with pytest.raises(UsageError, match="--lr is among the arguments, and the sweep adds"):
-            JobSpec("train.py", args=args, **settings(["lr=1,2"], None))
-    JobSpec("train.py", args=("--lr-decay", "0.1"), **settings(["lr=1,2"], None))
+            JobSpec("train.py", args=args, **parse_sets(["lr=1,2"], None))
+    JobSpec("train.py", args=("--lr-decay", "0.1"), **parse_sets(["lr=1,2"], None))

@@ -136,6 +136,15 @@ def test_the_page_of_a_run_that_was_preempted_twice(tmp_path: Path) -> None:
     assert parsed.count("p-training") == 3 + 1  # in the strip and in the table
 
 
+def test_settings_that_are_off_or_0_are_shown(tmp_path: Path) -> None:
+    text = Written(tmp_path, warm_start=False, max_requeues=0, preflight=True).page().text
+    settings = text.partition("Settings")[2].split()
+    assert {"warm-startno", "max-requeues0", "preflightyes"} < {*settings}
+    assert not [
+        word for word in settings if word.startswith(("array", "exclusive", "env", "setup"))
+    ]
+
+
 def test_pages_of_runs_with_few_events(tmp_path: Path) -> None:
     assert "never submitted" in Written(tmp_path / "rendered").page().text
     waits = Written(tmp_path / "never").event("submitted").page()
