@@ -27,6 +27,8 @@ Options of `submit`, `render`, `sweep` and `dry-run`, and keys of `hpc-ddp.toml`
 `drill`, `preflight` and `rerun` take those that mean something there.
 """
 
+ON_BY_DEFAULT = ("snapshot", "warm-start")  # an option switches them off
+
 
 def page() -> str:
     """Return the text of the page."""
@@ -39,7 +41,8 @@ def _settings() -> Iterator[str]:
         yield f"\n### {group}\n| option | key in a file | meaning |\n|---|---|---|\n"
         for key, declared in OPTIONS.items():
             if declared.group == group:
-                kind = declared.kind.text
+                is_off = key in ON_BY_DEFAULT
+                kind = "false (default: true)" if is_off else declared.kind.text
                 yield f"| {_flags(key, declared)} | `{key}`: {kind} | {declared.help} |\n"
 
 
@@ -60,7 +63,7 @@ def _events() -> Iterator[str]:
 def _flags(key: str, declared: Option) -> str:
     if declared.is_file_only:
         return "–"
-    if key in ("snapshot", "warm-start"):  # on by default: an option switches them off
+    if key in ON_BY_DEFAULT:
         return f"`--no-{key}`"
     accepted = " ".join(f"`{name}`" for name in declared.accepted)
     short = f"`-{declared.letter}`, " if declared.letter else ""
