@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.schedule import SaveSchedule
 from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.stops.signals import DEADLINE, NONE, Notices
@@ -96,6 +97,10 @@ class StopConsensus:
 
     `notices` has the end time, in unix seconds, on the ranks that are to watch it: None means no
     limit, or not this rank.
+
+    At an exchange the host waits until `device` has done what it had been given up to the one
+    before. A step of few launches, as with CUDA graphs, would else be queued hundreds of steps
+    ahead: their times would not be the device's, and a stop would come as much later.
     """
 
     def __init__(
@@ -104,8 +109,10 @@ class StopConsensus:
         notices: Notices,
         schedule: SaveSchedule,
         timer: StepTimer | None = None,
+        device: torch.device = devices.CPU,
     ) -> None:
-        self._control, self._timer = control, timer
+        self._control, self._timer, self._device = control, timer, device
+        self._queued: torch.Event | None = None  # all that the device had been given by an exchange
         self._notices, self._schedule = notices, schedule
         self._stepped_at, self._started_at = time.monotonic(), time.time()
         self.exchanges = 0  # so far, the same number on all ranks
@@ -152,6 +159,7 @@ class StopConsensus:
     def _exchange(self) -> Decision:
         """Return the result of the last exchange, as `_read` does, and begin the next; it is a
         collective."""
+        self._wait_for_device()
         decision = self._read()
         self.exchanges += 1
         # A save that has just been decided is not due once more.
@@ -163,6 +171,14 @@ class StopConsensus:
         self._pending = (values, self._control.start_max(values))
         self._since_exchange.clear()
         return decision
+
+    def _wait_for_device(self) -> None:
+        """Wait for what the device had been given by the last exchange, about 0.2 s ago; it has at
+        least a step of work left then."""
+        if devices.is_accelerator(self._device):
+            if self._queued is not None and not self._queued.query():
+                self._queued.synchronize()
+            self._queued = devices.mark(self._device)
 
     def _read(self) -> Decision:
         """Take the result of the last exchange, an empty decision without one, or once it is taken.
