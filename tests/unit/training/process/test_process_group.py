@@ -141,6 +141,24 @@ def test_a_hanging_teardown_is_abandoned(
     _wait_for_teardowns()
 
 
+def test_a_group_that_refuses_its_teardown_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NCCL's while a captured graph has its collectives; torch may abort at the ordinary exit."""
+
+    def refuse() -> None:
+        raise RuntimeError("a captured graph is alive\nException raised from finalize")
+
+    exits: list[Any] = []
+    group: Any = SimpleNamespace(barrier=lambda: None)
+    monkeypatch.setattr("atexit.register", exits.append)
+    monkeypatch.setattr(dist, "destroy_process_group", refuse)
+    leave(group, torch.device("cpu"), then_exit=True)
+    text = "hpc-ddp: the process group is left as it is: a captured graph is alive\n"
+    assert capsys.readouterr().err == text
+    assert len(exits) == 1
+
+
 def _wait_for_teardowns() -> None:
     for thread in threading.enumerate():
         if (
