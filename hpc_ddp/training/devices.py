@@ -154,6 +154,13 @@ def mark(device: torch.device, *, timed: bool = False) -> torch.Event:
     return event
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether an accelerator's current stream records a graph; False where torch does not
+    tell."""
+    tell = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(tell()) if tell else False
+
+
 def wait_for(device: torch.device) -> None:
     """Wait for all that an accelerator has been given; nothing on the CPU."""
     if is_accelerator(device):
