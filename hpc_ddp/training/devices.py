@@ -270,6 +270,11 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
         fitting = "take fewer GPUs"
         if visible >= per_worker:
             fitting = f"start {visible // per_worker} workers per node"
+        if os.environ.get("CUDA_VISIBLE_DEVICES", "").count("MIG-") > visible:
+            fitting = (
+                "CUDA shows a process one MIG slice: give each a Slurm task and a slice of its"
+            )
+            fitting += " own (--launcher srun --gpu-request gpus-per-task)"
         raise HpcDdpError(
             f"{info.local_world_size} workers{needs} on this node, but {visible} visible GPU(s)",
             hint=f"{fitting}{hide}",
