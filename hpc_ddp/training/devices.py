@@ -155,6 +155,13 @@ def mark(device: torch.device, *, timed: bool = False) -> torch.Event:
     return event
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether an accelerator's current stream records a graph; False where torch does not
+    tell."""
+    tell = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(tell()) if tell else False
+
+
 def wait_for(device: torch.device) -> None:
     """Wait for all that an accelerator has been given; nothing on the CPU."""
     if is_accelerator(device):
@@ -264,6 +271,11 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
         fitting = "take fewer GPUs"
         if visible >= per_worker:
             fitting = f"start {visible // per_worker} workers per node"
+        if os.environ.get("CUDA_VISIBLE_DEVICES", "").count("MIG-") > visible:
+            fitting = (
+                "CUDA shows a process one MIG slice: give each a Slurm task and a slice of its"
+            )
+            fitting += " own (--launcher srun --gpu-request gpus-per-task)"
         raise HpcDdpError(
             f"{info.local_world_size} workers{needs} on this node, but {visible} visible GPU(s)",
             hint=f"{fitting}{hide}",

@@ -119,7 +119,7 @@ class Run(ModelSetup):
             called twice; another seed or training set than the checkpoint's; a wrong object or name
         """
         check_tracked(objects, per_rank, added)
-        outlive_notices()  # now the loaders' libraries are imported
+        outlive_notices(objects.values())  # now the loaders' libraries are imported
         self._check_optimizers(objects.values())
         self._precision.watch_trained(self._manager.trained)
         data = {} if self._loader is None else self._loader.facts

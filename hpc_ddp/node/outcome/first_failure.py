@@ -20,11 +20,13 @@ TAIL_BYTES = 64 * 1024
 JOURNALED_S = 60.0  # how long before its end a worker may have journaled its error
 
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
-_ABORTED = re.compile(
-    r"^.*(?:ProcessGroupNCCL|Watchdog caught|watchdog thread terminated|c10::Dist"
-    rf"|{MISMATCH.pattern}).*$",
+_ABORTED = re.compile(  # but for the lines of a C++ stack, which name the watchdog as well
+    r"^(?!.*(?:frame #|Exception raised from)).*(?:ProcessGroupNCCL|Watchdog caught|c10::Dist"
+    rf"|watchdog thread terminated|(?:CUDA|HIP) error during|{MISMATCH.pattern}).*$",
     re.M,
 )
+# NCCL's watchdog meets such errors of the rank's own kernels, and ends the process for them.
+_OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: (?!.*(?:CUDA|HIP) error: ).*")
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -50,7 +52,7 @@ class Failure:
         ``exit``."""
         if self.code in _TORN_DOWN:
             return "torn down"
-        if MISMATCH.search(self.error):
+        if MISMATCH.search(self.error) or _OF_DEVICE.match(self.error):
             return "exception"
         if self.code < 0 and not COMMUNICATION_ERROR.search(self.error):
             return "signal"
@@ -189,9 +191,13 @@ def abort_reason(log: Path) -> str:
     without one, or where there is no such log.
 
     NCCL does so where a peer is gone, so such a worker is not the cause; gloo where the peer sends
-    another size (`MISMATCH`). At most 500 characters.
+    another size (`MISMATCH`). An error of the worker's own device, ``CUDA error: …``, counts before
+    the other lines, and without the words before it. At most 500 characters.
     """
     lines = _ABORTED.findall(read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2])
+    errors = _OF_DEVICE.findall("\n".join(lines))
+    if errors:
+        return str(errors[-1])[:500]
     return str(lines[-1]).strip().removeprefix("what():").strip()[:500] if lines else ""
 
 

@@ -1,8 +1,10 @@
 """The part of the preflight that needs torch: its import, and the speeds between nodes.
 
-An all-reduce is as slow as its slowest link, on all nodes alike, so it names no node. Before it,
-each node therefore exchanges data with several others in turn. The best of these speeds is the
-node's own: a slow partner does not count.
+An all-reduce is as slow as its slowest link, and over a dead one fails on all nodes alike, so it
+names no node. Before it, each node therefore exchanges data with several others in turn. The best
+of these speeds is the node's own: a slow partner does not count. Only the first device of a node is
+measured, and so one of its network cards; where NCCL can't even start, all nodes say so, and none
+is named.
 """
 
 from __future__ import annotations
@@ -151,8 +153,8 @@ def _speed(count: int, duration_s: float) -> float:
 
 
 def join(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
-    """Join the process group as `rank`, connect its members as far as an all-reduce needs it, and
-    return their meter.
+    """Join the process group as `rank`, and return the group's meter; links are made as they are
+    first used, but for backends that need all members for that.
 
     Rank 0 listens for the store with its `server`, which the store then owns. The first device
     becomes torch's current one. Variables of NCCL and gloo are set in the process's environment.
@@ -175,7 +177,8 @@ def join(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
         backend, store=store, rank=rank, world_size=world, timeout=timeout, **bound
     )
     meter = Meter(torch, device)
-    meter.all_reduce(1)  # connects them
+    if device != "cpu" and not bound:  # its first call has to be one of all members
+        meter.all_reduce(1)
     return meter
 
 
@@ -198,6 +201,7 @@ def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None
             why = f"no exchange with {members[peer]}: {_first_line(error)}"
             report(trouble=members[peer], check="bandwidth", why=why, turn=turn)
             return
+    meter.all_reduce(1)  # makes the links that it needs
     speed, is_right = meter.all_reduce(REDUCED)
     values = {"exchange_mb_s": round(max(speeds), 1), "all_reduce_mb_s": round(speed, 1)}
     report(values=values)

@@ -12,7 +12,8 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from hpc_ddp.core.job.variables import OF_A_RANK
@@ -20,6 +21,7 @@ from hpc_ddp.node.workers.script_imports import UnfitError
 from hpc_ddp.node.workers.worker import is_of_mpi_task
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
+NVML_CALLS = ("_raw_device_count_nvml", "_raw_device_uuid_nvml")  # of torch.cuda
 RANK_NAMES = re.compile(
     rf"{OF_A_RANK}|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|(STEP_)?(NUM_TASKS|TASKS_PER_NODE))"
     r"|SLURM_NTASKS_PER_NODE|PMI\w*_RANK|OMPI_COMM_WORLD_\w+"
@@ -195,16 +197,35 @@ def _is_called_by_python() -> bool:
 
 @contextlib.contextmanager
 def _without_driver() -> Iterator[None]:
-    """Have ``torch.cuda.is_available()`` start no driver, which a fork would not survive."""
+    """Have ``torch.cuda.is_available()`` start no driver, which a fork would not survive, and where
+    torch is imported by now leave NVML, which it asks instead, as it was: torch leaves it open."""
     before = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
+    module = vars(sys.modules.get("torch.cuda", object))
+    originals = {name: module[name] for name in NVML_CALLS if name in module}
+    for name, ask in originals.items():
+        module[name] = partial(_ask_nvml, ask)
     try:
         yield
     finally:
+        for name, ask in originals.items():
+            module[name] = ask
         if before is None:
             del os.environ[NVML_CHECK]
         else:
             os.environ[NVML_CHECK] = before
+
+
+def _ask_nvml(ask: Callable[[], Any]) -> Any:
+    """Return the answer of a function of torch that initialises NVML, and end that: NVML counts how
+    often it was, and closes its device files for the last one."""
+    import ctypes
+
+    try:
+        return ask()
+    finally:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libnvidia-ml.so.1").nvmlShutdown()
 
 
 def _import_if_there(name: str) -> None:

@@ -65,18 +65,6 @@ class Control:
         dist.gather_object(message, box, dst=0, group=self._group)
         return box or []
 
-    def first_copy(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor, of the same shape and type on all ranks, on any device, with rank
-        0's."""
-        on_cpu = tensor.detach().cpu().contiguous()
-        # As bytes: gloo refuses int16, uint16, uint32 and float8.
-        self._copy_bytes(on_cpu.view(-1).view(torch.uint8))
-        tensor.data.copy_(on_cpu)
-
-    def _copy_bytes(self, data: torch.Tensor) -> None:
-        """Overwrite a CPU tensor of bytes with rank 0's."""
-        dist.broadcast(data, src=0, group=self._group)
-
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
         dist.barrier(group=self._group)
@@ -112,9 +100,6 @@ class LoneControl(Control):
 
     def to_first(self, message: Any) -> list[Any]:
         return [message]
-
-    def first_copy(self, tensor: torch.Tensor) -> None:
-        """Leave the tensor as it is."""
 
     def barrier(self) -> None:
         """Wait for nobody."""

@@ -82,9 +82,6 @@ class TreeControl(Control):
     def to_first(self, message: Any) -> list[Any]:
         return self._calls.run(lambda: self._gather_objects(message))
 
-    def _copy_bytes(self, data: torch.Tensor) -> None:
-        self._calls.run(lambda: self._broadcast(data))
-
     def barrier(self) -> None:
         self._calls.run(lambda: self._reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX))
 

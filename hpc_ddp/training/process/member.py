@@ -98,7 +98,9 @@ class Member:
         )
         nodes = self._control.to_first(self._env.node)
         self._timer = StepTimer(self._control, self._journal, self.position, device, nodes)
-        self._consensus = StopConsensus(self._control, self._notices, self._schedule, self._timer)
+        self._consensus = StopConsensus(
+            self._control, self._notices, self._schedule, self._timer, device
+        )
         self._watchdog = Watchdog(
             options.hang_after,
             self.folder.attempt(attempt).node(self._env.node),

@@ -155,10 +155,12 @@ def leave(control: Control, device: torch.device, then_exit: bool, destroys: boo
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by now,
     so after that time it prints a message, and with `then_exit` ends the process on the spot, with
-    code 0; else it returns, and `leave_quickly` ends the process later. Errors of torch in the
-    teardown are printed, and not raised.
+    code 0; else it returns, and `leave_quickly` ends the process later. So it does where the group
+    refuses to be destroyed, as NCCL's while a captured graph has its collectives. Other errors of
+    torch in the teardown are printed, and not raised.
     """
     are_here = threading.Event()
+    refusals: list[RuntimeError] = []
 
     def tear_down() -> None:
         """Wait for all ranks, then destroy the group if asked to."""
@@ -166,7 +168,10 @@ def leave(control: Control, device: torch.device, then_exit: bool, destroys: boo
         control.barrier()
         are_here.set()
         if destroys:
-            dist.destroy_process_group()
+            try:
+                dist.destroy_process_group()
+            except RuntimeError as error:
+                refusals.append(error)
 
     thread = threading.Thread(target=tear_down, daemon=True)
     thread.start()
@@ -180,6 +185,10 @@ def leave(control: Control, device: torch.device, then_exit: bool, destroys: boo
         if then_exit:
             os._exit(0)
         leave_quickly()  # an exit of the interpreter would abort the process: of a thread in C++
+    elif refusals:
+        why = str(refusals[0]).partition("\n")[0]
+        say(f"the process group is left as it is: {why}")
+        leave_quickly()  # torch may abort a process whose group is not destroyed
 
 
 def leave_quickly() -> None:

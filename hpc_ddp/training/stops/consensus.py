@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.schedule import SaveSchedule
 from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.stops.signals import DEADLINE, NONE, Notices
@@ -99,6 +100,10 @@ class StopConsensus:
     `notices` has this rank's reason to stop, and the end time, in unix seconds, on the ranks that
     are to watch it: None means no limit, or not this rank. `timer` gathers figures where a decision
     asks for it; None: nothing is gathered.
+
+    At an exchange the host waits until `device` has done what it had been given up to the one
+    before. A step of few launches, as with CUDA graphs, would else be queued hundreds of steps
+    ahead: their times would not be the device's, and a stop would come as much later.
     """
 
     def __init__(
@@ -107,8 +112,10 @@ class StopConsensus:
         notices: Notices,
         schedule: SaveSchedule,
         timer: StepTimer | None = None,
+        device: torch.device = devices.CPU,
     ) -> None:
-        self._control, self._timer = control, timer
+        self._control, self._timer, self._device = control, timer, device
+        self._queued: torch.Event | None = None  # all that the device had been given by an exchange
         self._notices, self._schedule = notices, schedule
         self._stepped_at = time.monotonic()  # when the step under way began
         self._started_at = time.time()  # of the attempt, in unix seconds
@@ -158,6 +165,7 @@ class StopConsensus:
     def _exchange(self) -> Decision:
         """Return the decision of the last exchange, as `_take_decision` does, and begin the next
         with this rank's values; it is a collective."""
+        self._wait_for_device()
         decision = self._take_decision()
         self.exchanges += 1
         # A save that has just been decided is not due once more.
@@ -169,6 +177,14 @@ class StopConsensus:
         self._pending = (values, self._control.start_max(values))
         self._since_exchange.clear()
         return decision
+
+    def _wait_for_device(self) -> None:
+        """Wait for what the device had been given by the last exchange, about 0.2 s ago; it has at
+        least a step of work left then."""
+        if devices.is_accelerator(self._device):
+            if self._queued is not None and not self._queued.query():
+                self._queued.synchronize()
+            self._queued = devices.mark(self._device)
 
     def _take_decision(self) -> Decision:
         """Wait for the last exchange, and return its decision; an empty one where its decision has

@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from hpc_ddp.training.stops.compile_workers import start_compile_workers
 from hpc_ddp.training.stops.signals import ignore_in_loader
 
 # The modules in which the loaders look up `_worker_loop`.
@@ -23,9 +24,11 @@ _MODULES = (
 _LOOPS: dict[str, Callable[..., None]] = {}  # the modules' own
 
 
-def outlive_notices() -> None:
+def outlive_notices(objects: Iterable[Any] = ()) -> None:
     """Have the loader workers that this process starts from now on outlive a notice: replace
-    `_worker_loop` in those of the loaders' modules that are imported by now."""
+    `_worker_loop` in those of the loaders' modules that are imported by now. So do those that
+    compile models among `objects` for their device."""
+    start_compile_workers(objects)
     # Not by worker_init_fn: libraries have one of their own where there is none.
     for name in _MODULES:
         module = sys.modules.get(name)

@@ -100,7 +100,10 @@ class StepTimer:
 
     def end_forward(self) -> None:
         """Count the time since the batch came, or since the step or the last backward began; only
-        in a step that is sampled."""
+        in a step that is sampled, and not while a graph is captured, which an event would be part
+        of."""
+        if self._is_sampled and self._on_gpu and devices.is_capturing(self._device):
+            self._is_sampled, self._forwards = False, []
         if self._is_sampled:
             mark = self._mark()
             self._forwards.append((self._forward_start, mark))

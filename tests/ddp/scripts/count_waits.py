@@ -30,6 +30,7 @@ worker.LOOK_EVERY = 1 if args.look else 1 << 40
 C: Any = sys.modules["sim.backend"].C
 C.set_stream_delay(0)  # with a line each step, a late device would be waited for
 now = start(precision=args.precision, save_every=None, save_every_steps=args.save_every_steps)
+now._consensus._device = torch.device("cpu")  # it waits for the work of an exchange ago
 torch.manual_seed(0)
 if args.default_device:
     torch.set_default_device(now.device)

@@ -69,6 +69,16 @@ def test_each_worker_has_gpus_of_its_own(
     assert current == ([] if first is None else [first])
 
 
+def test_one_slice_of_several_is_all_that_cuda_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_gpus(monkeypatch, 1)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1c,MIG-2d")
+    with pytest.raises(HpcDdpError) as caught:
+        choose_devices(DistEnv(1, 1, 2, 2, launched=True))
+    assert caught.value.hint
+    assert caught.value.hint.startswith("CUDA shows a process one MIG slice")
+
+
 @pytest.mark.parametrize(
     ("kind", "hidden"),
     [

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Container, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.storage.layout import (
     OWN,
@@ -87,12 +87,14 @@ class StagingBuffer:
     """Memory for one rank's parts: the bytes of its data file, in blocks.
 
     It is allocated anew only when the parts change, in practice at the first save. Where the rank's
-    `device` is an accelerator the blocks are pinned. All but the last have a power of two as their
+    `device` is an accelerator the blocks are pinned, in the training's thread: in another one that
+    would break a graph that is being captured. All but the last have a power of two as their
     size: torch rounds pinned memory up to one, and keeps for good what it has once had.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._pins = devices.is_accelerator(device)
         self._blocks: list[torch.Tensor] = []
         self._segments: list[list[torch.Tensor]] = []  # the memory of each piece, in order
         self._copies: list[tuple[torch.Event, torch.Event]] = []  # begin and end, by device
@@ -130,9 +132,23 @@ class StagingBuffer:
         """Replace the memory by blocks for `size` bytes, in which the pieces have their places."""
         self._segments, self._blocks = [], []  # free the old ones first
         for first in range(0, size, BLOCK):
-            self._blocks.append(_allocate(min(BLOCK, size - first), self._device))
+            self._blocks.append(self._allocate_block(min(BLOCK, size - first)))
         self._segments = [_segments(piece, self._blocks) for piece in pieces]
         self.pieces = pieces
+
+    def _allocate_block(self, size: int) -> torch.Tensor:
+        """Return `size` bytes of the host, uint8 of shape (size,), pinned if they can be; the first
+        time that they can't, say so."""
+        # Named, since torch's default device may be another one.
+        memory = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
+        if self._pins:
+            try:
+                return memory(pin_memory=True)
+            except RuntimeError as error:
+                self._pins = False
+                why = str(error).partition("\n")[0]
+                say(f"saves hold the training up for their copy: no memory can be locked ({why})")
+        return memory()
 
     def is_finite(self, names: Container[str]) -> bool:
         """Return whether this rank's numbers of the tensors `names` are finite; True without any.
@@ -167,16 +183,6 @@ def words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     memory = flat.view(torch.uint8)
     end = memory.numel() // 8 * 8
     return memory[:end].view(torch.int64), memory[end:]
-
-
-def _allocate(size: int, device: torch.device) -> torch.Tensor:
-    """Return `size` bytes of the host, uint8 of shape (size,), pinned if they can be."""
-    # Named, since torch's default device may be another one.
-    memory = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
-    if devices.is_accelerator(device):
-        with suppress(RuntimeError):  # no more memory may be locked; the copies take longer then
-            return memory(pin_memory=True)
-    return memory()
 
 
 def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tensor]:

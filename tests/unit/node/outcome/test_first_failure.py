@@ -197,6 +197,54 @@ def test_a_worker_that_nccl_aborts_is_not_the_cause(tmp_path: Path) -> None:
     assert first_cause([silent, departed]) is silent
 
 
+ASSERT = "CUDA error: device-side assert triggered"
+LEGACY = f"""\
+[rank3]:[E1126 10:00:00.1 ProcessGroupNCCL.cpp:2068] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process\
+ group watchdog thread terminated with exception: {ASSERT}
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below
+
+Exception raised from c10_cuda_check_implementation at /pytorch/c10/cuda/CUDAException.cpp:42
+frame #6: c10d::ProcessGroupNCCL::Watchdog::run() + 0x10c (0x7fc9 in /torch/lib/libtorch_cuda.so)
+
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with\
+ exception: {ASSERT}
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below
+
+frame #6: c10d::ProcessGroupNCCL::Watchdog::run() + 0x10c (0x7fc9 in /torch/lib/libtorch_cuda.so)
+
+Exception raised from run at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2074 (most
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98 (0x7fc9 in /lib/libc10.so)
+"""  # in the form of torch's issues 126544 and 113128
+NCCL2 = f"""\
+[rank3]:[E1126 10:00:00.1 WorkNCCL.cpp:240] [rank=3] CUDA error during end event query: {ASSERT}
+[rank3]:[E1126 10:00:00.2 ProcessGroupNCCL.cpp:640] [rank=3] Aborting process on rank 3 due to error
+"""  # by the strings of torch 2.15
+
+
+@pytest.mark.parametrize("text", [LEGACY, NCCL2, LEGACY.replace("CUDA error", "HIP error")])
+def test_an_error_of_the_device_by_which_nccl_aborts_is_the_cause(
+    tmp_path: Path, text: str
+) -> None:
+    log = tmp_path / "rank-3.log"
+    log.write_text(text)
+    reason = abort_reason(log)
+    assert reason.removeprefix("HIP").removeprefix("CUDA") == ASSERT.removeprefix("CUDA")
+    cause = _failure(3, code=-signal.SIGABRT, error=reason, time=2.0)
+    peer = _failure(5, error="RuntimeError: [1] is in Gloo: Connection closed by peer", time=1.0)
+    assert cause.kind == "exception"
+    assert first_cause([peer, cause]) == cause
+
+
+def test_a_stack_is_no_reason_to_abort(tmp_path: Path) -> None:
+    """NCCL's watchdog writes one below its reason."""
+    log = tmp_path / "rank-3.log"
+    timeout = "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
+    log.write_text(LEGACY.replace(ASSERT, timeout))
+    assert abort_reason(log).endswith(timeout)
+    assert _failure(3, code=-signal.SIGABRT, error=abort_reason(log)).kind == "communication"
+
+
 def test_an_exception_before_a_restart_is_not_that_of_the_end(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     trace = "Traceback (most recent call last):\n  File x\nKeyError: 1\n"

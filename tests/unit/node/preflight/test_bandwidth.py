@@ -142,6 +142,7 @@ class FakeMeter:
     def __init__(self, right: bool = True, broken: int | None = None) -> None:
         self.right, self.broken = right, broken
         self.peers: list[int] = []
+        self.counts: list[int] = []
 
     def exchange(self, peer: int) -> float:
         self.peers.append(peer)
@@ -150,7 +151,7 @@ class FakeMeter:
         return 100.06 - peer
 
     def all_reduce(self, count: int) -> tuple[float, bool]:
-        assert count == bandwidth.REDUCED
+        self.counts.append(count)
         return 7.77, self.right
 
 
@@ -158,6 +159,7 @@ def test_speeds_are_reported(lines: Lines) -> None:
     meter: Any = FakeMeter()
     measure(meter, ["n1", "n2", "n3"], 0, 1)
     assert meter.peers == [1, 2]
+    assert meter.counts == [1, bandwidth.REDUCED]
     assert lines() == [{"values": {"exchange_mb_s": 99.1, "all_reduce_mb_s": 7.8}}]
     wrong: Any = FakeMeter(right=False)
     measure(wrong, ["n1", "n2"], 0, 1)
@@ -169,6 +171,34 @@ def test_trouble_in_an_exchange_is_reported_with_its_turn(lines: Lines) -> None:
     measure(meter, ["n1", "n2", "n3"], 0, 1)
     why = "no exchange with n3: Connection reset"
     assert lines() == [{"trouble": "n3", "check": "bandwidth", "why": why, "turn": 2}]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_dead_link_is_named_where_an_all_reduce_fails_on_all_nodes(
+    fake: Any, lines: Lines, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    class Dist(FakeDist):
+        def batch_isend_irecv(self, operations: list[FakeDist.P2POp]) -> list[Any]:
+            if operations[0].peer == 2:
+                raise RuntimeError("NCCL error: remote process exited or there was a network error")
+            return super().batch_isend_irecv(operations)
+
+        def all_reduce(self, values: torch.Tensor) -> None:
+            raise RuntimeError("timed out")
+
+    dist: Any = Dist(fake.distributed._clock)
+    dist.TCPStore = dist.init_process_group = lambda *words, **values: None
+    dist.get_default_backend_for_device = str
+    fake.distributed = dist
+    fake.accelerator = SimpleNamespace(synchronize=int, set_device_index=int)
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_GLOO_LAZY_INIT"):
+        monkeypatch.setenv(name, "1")
+    group = RUN._replace(members=["n1", "n2", "n3"], device=device, first=1)
+    server: Any = SimpleNamespace(detach=lambda: 7)
+    bandwidth.run(fake, "n2", server, group)
+    trouble, stage = lines()
+    assert (trouble["trouble"], trouble["check"]) == ("n3", "bandwidth")
+    assert stage == {"stage": "exchange"}
 
 
 # --- torch ---------------------------------------------------------------------------------
@@ -279,6 +309,6 @@ def test_the_members_join(
     bound = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
     group = (backend, {"store": "store", "rank": rank, "world_size": 2, **bound})
     index = [("device", 0)] if device != "cpu" else []
-    connect = ("all-reduce",)
+    connect = [("all-reduce",)] if device == "xpu" else []  # NCCL's communicator is there, bound
     store = ("h", 5, 2, rank == 0, 60.0, -1 if rank else 7)
-    assert calls == [store, *index, group, connect]
+    assert calls == [store, *index, group, *connect]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,35 @@ def test_an_import_that_must_be_the_workers_own_is_refused(
 def test_an_import_without_a_trace_is_taken(tmp_path: Path, text: str) -> None:
     lines = _import(tmp_path, f"print('out')\nprint('err', file=sys.stderr)\n{text}")
     assert sorted(lines) == ["", "err", "out"]
+
+
+NVML = """
+#include <fcntl.h>
+#include <unistd.h>
+static int users, file;
+int nvmlInit(void) { if (!users++) file = open("/dev/null", O_RDONLY); return 0; }
+int nvmlShutdown(void) { if (!--users) close(file); return 0; }
+int nvmlDeviceGetCount_v2(int *count) { *count = 1; return 0; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for NVML is compiled by cc")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_package_may_ask_for_gpus(tmp_path: Path, keeps: bool) -> None:
+    """NVML is open only where the package has opened it itself."""
+    library = tmp_path / "libnvidia-ml.so.1"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=NVML, text=True, check=True)
+    text = "import torch\nfor _ in range(2):\n torch.cuda.is_available()"
+    if keeps:
+        text += "\nimport ctypes\nctypes.CDLL('libnvidia-ml.so.1').nvmlInit()"
+    (tmp_path / "package.py").write_text(text)
+    paths = {"PYTHONPATH": f"{tmp_path}:{REPO}", "LD_LIBRARY_PATH": str(tmp_path)}
+    argv = [sys.executable, "-c", f"import torch\n{PROGRAM}", "package"]
+    done = subprocess.run(
+        argv, env={**os.environ, **paths}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[0] == ("an import has changed the open files" if keeps else "")
 
 
 def test_a_package_may_choose_how_the_collector_works() -> None:

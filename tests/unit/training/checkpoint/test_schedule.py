@@ -77,7 +77,7 @@ def test_the_auto_interval_is_young_and_dalys(capsys: Any) -> None:
     history: list[JournalEvent] = []
     for attempt, end in enumerate(("failed", "stopped", "verdict")):  # two that lost something
         for event, at in (("first_step", 0), ("checkpoint", 10), (end, 28_800)):
-            more = {"write_s": 3.0} if event == "checkpoint" else {}
+            more = {"stall_s": 0.5, "write_s": 2.5} if event == "checkpoint" else {}
             history.append(typed(event, 1e9 + at, attempt, **more))
     assert between_failures(history) == 2 * 86_400 / 3
     saves = Saves()

@@ -141,6 +141,24 @@ def test_a_hanging_teardown_is_abandoned(
     _wait_for_teardowns()
 
 
+def test_a_group_that_refuses_its_teardown_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NCCL's while a captured graph has its collectives; torch may abort at the ordinary exit."""
+
+    def refuse() -> None:
+        raise RuntimeError("a captured graph is alive\nException raised from finalize")
+
+    exits: list[Any] = []
+    group: Any = SimpleNamespace(barrier=lambda: None)
+    monkeypatch.setattr("atexit.register", exits.append)
+    monkeypatch.setattr(dist, "destroy_process_group", refuse)
+    leave(group, torch.device("cpu"), then_exit=True)
+    text = "hpc-ddp: the process group is left as it is: a captured graph is alive\n"
+    assert capsys.readouterr().err == text
+    assert len(exits) == 1
+
+
 def _wait_for_teardowns() -> None:
     for thread in threading.enumerate():
         if (
@@ -168,7 +186,6 @@ def test_objects_are_exchanged_through_the_first_rank(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "gather_object", gather)
     monkeypatch.setattr(dist, "gather", gather)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
-    monkeypatch.setattr(dist, "broadcast", broadcast)
     first, second = (Control(DistEnv(rank, 0, 2, 1, launched=True), NEVER) for rank in (0, 1))
     assert first.to_first("x") == [None, "x"]
     assert second.to_first("x") == []
@@ -176,15 +193,8 @@ def test_objects_are_exchanged_through_the_first_rank(monkeypatch: pytest.Monkey
     result, work = first.start_gather(torch.ones(3))
     assert (len(result), work) == (2, "work")
     assert second.start_gather(torch.ones(3)) == ([], "work")
-    for dtype in (torch.uint8, torch.int16, torch.bool):  # gloo knows only the first
-        tensor = torch.ones((1, 3), dtype=dtype)
-        first.first_copy(tensor)
-        assert tensor.tolist() == [[2 if dtype is not torch.bool else True, 1, 1]]
-    zero = torch.zeros((), dtype=torch.float8_e4m3fn)
-    first.first_copy(zero)
-    assert zero.float().item() == 0.0
     names = ["gather 0 group False False", "gather 0 group False True", "broadcast 0 group"]
-    names += ["gather 0 group True False", "gather 0 group True True", *["broadcast 0 group"] * 4]
+    names += ["gather 0 group True False", "gather 0 group True True"]
     assert calls == names
 
 
@@ -229,7 +239,6 @@ def test_a_process_alone_hears_itself() -> None:
     rows, work = control.start_gather(numbers)
     work.wait()
     control.sum(numbers)
-    control.first_copy(numbers)
     control.barrier()
     assert (rows, numbers.item(), control.from_first("a"), control.to_first("b")) == (
         [numbers],

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_ddp.training import devices
 from hpc_ddp.training.stops.consensus import Decision, StopConsensus, next_period
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from unit.fakes import Clock
@@ -68,6 +70,38 @@ def test_saves_are_due_by_steps_and_by_time() -> None:
     assert True in due
     assert due != [True] * 3  # not again before the save has been made
     assert not make_consensus(Notices(None), every=1000.0).decide_now().save
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.05, 1.5])
+def test_the_end_is_met_where_the_device_is_behind_the_host(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    """As with graphs of a whole step, which the host only launches."""
+    over_at = clock.time()
+
+    class Mark:
+        def __init__(self, device: torch.device) -> None:
+            self._over_at = over_at
+
+        def query(self) -> bool:
+            return clock.time() >= self._over_at
+
+        def synchronize(self) -> None:
+            clock.now = max(clock.now, self._over_at)
+
+    monkeypatch.setattr(devices, "mark", Mark)
+    saves, notices, end = Saves(), Notices(None), clock.time() + 100
+    saves.slowest_save_s, notices.end_time = 1.0, end
+    schedule: Any = make_schedule(saves)
+    alone: Any = Alone()
+    pace = StopConsensus(alone, notices, schedule, device=torch.device("meta"))
+    for step in range(1, 10**6):
+        clock.now += 0.0001
+        over_at = max(over_at, clock.time()) + step_s
+        if pace.step_done(step).reason:
+            break
+    saved_at = max(over_at, clock.time()) + 1.0
+    assert end - 20 < saved_at < end
 
 
 def test_an_extended_time_limit_is_used(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,30 @@ def test_a_staging_buffer_is_allocated_once() -> None:
         places.append(buffer._blocks[0].data_ptr())
     assert places[0] == places[1]
     assert buffer._blocks[0].numel() < sum(t.nbytes for t in collected.tensors.values()) + 64 * 20
+
+
+def test_memory_that_can_not_be_locked_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, refusals = torch.empty, list[int]()
+
+    def refuse(size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            refusals.append(size)
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
+        return empty(size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(shards, "BLOCK", 128)
+    buffer = StagingBuffer(torch.device("meta"))
+    for numbers in (torch.arange(100.0), torch.arange(200.0)):
+        buffer.fill({"a": whole(numbers)})
+        assert torch.equal(torch.cat(buffer._segments[0]), numbers)
+    assert len(refusals) == 1
+    assert capsys.readouterr().err == (
+        "hpc-ddp: saves hold the training up for their copy: no memory can be locked"
+        " (CUDA error: out of memory)\n"
+    )
 
 
 def test_a_thread_that_waits_chooses_its_device_also_without_parts(
