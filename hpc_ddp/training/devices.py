@@ -286,10 +286,11 @@ def choose_backend(requested: str | None, device: torch.device) -> str:
     elif not carries(backend, device):
         why = f"it sends no tensors of {device.type}" if count() else "there is no GPU here"
     if why:
+        slower = "; slower: HPC_DDP_BACKEND=gloo" if carries("gloo", device) else ""
         raise HpcDdpError(
             f"the backend {backend!r} can't be used: {why}",
             hint=f"leave it out: this run's own is {default_backend(device)!r}"
             if requested
-            else "install a torch that has it; slower: HPC_DDP_BACKEND=gloo",
+            else f"install a torch that has it{slower}",
         )
     return backend
