@@ -227,6 +227,19 @@ def test_a_model_in_parts_goes_on_where_it_was(
     assert _result(crew)["frozen"] == []
 
 
+def test_a_restore_without_room_does_not_blame_the_checkpoint(
+    make_sim_crew: Callable[[str], Any],
+) -> None:
+    """The model and its buffers have room, the optimizer's state (twice as much) has not."""
+    crew = make_sim_crew("room")
+    crew.go(1, "--epochs", "1", script="large_model.py")
+    room = ("--limit", str(20 * BLOCK_BYTES))
+    launch = crew.launch(1, *room, "--epochs", "2", script="large_model.py")
+    assert launch.wait() == [1]
+    assert "OutOfMemoryError: sim out of memory" in launch.output()
+    assert "this program's objects" not in launch.output()
+
+
 def test_a_tensor_without_numbers_is_named(make_sim_crew: Callable[[str], Any]) -> None:
     launch = make_sim_crew("lost").launch(1, "--meta", "--lose", "shift", script="large_model.py")
     assert launch.wait() == [2]
