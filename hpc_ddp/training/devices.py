@@ -210,6 +210,17 @@ def plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
+def is_number(value: Any) -> bool:
+    """Return whether `plain` makes a number of a value. No tensor is read: that would wait for a
+    device, and raise its errors."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    try:
+        return isinstance(plain(value), (int, float))
+    except Exception:  # numpy's, of several numbers
+        return False
+
+
 def _is_away(value: Any) -> bool:
     """Return whether a value is a tensor on an accelerator."""
     return isinstance(value, torch.Tensor) and is_accelerator(value.device)

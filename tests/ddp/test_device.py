@@ -170,6 +170,17 @@ def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str],
     assert failed["error"] == "ValueError: no sample 9"
 
 
+def test_a_late_error_of_the_device_is_told_as_it_is(make_sim_crew: Callable[[str], Any]) -> None:
+    """A kernel fails behind the host, in the first step: the next wait for the device raises."""
+    crew = make_sim_crew("late")
+    launch = crew.launch(1, script="late_device_error.py")
+    assert launch.wait() == [1], launch.output()
+    (failed,) = crew.events("failed")
+    assert failed["error"].startswith("torch.AcceleratorError: CUDA error: device-side")
+    assert "that is no number" not in launch.output()
+    assert crew.events("first_step")
+
+
 # --- models that no device has as a whole -----------------------------------------------------
 
 
