@@ -181,6 +181,13 @@ def test_a_late_error_of_the_device_is_told_as_it_is(make_sim_crew: Callable[[st
     assert crew.events("first_step")
 
 
+def test_a_deterministic_run_has_no_sums_in_switches(crew: Any) -> None:
+    """The settings stand before NCCL can read them; a user's own stays."""
+    output = crew.go(2, script="nccl_settings.py", NCCL_COLLNET_ENABLE="1")
+    assert output.count("SETTINGS 0 1\n") == 2
+    assert output.count("NCCL_COLLNET_ENABLE=1 lets NCCL add up in switches") == 1
+
+
 # --- models that no device has as a whole -----------------------------------------------------
 
 
