@@ -19,7 +19,7 @@
     run.finish()
 
 On the same number of ranks an interrupted run ends with the same weights, bit for bit, as
-an undisturbed one. The way of a decision::
+an undisturbed one; on GPUs with ``start(deterministic=True)``. The way of a decision::
 
     signal ─► notice ─► pace ─► exchange (all ranks) ─► run ─► checkpoint ─► storage
 """

@@ -218,6 +218,17 @@ def plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
+def is_number(value: Any) -> bool:
+    """Return whether `plain` makes a number of a value. No tensor is read: that would wait for a
+    device, and raise its errors."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    try:
+        return isinstance(plain(value), (int, float))
+    except Exception:  # numpy's, of several numbers
+        return False
+
+
 def _is_away(value: Any) -> bool:
     """Return whether a value is a tensor on an accelerator."""
     return isinstance(value, torch.Tensor) and is_accelerator(value.device)
@@ -299,10 +310,11 @@ def choose_backend(requested: str | None, device: torch.device) -> str:
     elif not carries(backend, device):
         why = f"it sends no tensors of {device.type}" if count() else "there is no GPU here"
     if why:
+        slower = "; slower: HPC_DDP_BACKEND=gloo" if carries("gloo", device) else ""
         raise HpcDdpError(
             f"the backend {backend!r} can't be used: {why}",
             hint=f"leave it out: this run's own is {default_backend(device)!r}"
             if requested
-            else "install a torch that has it; slower: HPC_DDP_BACKEND=gloo",
+            else f"install a torch that has it{slower}",
         )
     return backend

@@ -51,8 +51,9 @@ class Options:
         second (every tenth step where steps take long): 0.13 ms of a 1 ms step, 15 ms of a 530 ms
         one, measured on a CPU
     deterministic
-        has torch use deterministic algorithms only, which is slower; on GPUs a run has the same
-        bits after a resume by that alone, if it has convolutions, embeddings or attention
+        has torch and NCCL use deterministic algorithms only, which is slower. On GPUs a run has the
+        same bits after a resume by that alone: without it kernels of convolutions, embeddings and
+        attention, and NCCL in an NVSwitch, add in another order each time
     tensorboard
         writes what goes to `Run.step` into ``<run folder>/tensorboard`` as well
     progress

@@ -60,7 +60,7 @@ class Worker(Member):
         info = self._info
         self.seed = options.seed
         if options.deterministic:
-            make_deterministic()
+            make_deterministic(info.rank)
         spread = options.tp, options.pp, options.replicas
         self._dims = ParallelDims(info.rank, info.world_size, *spread)
         self.devices = choose_devices(info, options.devices_per_worker)

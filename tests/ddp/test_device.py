@@ -170,6 +170,24 @@ def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str],
     assert failed["error"] == "ValueError: no sample 9"
 
 
+def test_a_late_error_of_the_device_is_told_as_it_is(make_sim_crew: Callable[[str], Any]) -> None:
+    """A kernel fails behind the host, in the first step: the next wait for the device raises."""
+    crew = make_sim_crew("late")
+    launch = crew.launch(1, script="late_device_error.py")
+    assert launch.wait() == [1], launch.output()
+    (failed,) = crew.events("failed")
+    assert failed["error"].startswith("torch.AcceleratorError: CUDA error: device-side")
+    assert "that is no number" not in launch.output()
+    assert crew.events("first_step")
+
+
+def test_a_deterministic_run_has_no_sums_in_switches(crew: Any) -> None:
+    """The settings stand before NCCL can read them; a user's own stays."""
+    output = crew.go(2, script="nccl_settings.py", NCCL_COLLNET_ENABLE="1")
+    assert output.count("SETTINGS 0 1\n") == 2
+    assert output.count("NCCL_COLLNET_ENABLE=1 lets NCCL add up in switches") == 1
+
+
 # --- models that no device has as a whole -----------------------------------------------------
 
 
@@ -225,6 +243,19 @@ def test_a_model_in_parts_goes_on_where_it_was(
         assert _result(crew) == _result(on_cpu)
     assert _result(crew)["step"] == (16 if "--tp" in words else 8)
     assert _result(crew)["frozen"] == []
+
+
+def test_a_restore_without_room_does_not_blame_the_checkpoint(
+    make_sim_crew: Callable[[str], Any],
+) -> None:
+    """The model and its buffers have room, the optimizer's state (twice as much) has not."""
+    crew = make_sim_crew("room")
+    crew.go(1, "--epochs", "1", script="large_model.py")
+    room = ("--limit", str(20 * BLOCK_BYTES))
+    launch = crew.launch(1, *room, "--epochs", "2", script="large_model.py")
+    assert launch.wait() == [1]
+    assert "OutOfMemoryError: sim out of memory" in launch.output()
+    assert "this program's objects" not in launch.output()
 
 
 def test_a_tensor_without_numbers_is_named(make_sim_crew: Callable[[str], Any]) -> None:

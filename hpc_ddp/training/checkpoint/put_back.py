@@ -18,6 +18,9 @@ from hpc_ddp.training.checkpoint.state import TENSOR, plain_name, take_apart, un
 from hpc_ddp.training.checkpoint.storage.reader import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
 
+# RuntimeErrors that say nothing of a checkpoint: a device is full or broken, a peer is gone.
+OF_DEVICES = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+
 
 def put_back(
     objects: Mapping[str, Any],
@@ -39,7 +42,7 @@ def put_back(
     HpcDdpError
         the checkpoint belongs to other objects: names the keys and shapes that differ; or the files
         lack a part of a tensor; or a ``load_state_dict`` raises ValueError, RuntimeError or
-        KeyError (its other errors come through)
+        KeyError (its other errors come through, and those of a device)
     UnreadableError
         the disk does not answer
     """
@@ -60,7 +63,7 @@ def put_back(
             else:
                 current = _tensors_of(plain.state_dict(), name)
                 plain.load_state_dict(_assemble(tree[name], name, reader, current=current))
-        except UnreadableError:
+        except (UnreadableError, *OF_DEVICES):
             raise
         except HpcDdpError as error:
             raise _other_objects(step, error.message) from None

@@ -17,6 +17,8 @@ from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of NCCL, which does not choose in which order an NVSwitch, or a switch of the network, adds up.
+IN_SWITCHES = ("NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE")
 LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
 
 
@@ -195,12 +197,22 @@ class Precision:
             self._scaler.load_state_dict(saved)
 
 
-def make_deterministic() -> None:
-    """Have torch use deterministic algorithms only, in the process; call it before anything uses a
-    GPU. A ``CUBLAS_WORKSPACE_CONFIG`` that is set stays.
+def make_deterministic(rank: int) -> None:
+    """Have torch and NCCL use deterministic algorithms only, in the process; call it before
+    anything uses a GPU. Variables that are set stay; rank 0 prints a message for one of
+    `IN_SWITCHES`.
 
-    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
+    Sources: https://docs.pytorch.org/docs/stable/notes/randomness.html, and of an NVSwitch's sums
+    https://github.com/NVIDIA/nccl/issues/1497. torch itself sets ``NCCL_ALGO=^NVLS``, which leaves
+    NVLSTree between nodes, and does nothing where NCCL_ALGO is set.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for variable in IN_SWITCHES:
+        setting = os.environ.setdefault(variable, "0")
+        if setting != "0" and rank == 0:
+            say(
+                f"deterministic is True, and {variable}={setting} lets NCCL add up in switches, in"
+                f" another order each time; {variable}=0 keeps the bits the same"
+            )
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import _random
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.state import unwrap
@@ -55,12 +56,21 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
         # ranks that share a layer alike.
         _random._rng_tracker = _Tracker(device)
     # A mesh makes groups that wait for ten minutes with NCCL, and shortens the whole run's to that.
+    refused = False
     for group in (dist.group.WORLD, *groups):
         backend: Any = group._get_backend(device)  # type: ignore[union-attr]
         for name in SET_TIMEOUT:
             if hasattr(backend, name):
-                getattr(backend, name)(timeout)
+                try:
+                    getattr(backend, name)(timeout)
+                except RuntimeError:  # torch 2.9 to 2.11 has it for each backend, XCCL's raises
+                    refused = True
                 break
+    if refused and dims.rank == 0:
+        say(
+            f"the backend {dist.get_backend()!r} of this torch takes no other timeout: collectives"
+            " of run.mesh may end with an error before hang_after"
+        )
     return mesh
 
 

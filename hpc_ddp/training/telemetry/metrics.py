@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import FirstStep, JournalEvent, MetricsLine
 from hpc_ddp.core.journal.journal import Journal, first_attempt
 from hpc_ddp.training.data.order import Position
-from hpc_ddp.training.devices import Transfer, plain
+from hpc_ddp.training.devices import Transfer, is_number, plain
 
 # Seconds between two lines: in the first minute, then ever more, since a week is to be no gigabyte,
 # and a disk has rest; and from a quarter of an hour on.
@@ -136,18 +138,14 @@ def once_for_each_step(
 
 def check_values(values: dict[str, Any]) -> None:
     """Raise UsageError for a value that is no number, or whose name is `RESERVED`; None is taken
-    for a value that this step lacks. Waits for the values of an accelerator."""
+    for a value that this step lacks. Waits for no accelerator."""
     if reserved := RESERVED & values.keys():
         raise UsageError(
             f"run.step was given {sorted(reserved)[0]!r}, which the journal has already",
             hint="give it another name",
         )
     for name, value in values.items():
-        try:
-            is_number = value is None or isinstance(plain(value), (int, float))
-        except Exception:  # a tensor of several numbers, or of an accelerator that has failed
-            is_number = False
-        if not is_number:
+        if value is not None and not is_number(value):
             raise UsageError(
                 f"run.step was given {name}, a {type(value).__name__} that is no number; accepted:"
                 " numbers, and tensors of one number",
@@ -157,10 +155,12 @@ def check_values(values: dict[str, Any]) -> None:
 
 def number(call: str, name: str, value: Any) -> float:
     """Return `value`, a number or a tensor of one, as a float; raise UsageError for others, which
-    names the `call`, as ``run.best``, and its argument `name`. Waits for an accelerator's."""
+    names the `call`, as ``run.best``, and its argument `name`. Waits for an accelerator, whose
+    errors come through."""
+    is_refused = isinstance(value, str) or (torch.is_tensor(value) and not is_number(value))
     try:
-        return float("no number" if isinstance(value, str) else plain(value))
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+        return float("no number" if is_refused else plain(value))
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(
             f"{call} was given {name}, a {type(value).__name__} that is no number; accepted:"
             " numbers, and tensors of one number",

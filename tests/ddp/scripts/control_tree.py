@@ -22,6 +22,8 @@ both = [control_tree.open_control(info, timedelta(seconds=600)) for _ in range(2
 for control in both:  # one for each thread, as in a run
     is_tree = isinstance(control, control_tree.TreeControl)
     assert is_tree is (count > control_tree.FANOUT)
+    if not is_tree:  # as torch binds it to the GPU of a run; a tensor there would raise here
+        control._group.bound_device_id = torch.device("xpu:0")
     largest = torch.tensor([rank, -rank, 7])
     work = control.start_max(largest)
     rows, gathering = control.start_gather(torch.tensor([float(rank), 0.5]))

@@ -55,6 +55,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [](int device) { return sim::default_generator(c10::DeviceIndex(device)); });
   module.def("take_reports", &sim::take_reports);
   module.def("waits", &sim::waits);
+  module.def("fail_late", &sim::fail_late);
   module.def("set_stream_delay", &sim::set_stream_delay);
   module.def("set_limit", [](int device, int64_t bytes) { sim::set_limit(c10::DeviceIndex(device), bytes); });
   module.def("bytes_held", [](int device) { return sim::bytes_held(c10::DeviceIndex(device)); });

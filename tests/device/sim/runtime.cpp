@@ -124,6 +124,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) advance(lane_of(stream), static_cast<Event*>(event)->clock);
   }
   bool queryEvent(void* event) const override {
+    tell_fault();
     auto* ours = static_cast<Event*>(event);
     if (!ours || host_has_seen(ours->clock)) return true;
     if (!std::exchange(ours->was_queried, true)) return false;  // never over at the first look

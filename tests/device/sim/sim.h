@@ -106,5 +106,7 @@ void note_use();     // of a device, by this process
 bool is_used();
 void refuse_fork();  // raises where a process that has used a device has forked this one
 
+void fail_late(const std::string& text);  // from now on as after an error of a kernel: not at its call
+void tell_fault();
 int64_t waits();  // how often the host has waited for a device
 }  // namespace sim

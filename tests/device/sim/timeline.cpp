@@ -25,6 +25,7 @@ std::array<Time::time_point, kHost> over_at{};  // when what a lane was given la
 int64_t delay_ms = setting("SIM_STREAM_DELAY_MS", 0);
 thread_local const char* name = "";
 int64_t host_waits = 0;
+std::string fault;  // what a kernel has done wrong behind the host; not empty: each look at the device tells
 pid_t user = 0;  // the process that has used a device
 
 void join(Clock& clock, const Clock& other) {
@@ -98,6 +99,16 @@ void host_hears_of(const Clock& clock) {
   deliver_copies();
 }
 
+void fail_late(const std::string& text) {
+  std::lock_guard lock(mutex);
+  fault = text;
+}
+
+void tell_fault() {
+  std::lock_guard lock(mutex);
+  if (!fault.empty()) throw c10::AcceleratorError({__func__, __FILE__, uint32_t(__LINE__)}, 710, fault);
+}
+
 void host_waits_for(const Clock& clock) { host_waits_for(clock, end_of(clock)); }
 
 void host_waits_for(const Clock& clock, Time::time_point end) {
@@ -105,6 +116,7 @@ void host_waits_for(const Clock& clock, Time::time_point end) {
   std::lock_guard lock(mutex);
   host_waits++;
   host_hears_of(clock);
+  tell_fault();
 }
 
 int64_t waits() {

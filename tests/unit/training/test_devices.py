@@ -119,6 +119,18 @@ def test_the_backend_follows_the_device(
         assert choose_backend(option, torch.device(device)) == backend
 
 
+@pytest.mark.parametrize(
+    ("kind", "slower"), [("cuda", "; slower: HPC_DDP_BACKEND=gloo"), ("xpu", "")]
+)
+def test_gloo_is_hinted_at_where_it_carries_the_device(
+    monkeypatch: pytest.MonkeyPatch, kind: str, slower: str
+) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: False)
+    with pytest.raises(HpcDdpError) as caught:
+        choose_backend(None, torch.device(kind))
+    assert caught.value.hint == f"install a torch that has it{slower}"
+
+
 TRAINING = Path(devices.__file__).parent
 
 

@@ -323,6 +323,18 @@ def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
         put_back.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([], []), 1)
 
 
+@pytest.mark.parametrize("kind", put_back.OF_DEVICES)
+def test_an_error_of_the_device_is_none_of_the_checkpoint(
+    tmp_path: Path, kind: type[RuntimeError]
+) -> None:
+    class Fails(Holds):
+        def load_state_dict(self, saved: dict[str, Any]) -> None:
+            raise kind("of a device")
+
+    with pytest.raises(kind, match="of a device"):
+        load_state(tmp_path, state.collect({"x": Holds(1)}), {"x": Fails()})
+
+
 def test_private_weights_of_other_ranks_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     ddp: Any = nn.parallel.DistributedDataParallel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -243,11 +244,22 @@ def test_fp16_needs_a_device_with_float64(monkeypatch: pytest.MonkeyPatch) -> No
         Precision("fp16", CPU, stop_on_nan=True)
 
 
-def test_deterministic_algorithms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_algorithms_are_torchs_and_nccls(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    precision.make_deterministic()
+    for name in ("CUBLAS_WORKSPACE_CONFIG", *precision.IN_SWITCHES):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    precision.make_deterministic(0)
     assert calls == [True]
     assert not torch.backends.cudnn.benchmark
+    assert capsys.readouterr().err == ""
+    assert [os.environ[name] for name in precision.IN_SWITCHES] == ["0", "0"]
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    for rank in (1, 0):
+        precision.make_deterministic(rank)
+    assert os.environ["NCCL_NVLS_ENABLE"] == "1"
+    assert capsys.readouterr().err.count("NCCL_NVLS_ENABLE=1 lets NCCL add up in switches") == 1

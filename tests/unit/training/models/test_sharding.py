@@ -36,6 +36,24 @@ def test_groups_of_a_mesh_have_the_runs_timeout(name: str, monkeypatch: pytest.M
     assert timeouts == [timedelta(seconds=9)] * 4
 
 
+def test_a_backend_may_refuse_a_timeout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As XCCL's until torch 2.12: the base class of torch 2.9 has the method, and raises."""
+
+    def refuse(timeout: timedelta) -> None:
+        raise RuntimeError("Backend xccl does not support setting timeout")
+
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(set_timeout=refuse))
+    mesh: Any = SimpleNamespace(get_group=lambda name: group)
+    torchs = SimpleNamespace(group=SimpleNamespace(WORLD=group), get_backend=lambda: "xccl")
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda *args, **options: mesh)
+    monkeypatch.setattr(sharding, "dist", torchs)
+    for rank in (0, 1):
+        assert sharding.make_mesh(ParallelDims(rank, 2), CPU, timedelta(seconds=9)) is mesh
+    assert capsys.readouterr().err.count("the backend 'xccl' of this torch takes no other") == 1
+
+
 def test_replicas_and_shards_are_the_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(_get_backend=lambda device: None)
     flat = SimpleNamespace(get_group=lambda: group)

@@ -6,14 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import FirstStep, Fresh, JournalEvent, MetricsLine
 from hpc_ddp.core.journal.journal import Journal, read_events
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.telemetry import metrics as metrics_module
-from hpc_ddp.training.telemetry.metrics import Metrics, once_for_each_step
+from hpc_ddp.training.telemetry.metrics import Metrics, check_values, number, once_for_each_step
 from tests.waiting import LIMIT_S
 
 
@@ -80,3 +82,42 @@ def test_a_hook_has_each_step_once_over_all_attempts(tmp_path: Path) -> None:
     assert seen[0] == (4, {"loss": 2.0})
     assert feed(*journal) == [10]
     assert feed(*journal, Fresh(1)) == [6, 10]  # what came before --fresh is another curve
+
+
+def test_an_error_of_the_device_is_no_mistake_of_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CUDA error comes up at the first read after it; nothing is read to check a value."""
+
+    def fail(tensor: torch.Tensor) -> float:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.Tensor, "item", fail)
+    check_values({"loss": torch.ones(()), "count": torch.ones(1, dtype=torch.int64), "lr": None})
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        number("run.best", "value", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        torch.ones(0),
+        torch.ones((), dtype=torch.complex64),
+        torch.ones((), device="meta"),
+        numpy.ones(2),
+        "1",
+        [1.0],
+    ],
+)
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"run.step was given loss, .* that is no number"):
+        check_values({"loss": value})
+    with pytest.raises(UsageError, match=r"run.best was given value, .* that is no number"):
+        number("run.best", "value", value)
+
+
+@pytest.mark.parametrize("value", [2, True, numpy.float32(2), torch.tensor([[2]])])
+def test_numbers_are_accepted(value: Any) -> None:
+    check_values({"loss": value})
+    assert number("run.best", "value", value) in (1.0, 2.0)
