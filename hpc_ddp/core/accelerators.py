@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,15 +101,41 @@ def device_files(root: Path = Path("/")) -> dict[str, int]:
 
     `root` is the top of the file system, another one in tests.
     """
+    paths = {name: _device_paths(vendor, root) for name, vendor in VENDORS.items()}
+    return {name: len(files) for name, files in paths.items() if files}
+
+
+def expected(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
+    """Return the number of device files of each vendor whose devices torch should see here, by its
+    name; vendors without any are left out.
+
+    That is one that no variable of `environ` hides, and whose files this process may open: Slurm
+    keeps a job from others' devices so. In a Slurm job a variable has to list devices, since a job
+    without any may be on such a node; and also for files that a processor with graphics has. No
+    file is opened, which would start a driver.
+    """
     counts = {}
     for name, vendor in VENDORS.items():
-        paths = list((root / "dev").glob(vendor.files))
-        if vendor.pci:
-            drm = root / "sys/class/drm"
-            paths = [path for path in paths if _pci_vendor(drm / path.name) == vendor.pci]
-        if paths:
-            counts[name] = len(paths)
+        listed = visible(vendor, environ)
+        is_hidden = 0 in listed.values() or any(
+            environ.get(variable) == value for variable, value in vendor.hidden.items()
+        )
+        needs_list = bool(vendor.pci) or "SLURM_JOB_ID" in environ
+        if is_hidden or (needs_list and not listed):
+            continue
+        files = _device_paths(vendor, root)
+        if count := sum(os.access(path, os.R_OK | os.W_OK) for path in files):
+            counts[name] = count
     return counts
+
+
+def _device_paths(vendor: Vendor, root: Path) -> list[Path]:
+    """Return the device files of a vendor."""
+    paths = list((root / "dev").glob(vendor.files))
+    if not vendor.pci:
+        return paths
+    drm = root / "sys/class/drm"
+    return [path for path in paths if _pci_vendor(drm / path.name) == vendor.pci]
 
 
 def _pci_vendor(device: Path) -> str:

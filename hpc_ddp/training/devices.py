@@ -61,7 +61,12 @@ def hiding_words() -> str:
     not known."""
     device = usable()
     kind = KINDS.get(device.type) if device else None
-    hidden = accelerators.VENDORS[kind.vendor].hidden if kind else {}
+    return _hiding(kind.vendor) if kind else ""
+
+
+def _hiding(vendor: str) -> str:
+    """Return the shell's assignments that hide a vendor's accelerators."""
+    hidden = accelerators.VENDORS[vendor].hidden
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in hidden.items())
 
 
@@ -267,10 +272,12 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
     Raises
     ------
     HpcDdpError
-        there are GPUs, but fewer than this worker and those before it on its node need
+        there are GPUs, but fewer than this worker and those before it on its node need; or torch
+        sees none of those that are here
     """
     visible = count()
     if not visible:
+        _refuse_unseen()
         return [CPU] * per_worker
     # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
     sees_own = visible == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
@@ -292,6 +299,27 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
             hint=f"{fitting}{hide}",
         )
     return take(first, per_worker)
+
+
+def _refuse_unseen() -> None:
+    """Raise HpcDdpError where torch sees no device, and there are some that nothing hides: a run
+    would train on CPUs without a word, as torch raises no error for a driver that fails."""
+    expected = accelerators.expected(os.environ)
+    if not expected or torch.accelerator.current_accelerator(check_available=True) is not None:
+        return
+    vendor, files = max(expected.items(), key=lambda item: item[1])
+    built = {"NVIDIA": torch.version.cuda, "AMD": torch.version.hip, "Intel": torch.version.xpu}
+    names = " and ".join(name for name, version in built.items() if version) or "CPUs"
+    remedy = f"install a torch for {vendor}"
+    if built.get(vendor):
+        remedy = (
+            "look at the driver (too old for this torch?), in a container at its option for GPUs"
+        )
+    raise HpcDdpError(
+        f"{files} device(s) of {vendor} are here, and torch {torch.__version__}, which is built"
+        f" for {names}, sees none",
+        hint=f"{remedy}; to train on CPUs, hide them: {_hiding(vendor)}",
+    )
 
 
 def choose_backend(requested: str | None, device: torch.device) -> str:

@@ -188,6 +188,13 @@ def test_a_deterministic_run_has_no_sums_in_switches(crew: Any) -> None:
     assert output.count("NCCL_COLLNET_ENABLE=1 lets NCCL add up in switches") == 1
 
 
+def test_ranks_with_and_without_a_device_are_told(make_sim_crew: Callable[[str], Any]) -> None:
+    """Else one waits in Gloo's group and the other in its device's, for ever."""
+    launch = make_sim_crew("mixed").launch(2, script="mixed_devices.py", nodes=("n1", "n2"))
+    assert launch.wait() == [1, 1], launch.output()
+    assert launch.output().count("error: rank 1 on n2 has cpu, and the other ranks have sim") == 2
+
+
 # --- models that no device has as a whole -----------------------------------------------------
 
 

@@ -6,6 +6,8 @@ import atexit
 import os
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,13 +22,15 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.process.control import NEVER, Control
 from hpc_ddp.training.process.control_tree import open_control
-from hpc_ddp.training.process.environment import DistEnv
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 
 T = TypeVar("T")
 
 TEARDOWN_S = 10.0  # the longest wait for the end of the process group
 WAKE_S = 1.0  # so often a Ctrl-C is noticed
 TIMEOUT_S = 1800.0  # torch's own for gloo
+SHOWN = 8  # ranks, in an error
+READ_S = 2.0  # in which other ranks read that error from a store of rank 0
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
 
 
@@ -46,8 +50,8 @@ def join(
 
     Raise UsageError if there is a group already, or there was one that met in torchrun's store, in
     which a second group of the same process would read the first one's keys, and hang. Raise
-    HpcDdpError if the backend can't be used, or MPI counts another number of processes;
-    RuntimeError if the peers do not come.
+    HpcDdpError if the backend can't be used, ranks have devices of different types, or MPI counts
+    another number of processes; RuntimeError if the peers do not come.
     """
     if dist.is_initialized():
         raise UsageError(
@@ -72,9 +76,10 @@ def join(
     if uses_agent_store:
         _met_at_agents.append(info)
     if info.launched:
-        prefix = os.environ.get("HPC_DDP_STORE_PREFIX")  # of the supervisor
-        store = _store_of(prefix, timeout) if prefix and backend != "mpi" else {}
-        dist.init_process_group(backend, timeout=timeout, **store, **bind)
+        options = _store_of(timeout) if backend != "mpi" else {}
+        if options:
+            _compare_devices(options["store"], info, device)
+        dist.init_process_group(backend, timeout=timeout, **options, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
     if dist.get_world_size() != info.world_size:  # MPI asks its own launcher
@@ -85,16 +90,56 @@ def join(
     return open_control(info, timeout)
 
 
-def _store_of(prefix: str, timeout: timedelta) -> dict[str, Any]:
+def _store_of(timeout: timedelta) -> dict[str, Any]:
     """Return torch's store for ``env://``, with a prefix for all keys, and this process's rank and
     world size in it, as arguments of ``init_process_group``. Raise torch's errors where the store
     can't be reached or made.
 
-    Without the prefix, ranks of two runs that have come to one port would form a group.
+    Without the supervisor's prefix, ranks of two runs that have come to one port would form a
+    group; under a plain start it is torch's own.
     """
+    prefix = os.environ.get("HPC_DDP_STORE_PREFIX") or "default_pg"
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
+
+
+def _compare_devices(store: Any, info: DistEnv, device: torch.device) -> None:
+    """Raise HpcDdpError, on all ranks, where the first devices of ranks are of different types: on
+    a node whose driver is broken ranks would take Gloo, and wait for those with NCCL for ever.
+
+    Each rank writes a key, the last of them reads all at once, and the others wait for its answer.
+    """
+    # torchrun may keep the store for its next start of the workers, or a process its own.
+    keys = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{info.world_size}"
+    store.set(f"{keys}/device/{info.rank}", f"{device.type} {LaunchEnv.from_env().node}")
+    here = store.add(f"{keys}/here", 1)
+    answer = f"{keys}/odd/{(here - 1) // info.world_size}"
+    if here % info.world_size == 0:
+        texts = store.multi_get([f"{keys}/device/{rank}" for rank in range(info.world_size)])
+        store.set(answer, _odd_ranks([text.decode() for text in texts]) or "none")
+    odd = store.get(answer).decode()
+    if odd != "none":
+        if info.rank == 0:
+            time.sleep(READ_S)
+        raise HpcDdpError(
+            odd,
+            hint="find out why torch sees other devices there, or leave the node out: --exclude NODE",
+        )
+
+
+def _odd_ranks(texts: Sequence[str]) -> str:
+    """Return a sentence about the ranks whose device is of another type than most ranks', and where
+    they are; "" where all are alike. `texts` has each rank's type and node."""
+    places = [text.split(" ", 1) for text in texts]
+    counts = Counter(kind for kind, _ in places)
+    if len(counts) == 1:
+        return ""
+    most = max(counts, key=lambda kind: (counts[kind], kind != "cpu"))
+    odd = [(rank, kind, node) for rank, (kind, node) in enumerate(places) if kind != most]
+    shown = [f"rank {rank} on {node} has {kind}" for rank, kind, node in odd[:SHOWN]]
+    more = f", {len(odd) - SHOWN} more as well" if odd[SHOWN:] else ""
+    return f"{', '.join(shown)}{more}, and the other ranks have {most}: they can't train together"
 
 
 def timeout_beyond(hang_after_s: float | None) -> timedelta:

@@ -96,6 +96,36 @@ def test_a_hint_names_a_variable_that_is_known_to_work(
 
 
 @pytest.mark.parametrize(
+    ("counts", "version", "message", "hint"),
+    [
+        ({"NVIDIA": 4}, "13.2", "which is built for NVIDIA, sees none", "look at the driver"),
+        ({"NVIDIA": 4}, None, "which is built for CPUs, sees none", "install a torch for NVIDIA"),
+        ({"AMD": 8, "NVIDIA": 1}, "13.2", "8 device(s) of AMD", "install a torch for AMD"),
+    ],
+)
+def test_a_run_takes_no_cpus_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    counts: dict[str, int],
+    version: str | None,
+    message: str,
+    hint: str,
+) -> None:
+    give_gpus(monkeypatch, 0)
+    assert choose_devices(DistEnv()) == [CPU]
+    monkeypatch.setattr("hpc_ddp.core.accelerators.expected", lambda environ: counts)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    with pytest.raises(HpcDdpError) as caught:
+        choose_devices(DistEnv())
+    assert message in caught.value.message
+    words = caught.value.hint or ""
+    assert words.startswith(hint)
+    assert "hide them: " in words
+    give_gpus(monkeypatch, 1, "mps")  # torch sees it, and has no backend for it
+    monkeypatch.setattr("hpc_ddp.core.accelerators.expected", lambda environ: counts)
+    assert choose_devices(DistEnv()) == [CPU]
+
+
+@pytest.mark.parametrize(
     ("option", "device", "backend"),
     [
         (None, "cpu", "gloo"),

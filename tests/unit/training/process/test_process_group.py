@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import distributed_c10d
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
@@ -22,6 +22,13 @@ from hpc_ddp.training.process.control import NEVER, Control, LoneControl
 from hpc_ddp.training.process.environment import DistEnv
 from hpc_ddp.training.process.process_group import leave
 from unit.training.fakes import LeftError
+
+
+def meet_in(monkeypatch: pytest.MonkeyPatch, store: HashStore) -> None:
+    """Let this process be rank 1 of 2 in a store, and not wait for a peer there."""
+    PrefixStore("default_pg", store).set("default", "of torch")
+    monkeypatch.setattr(process_group, "rendezvous", lambda url, timeout: iter([(store, 1, 2)]))
+    monkeypatch.setattr(process_group, "_compare_devices", lambda store, info, device: None)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +47,16 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(process_group, "_met_at_agents", [])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    meet_in(monkeypatch, HashStore())
     dist_env = DistEnv(1, 1, 2, 2, launched=launched)
     group_of_all = process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
     timeout = NEVER if timeout_s is None else timedelta(seconds=timeout_s)
     (backend, values) = calls[0]
     assert backend == "gloo"
     if launched:
-        assert values == {"timeout": timeout}
+        store = values.pop("store")
+        assert values == {"timeout": timeout, "rank": 1, "world_size": 2}
+        assert store.get("default") == b"of torch"
     else:
         assert (values["rank"], values["world_size"]) == (0, 1)
     group: Any = {"backend": "gloo", "timeout": timeout}
@@ -65,10 +75,7 @@ def test_workers_of_two_attempts_at_one_store_form_no_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stores: list[Any] = []
-    at_one_port = HashStore()
-    monkeypatch.setattr(
-        process_group, "rendezvous", lambda url, timeout: iter([(at_one_port, 1, 2)])
-    )
+    meet_in(monkeypatch, HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda b, **values: stores.append(values))
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -79,6 +86,48 @@ def test_workers_of_two_attempts_at_one_store_form_no_group(
     one, two, again = (values["store"] for values in stores)
     one.set("address", "of a rank")
     assert (again.check(["address"]), two.check(["address"])) == (True, False)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ([True] * 3, ""),
+        ([False] * 3, ""),
+        ([True, False, True], "rank 1 on n1 has cpu, and the other ranks have cuda"),
+        ([False, True], "rank 0 on n0 has cpu, and the other ranks have cuda"),
+        ([True, False, False], "rank 0 on n0 has cuda, and the other ranks have cpu"),
+        ([True] * 20 + [False] * 10, "rank 27 on n27 has cpu, 2 more as well, and the other"),
+    ],
+)
+def test_ranks_with_other_devices_are_named_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[bool], words: str
+) -> None:
+    store, count, errors = HashStore(), len(gpus), list[str]()
+    monkeypatch.setattr(process_group, "READ_S", 0.0)
+    monkeypatch.setattr(
+        process_group, "LaunchEnv", SimpleNamespace(from_env=lambda: threading.current_thread())
+    )
+
+    def compare(rank: int) -> None:
+        setattr(threading.current_thread(), "node", f"n{rank}")  # noqa: B010
+        device = CUDA if gpus[rank] else torch.device("cpu")
+        for _ in range(2):  # a process may join again
+            try:
+                dist_env = DistEnv(rank, rank, count, count, launched=True)
+                process_group._compare_devices(store, dist_env, device)
+            except HpcDdpError as error:
+                errors.append(error.message)
+
+    threads = [threading.Thread(target=compare, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == (2 * count if words else 0)
+    assert all(words in error for error in errors)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -92,6 +141,7 @@ def test_a_group_of_workers_with_several_devices_is_bound_to_none(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "")
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
+    meet_in(monkeypatch, HashStore())
     gpus = [torch.device("cuda", index) for index in range(count)]
     process_group.join(DistEnv(1, 1, 2, 2, launched=True), gpus, None)
     assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
