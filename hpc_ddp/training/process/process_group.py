@@ -113,9 +113,9 @@ def _compare_devices(store: Any, info: DistEnv, device: torch.device) -> None:
     # torchrun may keep the store for its next start of the workers, or a process its own.
     keys = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{info.world_size}"
     store.set(f"{keys}/device/{info.rank}", f"{device.type} {LaunchEnv.from_env().node}")
-    here = store.add(f"{keys}/here", 1)
-    answer = f"{keys}/odd/{(here - 1) // info.world_size}"
-    if here % info.world_size == 0:
+    count = store.add(f"{keys}/count", 1)
+    answer = f"{keys}/odd/{(count - 1) // info.world_size}"
+    if count % info.world_size == 0:
         texts = store.multi_get([f"{keys}/device/{rank}" for rank in range(info.world_size)])
         store.set(answer, _odd_ranks([text.decode() for text in texts]) or "none")
     odd = store.get(answer).decode()
@@ -124,7 +124,7 @@ def _compare_devices(store: Any, info: DistEnv, device: torch.device) -> None:
             time.sleep(READ_S)
         raise HpcDdpError(
             odd,
-            hint="find out why torch sees other devices there, or leave the node out: --exclude NODE",
+            hint="find out why torch sees other devices there; --exclude NODE leaves a node out",
         )
 
 
