@@ -171,5 +171,5 @@ def hiding_env() -> dict[str, str]:
     TORCH_DEVICE_BACKEND_AUTOLOAD keeps torch from loading other packages' device types, such as
     torch_npu's.
     """
-    hidden = {name: value for v in VENDORS.values() for name, value in v.hidden.items()}
+    hidden = {name: text for v in VENDORS.values() for name, text in v.hidden.items()}
     return {**hidden, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -104,23 +104,23 @@ def _store_of(timeout: timedelta) -> dict[str, Any]:
     return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
-def _compare_devices(store: Any, info: DistEnv, device: torch.device) -> None:
+def _compare_devices(store: Any, env: DistEnv, device: torch.device) -> None:
     """Raise HpcDdpError, on all ranks, where the first devices of ranks are of different types: on
     a node whose driver is broken ranks would take Gloo, and wait for those with NCCL for ever.
 
     Each rank writes a key, the last of them reads all at once, and the others wait for its answer.
     """
     # torchrun may keep the store for its next start of the workers, or a process its own.
-    keys = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{info.world_size}"
-    store.set(f"{keys}/device/{info.rank}", f"{device.type} {LaunchEnv.from_env().node}")
+    keys = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{env.world_size}"
+    store.set(f"{keys}/device/{env.rank}", f"{device.type} {LaunchEnv.from_env().node}")
     count = store.add(f"{keys}/count", 1)
-    answer = f"{keys}/odd/{(count - 1) // info.world_size}"
-    if count % info.world_size == 0:
-        texts = store.multi_get([f"{keys}/device/{rank}" for rank in range(info.world_size)])
+    answer = f"{keys}/odd/{(count - 1) // env.world_size}"
+    if count % env.world_size == 0:
+        texts = store.multi_get([f"{keys}/device/{rank}" for rank in range(env.world_size)])
         store.set(answer, _odd_ranks([text.decode() for text in texts]) or "none")
     odd = store.get(answer).decode()
     if odd != "none":
-        if info.rank == 0:
+        if env.rank == 0:
             time.sleep(READ_S)
         raise HpcDdpError(
             odd,
