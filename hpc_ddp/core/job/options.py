@@ -218,11 +218,14 @@ class JobSpec(ResourceOptions):
     elastic: bool = option(
         False, "Continue with the other nodes if one is lost.", group=CONTINUATION
     )
-    warm_start: bool = option(
-        True,
-        "Have each worker import torch by itself.",
-        group=WORKERS,
+    stage: bool = option(
+        False,
+        "Requeued: start Python from a copy of its opened files close to the nodes.",
+        group=ENVIRONMENT,
         is_local=True,
+    )
+    warm_start: bool = option(
+        True, "Have each worker import torch by itself.", group=WORKERS, is_local=True
     )
     torchrun: tuple[str, ...] = option(
         (),
