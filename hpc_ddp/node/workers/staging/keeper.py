@@ -26,7 +26,7 @@ from hpc_ddp.node.workers.staging.removal import PARCEL, remove_leftovers
 from hpc_ddp.node.workers.worker import COMPILE_CACHE, die_with_parent
 
 POLL_S = 0.5
-QUIET_S = 30.0  # without another file, where the script does not say that a step is done
+QUIET_S = 300.0  # without another file, where no script says that a step is done: disks are slow
 SOON_S = 60.0  # after the first step
 EVERY_S = 600.0
 MOST_MISSES = 50  # files, and their bytes, for which the parcel is not written anew
