@@ -1,8 +1,9 @@
 """Keeps the parcel of ``--stage``: a process of low priority beside the supervisor of a node.
 
-``python <run>/lib/node.py workers.staging.keeper``, started by ``stage.sh``. On the first node it
-packs what the processes have opened, once the first step is done, and then the compile caches as
-they grow. On each node it removes what runs have left that are over. It ends with the supervisor.
+``python <run>/lib/node.py workers.staging.keeper PARENT``, started by ``stage.sh``. On the first
+node it packs what the processes have opened, once the first step is done, and then the compile
+caches as they grow. On each node it removes what runs have left that are over. It ends with the
+supervisor.
 """
 
 from __future__ import annotations
@@ -76,8 +77,7 @@ class Keeper:
     def _pack_environment(self, label: list[str], checks_files: bool) -> list[str]:
         """Return the lines of the label for the environment: `label`, those that are there, or of a
         new part."""
-        lines = self.record.read_text(errors="surrogateescape").splitlines()
-        mirror = mirror_of(lines, self.record.parent)
+        mirror = mirror_of(self.record)
         files = {path: tuple(known) for path, known in read_json(self._files).items()}
         packed = files if is_current(label) else {}
         if is_enough(mirror, packed, checks_files):
@@ -181,9 +181,12 @@ def processor() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Keep the parcel until the supervisor ends; on other nodes than the first return 0 after a
-    look at what is left there. Raise KeyError outside of a task that ``stage.sh`` has started."""
+    """Keep the parcel until the supervisor ends, the process `argv`; on other nodes than the first
+    return 0 after a look at what is left there. Raise KeyError outside of a task of ``stage.sh``.
+    """
     die_with_parent()
+    if os.getppid() != int(argv[0]):  # it has ended already
+        return 0
     record, whole = Path(os.environ[OPENED_FILES]), Path(__file__).resolve().parents[5]
     remove_leftovers(record.parent)
     index = os.environ.get("HPC_DDP_NODE_INDEX") or os.environ.get("SLURM_NODEID")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import source_from_cache
 from io import BytesIO
 from pathlib import Path
+
+from hpc_ddp.core.attempt_env import OPENED_FILES
 
 TREE = "@HPC_DDP_NEAR@"  # in place of the tree's path, which a node alone knows
 SITES = ("site-packages", "dist-packages", "conda-meta")  # that an install changes
@@ -168,28 +170,34 @@ def _add_file(
         tar.addfile(entry, file if new_text is None else BytesIO(new_text))
 
 
-def mapped_files() -> set[str]:
-    """Return the files that this user's processes of this node have mapped: libraries, above
-    all, also those that were opened by other ones."""
-    paths = set()
+def mapped_files(record: Path) -> set[str]:
+    """Return the files that the processes which note in `record` have mapped: libraries, above all,
+    also those that were opened by other ones."""
+    paths, mark = set(), f"{OPENED_FILES}={record}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
+            if mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                continue
             lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
             fields = (line.split(None, 5) for line in lines)
             paths |= {parts[5] for parts in fields if len(parts) == 6 and parts[5][0] == "/"}
     return paths
 
 
-def mirror_of(lines: Sequence[str], folder: Path) -> Mirror:
-    """Return the mirror of what the lines of `sitecustomize` name, with what Python reads before
-    that. `folder` is the run's on this node: its trees have paths of their own."""
-    in_tree = re.compile(rf"^{re.escape(str(folder))}/environment-[^/]*(?=/)")
+def mirror_of(record: Path) -> Mirror:
+    """Return the mirror of what `sitecustomize` has noted, and of what Python reads before that.
+
+    The record lies in the run's folder on this node; trees there have paths of their own. Raise
+    OSError where it can't be read.
+    """
+    lines = record.read_text(errors="surrogateescape").splitlines()
+    in_tree = re.compile(rf"^{re.escape(str(record.parent))}/environment-[^/]*(?=/)")
     parts = [line.partition(" ")[::2] for line in lines]
     paths = {in_tree.sub("", line) for line in lines if line.startswith("/")}
     roots = {in_tree.sub("", path) for kind, path in parts if kind == "root"}
     pythons = {in_tree.sub("", path) for kind, path in parts if kind == "python"}
     mirror = Mirror(frozenset(roots))
-    for path in sorted(paths | mapped_files() | pythons):
+    for path in sorted(paths | mapped_files(record) | pythons):
         mirror.add(in_tree.sub("", path))
     for root in roots:
         mirror.add(os.path.join(root, "pyvenv.cfg"))

@@ -38,7 +38,9 @@ def note_files(record: str) -> None:
         try:  # anew each time: a program may close descriptors that are not its own
             file = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             try:
-                os.write(file, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
+                os.write(
+                    file, "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+                )
             finally:
                 os.close(file)
         except OSError:

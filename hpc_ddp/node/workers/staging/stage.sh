@@ -154,7 +154,7 @@ unpack_tree() {
     fi
     echo "$size $in_memory $began $(date +%s.%N)" >"$folder/$name.complete"
     [ "$in_memory" = yes ] || place='of a disk, and none of the memory of the job'
-    [ "${SLURM_PROCID:-0}" != 0 ] ||
+    [ "${SLURM_NODEID:-0}" != 0 ] ||
         say "$((size / 1000000)) MB of the Python environment are in $folder now: $place"
 }
 
@@ -208,7 +208,8 @@ note_files() {
     export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # which has a sitecustomize.py
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}/triton}
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}
-    (flock -n 6 && exec nice -n 19 "$near" -E -s "$1" workers.staging.keeper) 6>>"$folder/keeper" 9>&- &
+    (flock -n 6 && exec nice -n 19 "$near" -E -s "$1" workers.staging.keeper $$) \
+        6>>"$folder/keeper-${HPC_DDP_NODE_INDEX:-${SLURM_NODEID:-0}}" &
 }
 
 # Becomes Python for a task, from the tree where there is one. A task has `used` locked to its end.
