@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 
-import mfusepy as fuse
+import mfusepy as fuse  # type: ignore[import-not-found]
 
 CALL_S = 0.001
 SEQUENTIAL, RANDOM = 200e6, 0.35e6  # bytes/s
@@ -36,7 +36,7 @@ class Handle:
         self.mutex = threading.Lock()
 
 
-class SlowFolder(fuse.Operations):
+class SlowFolder(fuse.Operations):  # type: ignore[misc]
     """The operations of the mount."""
 
     use_ns = True
@@ -61,7 +61,6 @@ class SlowFolder(fuse.Operations):
         time.sleep(CALL_S)
         return self.folder + os.fsencode(path)
 
-    @fuse.overrides(fuse.Operations)
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
         try:
             status = os.lstat(self._call(path))
@@ -71,21 +70,17 @@ class SlowFolder(fuse.Operations):
         times = {f"st_{kind}time": getattr(status, f"st_{kind}time_ns") for kind in "amc"}
         return {**{name: getattr(status, name) for name in names}, **times}
 
-    @fuse.overrides(fuse.Operations)
     def readlink(self, path: str) -> str:
         return os.fsdecode(os.readlink(self._call(path)))
 
-    @fuse.overrides(fuse.Operations)
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *map(os.fsdecode, os.listdir(self._call(path)))]
 
-    @fuse.overrides(fuse.Operations)
     def open(self, path: str, flags: int) -> int:
         descriptor = os.open(self._call(path), os.O_RDONLY)
         self.handles[descriptor] = Handle(descriptor)
         return descriptor
 
-    @fuse.overrides(fuse.Operations)
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
         handle = self.handles[fh]
         with handle.mutex:
@@ -100,10 +95,9 @@ class SlowFolder(fuse.Operations):
                 time.sleep(handle.due - now)
         return content
 
-    @fuse.overrides(fuse.Operations)
     def release(self, path: str, fh: int) -> int:
+        del self.handles[fh]  # first: the number may be given again at once
         os.close(fh)
-        del self.handles[fh]
         return 0
 
 

@@ -22,9 +22,12 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 REPO = Path(__file__).parents[1]
 SCRIPT = REPO / "jobs" / "digits.py"
@@ -87,22 +90,23 @@ class Start:
         before = mount.read() if mount.counts.exists() else (0, 0)
         env = {**os.environ, "HPC_DDP_RUNS": str(runs), "TMPDIR": str(runs.parent / "near")}
         self.process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
-        self.run = run or self._wait(lambda: next(runs.glob("*/*/journal"), None)).parent
+        self.run = run or self.wait(lambda: [*runs.glob("*/*/journal")])[0].parent
         number = len([*self.run.glob("logs/attempt-*")]) if run else 0
-        first = self._wait(lambda: self._event("first_step", number))
+        first = self.wait(lambda: self._event("first_step", number))
         after = mount.read() if mount.counts.exists() else (0, 0)
         self.calls, self.read = (b - a for a, b in zip(before, after, strict=True))
         self.seconds = first["time"] - self._event("started", number)["time"]
 
-    def _event(self, name: str, attempt: int) -> dict:
+    def _event(self, name: str, attempt: int) -> dict[str, Any]:
         for path in self.run.glob("journal/*.jsonl"):
             for line in path.read_text().splitlines():
-                event = json.loads(line)
+                event: dict[str, Any] = json.loads(line)
                 if event["event"] == name and event["attempt"] == attempt:
                     return event
         return {}
 
-    def _wait(self, condition):
+    def wait(self, condition: Callable[[], T]) -> T:
+        """Return the first value of `condition` that is true; fail if the run has ended."""
         end = time.monotonic() + PATIENCE_S
         while not (value := condition()):
             assert self.process.poll() is None
@@ -147,7 +151,7 @@ def measure(top: Path, mount: Mount) -> list[str]:
     with mount.up():
         first = start(["--stage", "--python", far], None, mount, "runs", "attempt 0, noting")
         run = first.run
-        first._wait((run / "stage" / "label").exists)
+        first.wait((run / "stage" / "label").exists)
         first.stop()
     stage = run / "stage"
     shutil.move(stage, mount.real / "stage")

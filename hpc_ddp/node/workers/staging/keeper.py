@@ -32,7 +32,7 @@ SOON_S = 60.0  # after the first step
 EVERY_S = 600.0
 MOST_MISSES = 50  # files, and their bytes, for which the parcel is not written anew
 MOST_MISSED_BYTES = 16 << 20
-PACKED, COMPILED = "part environment", "part compiled"  # lines of the label begin with these
+COMPILED = "part compiled"  # the beginning of a line of the label
 
 
 @dataclass
@@ -61,13 +61,11 @@ class Keeper:
         label = self._label()
         environment = [line for line in label if not line.startswith(COMPILED)]
         compiled = [line for line in label if line.startswith(COMPILED)]
-        new_environment = self._pack_environment(environment, checks_files)
-        new_compiled = self._pack_compiled(compiled)
-        if new_environment + new_compiled != label:
-            write_whole(
-                self.parcel / "label", "".join(f"{x}\n" for x in new_environment + new_compiled)
-            )
-            self._remove_others(new_environment + new_compiled)
+        environment = self._pack_environment(environment, checks_files)
+        new_label = environment + self._pack_compiled(compiled)
+        if new_label != label:
+            write_whole(self.parcel / "label", "\n".join([*new_label, ""]))
+            self._remove_others(new_label)
 
     def _label(self) -> list[str]:
         with suppress(OSError):
@@ -78,7 +76,7 @@ class Keeper:
         """Return the lines of the label for the environment: `label`, those that are there, or of a
         new part."""
         mirror = mirror_of(self.record)
-        files = {path: tuple(known) for path, known in read_json(self._files).items()}
+        files = {path: tuple(pair) for path, pair in read_json(self._files).items()}
         packed = files if is_current(label) else {}
         if is_enough(mirror, packed, checks_files):
             return label
@@ -159,7 +157,7 @@ def is_enough(
     now = Mirror(mirror.roots)
     for path in packed if checks_files else ():
         now.add(path)
-    return not checks_files or all(now.files.get(path) == known for path, known in packed.items())
+    return not checks_files or all(now.files.get(path) == pair for path, pair in packed.items())
 
 
 def checksum_of(path: Path) -> tuple[str, str]:
@@ -187,18 +185,18 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent()
     if os.getppid() != int(argv[0]):  # it has ended already
         return 0
-    record, whole = Path(os.environ[OPENED_FILES]), Path(__file__).resolve().parents[5]
+    record, run = Path(os.environ[OPENED_FILES]), Path(__file__).resolve().parents[5]
     remove_leftovers(record.parent)
     index = os.environ.get("HPC_DDP_NODE_INDEX") or os.environ.get("SLURM_NODEID")
     if index not in (None, "0"):
         return 0
-    keeper = Keeper(whole / PARCEL, record)
+    keeper = Keeper(run / PARCEL, record)
     keeper.wait_for_first_step()
     pause_s = SOON_S
     while True:
         try:
             keeper.pack(checks_files=pause_s == SOON_S)
-        except OSError as error:
+        except Exception as error:  # the job goes on, whatever the disk has
             say(f"the parcel of the next start could not be written: {error}")
         time.sleep(pause_s)
         pause_s = EVERY_S

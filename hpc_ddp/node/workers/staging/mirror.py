@@ -50,7 +50,7 @@ class Mirror:
         real = os.path.realpath(path)
         # The environment of some installers is of links to a store.
         place = real if self.has(real) else os.path.join(parent, os.path.basename(path))
-        if not self.has(place) or "\n" in place:
+        if not self.has(place) or not place.isprintable():
             return
         with suppress(OSError):
             if os.path.isdir(place):
@@ -156,13 +156,13 @@ def _entry(path: str, kind: bytes, mode: int) -> tarfile.TarInfo:
 
 
 def _add_file(
-    tar: tarfile.TarFile, path: str, known: tuple[int, int], new_text: bytes | None
+    tar: tarfile.TarFile, path: str, packed: tuple[int, int], new_text: bytes | None
 ) -> None:
     """Add a file, or its new text, with its time, by which Python knows that what it has compiled
-    is up to date. Raise OSError where it is not as it is `known`, by size and time."""
+    is up to date. Raise OSError where its size or time are not those of `packed`."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
-        if (status.st_size, status.st_mtime_ns) != known:
+        if (status.st_size, status.st_mtime_ns) != packed:
             raise OSError(f"{path} has just changed")
         entry = _entry(path, tarfile.REGTYPE, status.st_mode & 0o755)
         entry.mtime = int(status.st_mtime)

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
 
 def remove_of_run(run: RunFolder, environ: Mapping[str, str]) -> None:
     """Remove what a run has on the nodes of its job, unless another attempt follows by itself; of a
-    finished run, which is no task of an array, also the parcel. What can't be removed stays."""
+    finished run, which is no task of an array, also the parcel. Nothing is raised for a disk."""
     with suppress(OSError, subprocess.SubprocessError):
         verdict = last_event(run.events(), Started, VerdictGiven)
         if not isinstance(verdict, VerdictGiven) or not is_final(verdict):

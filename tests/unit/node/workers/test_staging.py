@@ -281,7 +281,7 @@ def test_an_unpacking_that_was_killed_is_begun_anew(packed: Stage) -> None:
 
 
 def test_tasks_of_a_node_unpack_once(packed: Stage) -> None:
-    argv = ["bash", packed.script, "run", packed.python, "-c", LOOK]
+    argv = ["bash", str(packed.script), "run", str(packed.python), "-c", LOOK]
     tasks = [
         subprocess.Popen(
             argv, env=packed.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -364,7 +364,7 @@ def test_packing_waits_for_the_first_step(stage: Stage, monkeypatch: pytest.Monk
         with open(stage.parcel.record, "a") as file:
             file.write(next(pauses))
 
-    monkeypatch.setattr(keeper.time, "sleep", grow)
+    monkeypatch.setattr("time.sleep", grow)
     stage.parcel.wait_for_first_step()
     assert next(pauses, None) is None
 
@@ -389,7 +389,7 @@ def test_what_a_killed_run_has_left_is_removed(
 
 def test_a_tree_in_use_is_not_removed(packed: Stage) -> None:
     code = "import sys, time; print('up', flush=True); sys.stdin.read(1)"
-    argv = ["bash", packed.script, "run", packed.python, "-c", code]
+    argv = ["bash", str(packed.script), "run", str(packed.python), "-c", code]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, env=packed.environ, stdin=pipe, stdout=pipe) as task:
         assert task.stdout
