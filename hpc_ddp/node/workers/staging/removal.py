@@ -26,9 +26,10 @@ UNUSED_S = 7 * 86400.0
 REMOVE_S = 20.0
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     """Run `remove_of_run` for the run of the environment; raise KeyError without one."""
     remove_of_run(AttemptEnv.from_env(os.environ).run_folder, os.environ)
+    return 0
 
 
 def remove_of_run(run: RunFolder, environ: Mapping[str, str]) -> None:

@@ -139,8 +139,7 @@ find_near() {
 
 # Unpacks the tree. Its mark comes last; this is the one place that makes it.
 unpack_tree() {
-    local began file place='of the memory of the job'
-    began=$(date +%s.%N)
+    local file
     unpack "$name" "$sum" "$size" "$folder/$name" || return
     for file in "${rewritten[@]}"; do
         sed -i "s|@HPC_DDP_NEAR@|$folder/$name|g" "$folder/$name$file"
@@ -152,15 +151,12 @@ unpack_tree() {
         rm -rf "${folder:?}/$name"
         return 1
     fi
-    echo "$size $in_memory $began $(date +%s.%N)" >"$folder/$name.complete"
-    [ "$in_memory" = yes ] || place='of a disk, and none of the memory of the job'
-    [ "${SLURM_NODEID:-0}" != 0 ] ||
-        say "$((size / 1000000)) MB of the Python environment are in $folder now: $place"
+    echo "$in_memory" >"$folder/$name.complete"
 }
 
 # Unpacks on this node what the parcel has, once for all tasks.
 bring() {
-    local caches processor
+    local caches processor caches_sum caches_size
     read_label && find_folder "$size" || return
     exec 8>>"$folder/unpacking" && flock 8 || return
     printf %s "$run" >"$folder/run"
@@ -170,10 +166,11 @@ bring() {
         unpack_tree || printf %s "$why" >"$folder/$name.refused"
     fi
     processor=$(grep -m1 'model name' /proc/cpuinfo | cksum)
-    read -r caches sum size <<<"${parts[1]}"
+    read -r caches caches_sum caches_size <<<"${parts[1]}"
     # Code that was compiled for one kind of processor may not run on another.
     if [[ $caches == *"-${processor%% *}-"* && ! -e $folder/compile ]]; then
-        unpack "$caches" "$sum" "$size" "$folder/compile" || say "$why: the compile caches are cold"
+        unpack "$caches" "$caches_sum" "$caches_size" "$folder/compile" ||
+            say "$why: the compile caches are cold"
     fi
     exec 8>&-
 }
@@ -214,7 +211,7 @@ note_files() {
 
 # Becomes Python for a task, from the tree where there is one. A task has `used` locked to its end.
 start() {
-    local is_of_run=''
+    local is_of_run='' place='of a disk, and none of the memory of the job'
     near=$python
     if read_label; then
         find_folder "$size" && [ ! -e "$folder/$name.complete" ] && [ ! -e "$folder/$name.refused" ] && bring
@@ -233,7 +230,10 @@ start() {
         [ "$4" != supervisor ] || note_files "$3"
     fi
     # What is so for the whole run is said once.
-    if [ -z "$tree" ] && [ -z "$is_of_run" -o "${SLURM_PROCID:-0}" = 0 ]; then
+    if [ "$tree" ] && [ "${SLURM_PROCID:-0}" = 0 ]; then
+        [ "$(<"$tree.complete")" = no ] || place='of the memory of the job'
+        say "Python starts from $folder, which has taken $((size / 1000000)) MB $place"
+    elif [ -z "$tree" ] && [ -z "$is_of_run" -o "${SLURM_PROCID:-0}" = 0 ]; then
         say "$why; Python starts from where it is"
     fi
     umask "$user_umask"

@@ -138,7 +138,7 @@ def test_python_starts_from_the_tree(packed: Stage) -> None:
     words, line = packed.start()
     tree = str(packed.tree)
     assert all(word.startswith(tree) for word in words)
-    assert "of the Python environment are in" in line
+    assert "Python starts from" in line
     assert "none of the memory of the job" in line
     assert line.count("\n") == 1
 
@@ -161,7 +161,7 @@ def test_a_second_start_on_the_node_reads_no_parcel(packed: Stage) -> None:
     next(packed.parcel.parcel.glob("environment-*")).unlink()
     words, line = packed.start()
     assert words[0].startswith(str(packed.tree))
-    assert line == ""
+    assert "Python starts from" in line
 
 
 def test_a_first_start_runs_from_where_it_is(stage: Stage) -> None:
@@ -290,7 +290,7 @@ def test_tasks_of_a_node_unpack_once(packed: Stage) -> None:
     ]
     ends = [task.communicate(timeout=60) for task in tasks]
     assert all(out.startswith(str(packed.tree)) for out, _ in ends)
-    assert "".join(line for _, line in ends).count("are in") == 1
+    assert len([*packed.folder.glob("environment-*")]) == 2  # and its mark
 
 
 def test_the_compile_caches_travel(packed: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
