@@ -73,9 +73,19 @@ class Mirror:
             self.folders.add(path)
             path = os.path.dirname(path)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(size for size, _ in self.files.values())
+    def add_searched(self) -> None:
+        """Take in the folders in which Python only looks for an ``__init__``: of packages that a
+        program searches for, and those with the name of a module. Raise OSError for a folder that
+        can't be listed."""
+        for folder in sorted(self.folders):
+            is_site = os.path.basename(folder) in SITES
+            with os.scandir(folder) as entries:
+                kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+            modules = {name.partition(".")[0] for name, is_folder in kinds.items() if not is_folder}
+            for path in (os.path.join(folder, name) for name, is_dir in kinds.items() if is_dir):
+                is_package = is_site and os.path.exists(os.path.join(path, "__init__.py"))
+                if is_package or os.path.basename(path) in modules:
+                    self.folders.add(path)
 
     def stamps(self) -> dict[str, int]:
         """Return the times, in seconds, by which a start sees that the environment has changed: of
@@ -195,7 +205,7 @@ def mirror_of(record: Path) -> Mirror:
     parts = [line.partition(" ")[::2] for line in lines]
     paths = {in_tree.sub("", line) for line in lines if line.startswith("/")}
     roots = {in_tree.sub("", path) for kind, path in parts if kind == "root"}
-    pythons = {in_tree.sub("", path) for kind, path in parts if kind == "python"}
+    pythons = {in_tree.sub("", path) for kind, path in parts if kind == "python" and path}
     mirror = Mirror(frozenset(roots))
     for path in sorted(paths | mapped_files(record) | pythons):
         mirror.add(in_tree.sub("", path))
@@ -203,4 +213,5 @@ def mirror_of(record: Path) -> Mirror:
         mirror.add(os.path.join(root, "pyvenv.cfg"))
         for site_file in Path(root).glob("*.pth"):
             mirror.add(str(site_file))
+    mirror.add_searched()
     return mirror

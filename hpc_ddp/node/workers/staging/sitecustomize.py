@@ -1,16 +1,19 @@
 """Python imports this at its start, from PYTHONPATH: it notes which files of its environment are
 opened, for the parcel of ``--stage``.
 
-A process appends each path once, when it is first asked for, to the file of HPC_DDP_OPENED_FILES on
-its node; so do its forks. Paths are absolute, one a line; a line ``root PATH`` is a folder of the
+A process appends each path once to the file of HPC_DDP_OPENED_FILES on its node; so do its forks.
+Paths are absolute, one a line; a line ``root PATH`` is a folder of the
 environment, ``python PATH`` an executable.
 """
 
+import atexit
 import importlib
 import os
 import sys
 
 MOST_PATHS = 50_000  # of a process: what scans an environment without end is not noted
+AT_A_TIME = 50
+FILES_OF_MODULE = ("__file__", "__cached__")
 EVENTS = frozenset(("open", "os.listdir", "os.scandir"))
 
 
@@ -29,20 +32,24 @@ def is_of_system(path: str) -> bool:
 
 def note_files(record: str) -> None:
     """Have this process append to the file `record` what it has opened of its environment, and what
-    it will. No error of that disk reaches the program."""
+    it will: many paths at a time, and the rest when a script opens the record, and at its end. No
+    error of that disk reaches the program."""
     folders = roots()
     beginnings = tuple(f"{folder}/" for folder in folders)
-    noted: set[str] = set()
+    modules = [*sys.modules.values()]
+    files = {getattr(module, name, None) for module in modules for name in FILES_OF_MODULE}
+    noted = {path for path in files if type(path) is str and path.startswith(beginnings)}
+    pythons = {sys.executable, getattr(sys, "_base_executable", "")}
+    lines = [f"root {path}" for path in folders] + [f"python {path}" for path in pythons]
+    lines += sorted(noted)
 
-    def append(lines: list[str]) -> None:
-        try:  # anew each time: a program may close descriptors that are not its own
+    def append() -> None:
+        text = "\n".join([*lines, ""]).encode(errors="surrogateescape")
+        lines.clear()
+        try:  # opened each time: a program may close descriptors that are not its own
             file = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-            try:
-                os.write(
-                    file, "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
-                )
-            finally:
-                os.close(file)
+            os.write(file, text)
+            os.close(file)
         except OSError:
             pass
 
@@ -51,17 +58,13 @@ def note_files(record: str) -> None:
             return
         if path.startswith(beginnings) and len(noted) < MOST_PATHS:
             noted.add(path)
-            append([path])
+            lines.append(path)
+        if lines and (len(lines) >= AT_A_TIME or path == record):
+            append()
 
-    modules = [*sys.modules.values()]
-    paths = {
-        getattr(module, name, None) for module in modules for name in ("__file__", "__cached__")
-    }
-    noted.update(path for path in paths if isinstance(path, str) and path.startswith(beginnings))
-    pythons = [sys.executable, getattr(sys, "_base_executable", "")]
-    append([f"root {path}" for path in folders] + [f"python {path}" for path in pythons if path])
-    append(sorted(noted))
+    append()
     sys.addaudithook(note)
+    atexit.register(append)
 
 
 def step_aside() -> None:

@@ -24,13 +24,15 @@ name=none tree='' folder='' why=''
 
 say() { echo "hpc-ddp: ${SLURMD_NODENAME:-$(uname -n)}: $1" >&2; }
 
-# Sets `top` to this user's folder in $1, of mode 0700, on a disk of this node. No other user can
-# have made it, nor put another in its place.
+# Sets `top` to this user's folder in $1, of mode 0700, on a disk of this node, whose type and free
+# bytes are set as well. No other user can have made it, nor put another in its place.
 find_top() {
-    local owner mode
+    local owner mode size
     top=$1/hpc-ddp-near-$EUID
     [[ $top =~ $plain && -d $1 ]] || return
-    case $(stat -f -c %T "$1") in
+    read -r disk free size < <(stat -f -c '%T %a %S' "$1")
+    ((free *= size))
+    case $disk in
         ext2/ext3 | xfs | btrfs | zfs | f2fs | tmpfs | ramfs | overlayfs) ;;
         *) return 1 ;; # of a file server, or not known
     esac
@@ -43,15 +45,14 @@ find_top() {
 # Sets `folder` to the run's on this node: the one with the tree, else the first with room for $1
 # bytes from which a program can be started. A disk in memory may take a third of the job's.
 find_folder() {
-    local place top memory free
+    local place top disk free memory
     for place in "${places[@]}"; do
         find_top "$place" && folder=$top/$key && [ -e "$folder/$name.complete" ] && return
     done
     for place in "${places[@]}"; do
         find_top "$place" || continue
         folder=$top/$key in_memory=no
-        free=$(($(stat -f -c '%a * %S' "$place")))
-        if [[ $(stat -f -c %T "$place") == @(tmpfs|ramfs) ]]; then
+        if [[ $disk == @(tmpfs|ramfs) ]]; then
             in_memory=yes
             memory=$(awk '/^MemAvailable/ { printf "%d", $2 * 1024 }' /proc/meminfo)
             ((SLURM_MEM_PER_NODE > 0 && SLURM_MEM_PER_NODE << 20 < memory)) &&
@@ -115,7 +116,7 @@ unpack() {
     rm -rf "$new" "$new".*
     mkdir "$new" && mkfifo "$new.pipe" || { why="$folder can't be written"; return 1; }
     cksum <"$new.pipe" >"$new.sum" &
-    tee "$new.pipe" <&7 2>/dev/null | tar -xPf - -C "$new" --no-same-owner 2>"$new.errors"
+    tee "$new.pipe" <&7 2>/dev/null | tar -b 4096 -xPf - -C "$new" --no-same-owner 2>"$new.errors"
     states=${PIPESTATUS[*]}
     wait $!
     exec 7<&-
@@ -130,8 +131,9 @@ unpack() {
 
 # Sets `near` to the path of PYTHON in the tree $1.
 find_near() {
-    local path
-    path=$(type -P "$python") && [[ $path == /* ]] || path=$PWD/$python
+    local path=$python
+    [[ $path == */* ]] || path=$(type -P "$python")
+    [[ $path == /* ]] || path=$PWD/$path
     near=$1$path
     [ -x "$near" ] || near=$1$(cd "${path%/*}" && pwd -P)/${path##*/}
     [ -x "$near" ] || { why="$path is not in the parcel"; return 1; }
@@ -241,7 +243,7 @@ start() {
 }
 
 remove() {
-    local place top
+    local place top disk free
     for place in "${places[@]}"; do
         find_top "$place" && [ -d "$top/$key" ] || continue
         { exec 9>>"$top/$key/used" && flock -w 5 9 && rm -rf "${top:?}/$key"; } 2>/dev/null
