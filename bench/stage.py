@@ -50,7 +50,8 @@ class Mount:
     def up(self) -> Iterator[None]:
         """Serve the mount, with cold caches, inside the block."""
         words = [str(REPO / "bench" / "slow_mount.py"), self.real, self.path, self.counts]
-        server = subprocess.Popen([self.python, *map(str, words)])
+        # A file server does not share the processors of its clients.
+        server = subprocess.Popen(["nice", "-n", "-10", self.python, *map(str, words)])
         while not os.path.ismount(self.path):
             time.sleep(0.05)
         try:

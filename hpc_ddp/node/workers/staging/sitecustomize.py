@@ -10,9 +10,10 @@ import atexit
 import importlib
 import os
 import sys
+import time
 
 MOST_PATHS = 50_000  # of a process: what scans an environment without end is not noted
-AT_A_TIME = 50
+PAUSE_S = 0.05
 FILES_OF_MODULE = ("__file__", "__cached__")
 EVENTS = frozenset(("open", "os.listdir", "os.scandir"))
 
@@ -32,8 +33,7 @@ def is_of_system(path: str) -> bool:
 
 def note_files(record: str) -> None:
     """Have this process append to the file `record` what it has opened of its environment, and what
-    it will: many paths at a time, and the rest when a script opens the record, and at its end. No
-    error of that disk reaches the program."""
+    it will, every `PAUSE_S`. No error of that disk reaches the program."""
     folders = roots()
     beginnings = tuple(f"{folder}/" for folder in folders)
     modules = [*sys.modules.values()]
@@ -42,8 +42,11 @@ def note_files(record: str) -> None:
     pythons = {sys.executable, getattr(sys, "_base_executable", "")}
     lines = [f"root {path}" for path in folders] + [f"python {path}" for path in pythons]
     lines += sorted(noted)
+    due = 0.0
 
     def append() -> None:
+        nonlocal due
+        due = time.monotonic() + PAUSE_S
         text = "\n".join([*lines, ""]).encode(errors="surrogateescape")
         lines.clear()
         try:  # opened each time: a program may close descriptors that are not its own
@@ -54,12 +57,11 @@ def note_files(record: str) -> None:
             pass
 
     def note(event: str, args: tuple[object, ...]) -> None:
-        if event not in EVENTS or type(path := args[0]) is not str or path in noted:
-            return
-        if path.startswith(beginnings) and len(noted) < MOST_PATHS:
+        path = args[0] if event in EVENTS and len(noted) < MOST_PATHS else None
+        if type(path) is str and path not in noted and path.startswith(beginnings):
             noted.add(path)
             lines.append(path)
-        if lines and (len(lines) >= AT_A_TIME or path == record):
+        if lines and time.monotonic() > due:  # also at an event of another kind: some come always
             append()
 
     append()
