@@ -19,6 +19,9 @@ NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
 # In the batch script's environment, beside those of the attempt: the allocation that the script
 # runs in, without Slurm's requeue; unset in a batch job.
 INTERACTIVE = "HPC_DDP_INTERACTIVE"
+# Of a worker, with ``--stage``: the file on its node that notes what is opened, and its line, by
+# rank 0, that the first step is done.
+OPENED_FILES, FIRST_STEP = "HPC_DDP_OPENED_FILES", "first step"
 
 
 # What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,

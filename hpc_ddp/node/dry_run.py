@@ -44,6 +44,7 @@ from hpc_ddp.node.outcome.gather_facts import check_budget, judge
 from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.dialogue import Command
+from hpc_ddp.node.workers.staging import removal
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 PORT_TRIES = 5  # as the batch script
@@ -126,6 +127,8 @@ class DryRun:
             say(CPU_ONLY)
         if self.spec.notify:
             notify_of_end(self.run, facts, decided, decided.exit_code)
+        if self.spec.stage:
+            removal.remove_of_run(self.run, os.environ)
         return decided
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
@@ -177,10 +180,13 @@ class DryRun:
         supervisor can't be started, after those before it were killed, and UsageError as `expand`.
         """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
+        start = [sys.executable]
+        if self.spec.stage:
+            start = ["bash", str(removal.SCRIPT), "run", self.command[0], "-E", "-s"]
         if self.spec.launcher != "torchrun":
-            argv = [sys.executable, node, "supervisor", "worker", *self.command]
+            argv = [*start, node, "supervisor", "worker", *self.command]
         else:
-            argv = [sys.executable, node, "supervisor", "torchrun", *expand(self.command, environ)]
+            argv = [*start, node, "supervisor", "torchrun", *expand(self.command, environ)]
         self.supervisors = []
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until a supervisor can handle them
         try:

@@ -361,12 +361,12 @@ class Supervisor:
 def main(argv: list[str]) -> int:
     """Supervise a launch: a name in `LAUNCHES`, ``torchrun`` or ``worker``, then its command.
 
-    Return the exit code of the Slurm task: that of `Supervisor.run`, or 1 after an OSError or a
-    wrong environment, which is printed. In a Slurm job the command's Python becomes this one.
+    Return the exit code of the Slurm task: that of `Supervisor.run`, or 1 after a printed error.
     """
     kind, *command = argv
-    if "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ and sys.executable:
-        # The batch script starts this process by the job's Python: a wrapper is entered by now.
+    # The job's Python has started this process: a wrapper is entered, and a tree, by now.
+    is_by_script = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
+    if (is_by_script or "HPC_DDP_NEAR" in os.environ) and sys.executable:
         command[:1] = [sys.executable]
     try:
         raise_file_limit()

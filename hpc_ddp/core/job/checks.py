@@ -211,7 +211,12 @@ def _check_tasks(spec: JobSpec) -> None:
 
 
 def _check_container(spec: JobSpec) -> None:
-    """Check the container's command, and that there is no image beside it; raise UsageError."""
+    """Check the container's command, and what excludes one; raise UsageError."""
+    if spec.stage and (spec.container or spec.image or spec.backend == "submitit"):
+        raise UsageError(
+            "--stage is not for containers, whose image is one file already, nor for submitit",
+            hint="without --stage, or --backend slurm and no container",
+        )
     if spec.container and spec.image:
         raise UsageError(
             f"container {spec.container!r} and image {spec.image!r} are two ways to say one thing",

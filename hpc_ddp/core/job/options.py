@@ -215,14 +215,15 @@ class JobSpec(ResourceOptions):
     max_restarts: int | None = option(
         None, "Restarts of all workers within an attempt (default 0).", group=CONTINUATION, least=0
     )
-    elastic: bool = option(
-        False, "Continue with the other nodes if one is lost.", group=CONTINUATION
-    )
-    warm_start: bool = option(
-        True,
-        "Have each worker import torch by itself.",  # of --no-warm-start
-        group=WORKERS,
+    elastic: bool = option(False, "Continue without a node that is lost.", group=CONTINUATION)
+    stage: bool = option(
+        False,
+        "Requeued: start Python from a copy of its opened files close to the nodes.",
+        group=ENVIRONMENT,
         is_local=True,
+    )
+    warm_start: bool = option(  # the help is that of --no-warm-start
+        True, "Have each worker import torch by itself.", group=WORKERS, is_local=True
     )
     torchrun: tuple[str, ...] = option(
         (),

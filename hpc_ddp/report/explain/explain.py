@@ -6,6 +6,7 @@ trials of a sweep, in its job.json.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import time
@@ -32,6 +33,7 @@ from hpc_ddp.core.journal.events import (
     Submitted,
     TrainingBegun,
     VerdictGiven,
+    WorkerStarted,
     step_of,
 )
 from hpc_ddp.core.journal.journal import is_finished, last_event, last_step
@@ -48,6 +50,7 @@ from hpc_ddp.report.explain.facts import RunFacts, gather
 from hpc_ddp.report.explain.patterns import explain_pending, recognise
 from hpc_ddp.report.status.state import RunState
 
+SLOW_IMPORTS_S = 15.0  # on a disk that has what is imported in its cache it is some three
 QUIET_S = 600.0  # a running job without an event for so long may hang
 MOST_TRIALS = 8  # that are named, of a sweep
 _USUAL_REASONS = ("Priority", "Resources")  # the job only has to wait its turn
@@ -83,7 +86,7 @@ def explain(facts: RunFacts) -> Explanation:
         lost_s=lost_s,
     )
     text = [f"{_name(facts.path)} {explanation.text}", _earlier_ends(facts)]
-    text.append(_loss_sentence(facts, explanation))
+    text += [_loss_sentence(facts, explanation), _slow_imports(facts)]
     text += [f"It is a rerun of {event.of}." for event in facts.select(Rerun)[:1]]
     hint = explanation.hint
     if hint and not (facts.is_executable or _SHOWS.fullmatch(hint)):
@@ -253,6 +256,21 @@ def _goodput(seconds: dict[str, float]) -> str:
     share = goodput.share(seconds)
     costs = goodput.start_costs(seconds)
     return "" if share is None else f" Goodput {share:.0%}." + (costs and f" {costs}")
+
+
+def _slow_imports(facts: RunFacts) -> str:
+    """Return a sentence that recommends ``--stage`` where the newest attempt imported slowly, and
+    could have had it; else ''."""
+    workers = facts.select(WorkerStarted, attempt=facts.newest)
+    can_not = any(facts.spec.get(key) for key in ("stage", "container", "image"))
+    if not workers or can_not or facts.standalone or facts.spec.get("backend") == "submitit":
+        return ""
+    began = workers[-1].imports_began or workers[-1].began
+    seconds = (workers[-1].imports_ended or workers[-1].called) - (began or math.inf)
+    if seconds < SLOW_IMPORTS_S:
+        return ""
+    text = f"Its imports took {duration(seconds)}"
+    return f"{text}: with --stage its requeued starts read all that they import in one go."
 
 
 def _of_total(metrics: MetricsLine | None) -> str:

@@ -173,6 +173,7 @@ class Rendering:
             "is_array": bool(spec.array),
             "trials": [trial_args(trial) for trial in spec.trials],
             "preflight": spec.preflight,
+            "stage": spec.stage,
             "container": self.entry.command,
             "container_srun": self.entry.srun,
         }

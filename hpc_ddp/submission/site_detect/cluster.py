@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ Record = Mapping[str, str]
 
 # Variables of sites for a disk that all nodes see, the fastest first.
 SCRATCH = ("SCRATCH", "PSCRATCH", "CINECA_SCRATCH", "FAST", "WORK", "GROUP_SCRATCH")
+# File systems behind a network, by the beginnings of their names in /proc/mounts.
+NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse", "afs", "9p")
 CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc")
 _GRES = re.compile(r"(?P<name>\w+)(?P<type>(:[A-Za-z][\w.-]*)*)(:(?P<count>\d+))?")
 _NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")
@@ -50,6 +53,9 @@ class ClusterFacts:
         the value of HPC_DDP_RUNS
     containers
         the installed container tools, by the names of ``templates/containers``
+    python_disk
+        the folder of this Python's environment, and the network file system that it is on; '' for
+        a disk of this machine
     """
 
     config: Record
@@ -60,6 +66,7 @@ class ClusterFacts:
     scratch: Sequence[tuple[str, str, bool]] = ()
     runs: str = ""
     containers: Sequence[str] = ()
+    python_disk: tuple[str, str] = ("", "")
 
     def value(self, name: str) -> str:
         """Return a value of slurm.conf; '' where it is not set, or is one of `_NOTHING`."""
@@ -84,6 +91,7 @@ def probe(environ: Mapping[str, str]) -> ClusterFacts:
         scratch=_scratch(environ),
         runs=environ.get("HPC_DDP_RUNS", ""),
         containers=_containers(),
+        python_disk=(sys.prefix, _network_disk(Path(sys.prefix))),
     )
 
 
@@ -99,6 +107,17 @@ def _containers() -> list[str]:
     options."""
     pyxis = ["pyxis"] if slurm.takes_option("srun", "container-image") else []
     return [name for name in CONTAINERS if shutil.which(name)] + pyxis
+
+
+def _network_disk(folder: Path) -> str:
+    """Return the type of the network file system of a folder, as ``nfs4``; '' for another disk, and
+    where there is no /proc."""
+    types = {}
+    with suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            types[line.split()[1]] = line.split()[2]
+    kind = next((types[str(p)] for p in (folder, *folder.parents) if str(p) in types), "")
+    return kind if kind.startswith(NETWORK) else ""
 
 
 class NodeKind(NamedTuple):

@@ -31,7 +31,7 @@ class Setting:
     """
 
     key: str
-    value: str | int | list[str]
+    value: str | int | bool | list[str]
     why: str
     scope: tuple[str, str] | None = None
     is_certain: bool = True
@@ -80,6 +80,7 @@ def describe(facts: ClusterFacts, shipped_keys: Collection[str] = ()) -> Site:
         *_requests(facts, partitions),
         *_scratch(facts),
         *_tool(facts),
+        *_stage(facts),
     ]
     settings = [setting for setting in settings if setting.key not in shipped_keys]
     if "partition" not in shipped_keys:
@@ -201,6 +202,14 @@ def _tool(facts: ClusterFacts) -> list[Setting]:
     if not facts.containers or facts.containers[0] == DEFAULT_TOOL:
         return []
     return [Setting("container-tool", facts.containers[0], "installed here, for --image")]
+
+
+def _stage(facts: ClusterFacts) -> list[Setting]:
+    """Return ``--stage``, as a comment, where this Python's environment is behind a network; else
+    []."""
+    folder, disk = facts.python_disk
+    why = f"{folder} is on {disk}: try it where `hpc-ddp explain` says that imports are slow"
+    return [Setting("stage", True, why, is_certain=False)] if disk else []
 
 
 def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:

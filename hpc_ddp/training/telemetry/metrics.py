@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from hpc_ddp.core.attempt_env import FIRST_STEP, OPENED_FILES
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import FirstStep, JournalEvent, MetricsLine
 from hpc_ddp.core.journal.journal import Journal, first_attempt
@@ -71,6 +74,8 @@ class Metrics:
         if self._first:
             self._journal.write(FirstStep(position.step, **self._first))
             self._first = {}
+            with suppress(KeyError, OSError), open(os.environ[OPENED_FILES], "a") as record:
+                record.write(f"{FIRST_STEP}\n")  # for the keeper of --stage
         self._samples += samples
         head = {"step": position.step, "total_steps": total_steps, "epoch": position.epoch}
         self._latest = {**head, **values}

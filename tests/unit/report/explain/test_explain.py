@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -145,3 +146,30 @@ def test_an_array_is_summed_up(tmp_path: Path) -> None:
     assert "2 tasks have begun: 1 finished, 1 python error. Others wait" in explanation.text
     assert "Task 1 of run digits (20261121-100000-abcd) failed at step 20" in explanation.text
     assert explanation.tasks["1"].kind == "python error"
+
+
+@pytest.mark.parametrize(
+    ("job", "imports_s", "is_told"),
+    [
+        ({}, 40.0, True),
+        ({}, 4.0, False),
+        ({"stage": True}, 40.0, False),
+        ({"image": "i"}, 40.0, False),
+    ],
+)
+def test_slow_imports_have_stage_recommended(
+    written: Written, job: dict[str, object], imports_s: float, is_told: bool
+) -> None:
+    values = json.loads(written.run.job_json.read_text()) if written.run.job_json.exists() else {}
+    written.run.job_json.write_text(json.dumps({**values, **job}))
+    written.attempt(0, steps=20, saved=20)
+    written.event(
+        "worker", 0, began=1.0, called=99.0, imports_began=1.0, imports_ended=1 + imports_s
+    )
+    text = written.verdict("preempted", "requeue").explain().text
+    assert ("Its imports took 40 s: with --stage" in text) == is_told
+
+
+def test_imports_of_a_worker_by_itself_count_up_to_its_start(written: Written) -> None:
+    written.attempt(0, steps=20, saved=20).event("worker", 0, began=10.0, called=40.0)
+    assert "Its imports took 30 s: with --stage" in written.explain().text

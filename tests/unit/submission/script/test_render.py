@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "chain": {"continue_by": "resubmit"},
     "preflight": {"preflight": True, "nodes": 2, "container": "apptainer exec 'my image.sif'"},
+    "stage": {"stage": True, "nodes": 2, "preflight": True, "setup": ("module load python",)},
     "array": {"array": "0-3"},
     "elastic": {"nodes": "2-4", "elastic": True, "torchrun": ("--numa-binding=node",)},
     "srun": {

@@ -225,3 +225,10 @@ def test_an_almost_empty_configuration_is_described() -> None:
     site = describe(ClusterFacts({"SLURM_VERSION": "19.05.8"}, [], []))
     _says(site, "Slurm 19.05 is older than 20.11")
     assert tomllib.loads(site.to_toml("x")) == {}
+
+
+@pytest.mark.parametrize("disk", ["lustre", ""])
+def test_stage_is_recommended_for_an_environment_behind_a_network(disk: str) -> None:
+    site = describe(_made("PartitionName=a Default=YES", "", {}, python_disk=("/work/env", disk)))
+    line = f"# stage = true  # /work/env is on {disk}: try it where `hpc-ddp explain` says"
+    assert (line in site.to_toml("x")) == bool(disk)

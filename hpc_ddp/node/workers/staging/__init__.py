@@ -1,0 +1,1 @@
+"""``--stage``: the opened files of the Python environment, brought close to each node."""

@@ -1,0 +1,217 @@
+"""A tree that mirrors an environment: files that were opened, and links to all else.
+
+A folder with an opened file is a folder of the tree. Its other entries are links to where they are,
+so a module, a data file or a library that was not opened is found all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import source_from_cache
+from io import BytesIO
+from pathlib import Path
+
+from hpc_ddp.core.attempt_env import OPENED_FILES
+
+TREE = "@HPC_DDP_NEAR@"  # in place of the tree's path, which a node alone knows
+SITES = ("site-packages", "dist-packages", "conda-meta")  # that an install changes
+
+
+@dataclass
+class Mirror:
+    """The content of a tree; all paths are the real ones of the environment.
+
+    Attributes
+    ----------
+    roots
+        folders of the environment as Python has them; links may lead there
+    files
+        size in bytes and time of change, in ns, of each file that is to be copied
+    folders
+        those of which each entry is in the tree, as a file, a folder or a link
+    """
+
+    roots: frozenset[str]
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._tops = tuple(f"{os.path.realpath(root)}/" for root in self.roots)
+
+    def add(self, path: str) -> None:
+        """Take in a file or folder that a process has asked for; one that is not there is looked
+        for in its folder, which is taken in. Outside of the roots nothing is."""
+        parent = os.path.realpath(os.path.dirname(path))
+        real = os.path.realpath(path)
+        # The environment of some installers is of links to a store.
+        place = real if self.has(real) else os.path.join(parent, os.path.basename(path))
+        if not self.has(place) or not place.isprintable():
+            return
+        with suppress(OSError):
+            if os.path.isdir(place):
+                return self._add_folder(place)
+            if os.path.isfile(place):
+                status = os.stat(place)
+                self.files[place] = (status.st_size, status.st_mtime_ns)
+            for folder in filter(os.path.isdir, (parent, os.path.dirname(place))):
+                self._add_folder(folder)
+        if place.endswith(".pyc") and os.path.basename(parent) == "__pycache__":
+            with suppress(ValueError):  # its time is compared
+                self.add(source_from_cache(place))
+
+    def has(self, path: str) -> bool:
+        """Return whether a path is in a folder of the environment, or is one."""
+        return f"{path}/".startswith(self._tops)
+
+    def _add_folder(self, path: str) -> None:
+        while self.has(path) and path not in self.folders:
+            self.folders.add(path)
+            path = os.path.dirname(path)
+
+    def add_searched(self) -> None:
+        """Take in the folders in which Python only looks for an ``__init__``: of packages that a
+        program searches for, and those with the name of a module. Raise OSError for a folder that
+        can't be listed."""
+        for folder in sorted(self.folders):
+            is_site = os.path.basename(folder) in SITES
+            with os.scandir(folder) as entries:
+                kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+            modules = {name.partition(".")[0] for name, is_folder in kinds.items() if not is_folder}
+            for path in (os.path.join(folder, name) for name, is_dir in kinds.items() if is_dir):
+                is_package = is_site and os.path.exists(os.path.join(path, "__init__.py"))
+                if is_package or os.path.basename(path) in modules:
+                    self.folders.add(path)
+
+    def stamps(self) -> dict[str, int]:
+        """Return the times, in seconds, by which a start sees that the environment has changed: of
+        the Pythons, the virtual environment's file, and folders that an install changes."""
+        paths = [path for path in self.folders if os.path.basename(path) in SITES]
+        paths += [path for path in self.files if path.endswith("/pyvenv.cfg")]
+        paths += [path for path in self.files if re.search(r"/bin/python[\d.]*$", path)]
+        metadata = (os.path.join(top, "conda-meta") for top in self._tops)
+        paths += [path for path in metadata if os.path.isdir(path)]
+        return {path: int(os.stat(path).st_mtime) for path in sorted({*paths})}
+
+    def links(self) -> Iterator[tuple[str, str]]:
+        """Yield path and target of all links: entries of the folders that are not copied, and roots
+        as Python spells them. Links between folders of the tree stay inside. Raise OSError for a
+        folder that can't be listed."""
+        for folder in sorted(self.folders):
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.path in self.files or entry.path in self.folders:
+                        continue
+                    target = entry.path
+                    if entry.is_symlink():
+                        text = os.path.join(folder, os.readlink(entry.path))
+                        target = os.path.normpath(text)
+                        if os.path.realpath(target) != os.path.realpath(text):  # .. behind a link
+                            target = os.path.realpath(text)
+                    is_inside = entry.is_symlink() and os.path.dirname(target) in self.folders
+                    yield entry.path, os.path.relpath(target, folder) if is_inside else target
+        for root in self.roots:
+            real = os.path.realpath(root)
+            is_inner = any(root.startswith(f"{other}/") for other in self.roots)
+            if real != root and not is_inner and os.path.dirname(root) not in self.folders:
+                yield root, os.path.relpath(real, os.path.dirname(root))
+
+    def rewritten(self) -> dict[str, bytes]:
+        """Return the files that name folders of the environment by their paths, which lead to the
+        tree instead: ``pyvenv.cfg``, and ``.pth`` files. Raise OSError for one that can't be
+        read."""
+        texts = {}
+        for path in self.files:
+            if path.endswith(("/pyvenv.cfg", ".pth")):
+                text = Path(path).read_text(errors="surrogateescape")
+                new = re.sub(r"(?m)^(home\s*=\s*|)(/.*)$", self._turn, text)
+                if new != text:
+                    texts[path] = new.encode(errors="surrogateescape")
+        return texts
+
+    def _turn(self, line: re.Match[str]) -> str:
+        is_inside = os.path.realpath(line[2].strip()) in self.folders
+        return f"{line[1]}{TREE if is_inside else ''}{line[2]}"
+
+    def pack(self, draft: Path) -> list[str]:
+        """Write the tree as an uncompressed tar, files of a folder after it; return the paths of
+        the rewritten files. Raise OSError where a file can't be read, or has changed."""
+        new_texts, links = self.rewritten(), [*self.links()]
+        with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as tar:
+            for folder in sorted(self.folders):
+                tar.addfile(_entry(folder, tarfile.DIRTYPE, 0o700))
+            for path, target in links:
+                entry = _entry(path, tarfile.SYMTYPE, 0o777)
+                entry.linkname = target
+                tar.addfile(entry)
+            for path in sorted(self.files):
+                _add_file(tar, path, self.files[path], new_texts.get(path))
+        return sorted(new_texts)
+
+    def libraries(self) -> list[str]:
+        """Return Python's own shared library, [] for none: some Pythons look for it where they
+        were installed, and not beside themselves."""
+        return [path for path in self.files if re.search(r"/libpython[^/]*\.so[^/]*$", path)]
+
+
+def _entry(path: str, kind: bytes, mode: int) -> tarfile.TarInfo:
+    """Return the head of a member of the tar, by the path in the environment."""
+    entry = tarfile.TarInfo(path.lstrip("/"))
+    entry.type, entry.mode = kind, mode
+    return entry
+
+
+def _add_file(
+    tar: tarfile.TarFile, path: str, packed: tuple[int, int], new_text: bytes | None
+) -> None:
+    """Add a file, or its new text, with its time, by which Python knows that what it has compiled
+    is up to date. Raise OSError where its size or time are not those of `packed`."""
+    with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        if (status.st_size, status.st_mtime_ns) != packed:
+            raise OSError(f"{path} has just changed")
+        entry = _entry(path, tarfile.REGTYPE, status.st_mode & 0o755)
+        entry.mtime = int(status.st_mtime)
+        entry.size = status.st_size if new_text is None else len(new_text)
+        tar.addfile(entry, file if new_text is None else BytesIO(new_text))
+
+
+def mapped_files(record: Path) -> set[str]:
+    """Return the files that the processes which note in `record` have mapped: libraries, above all,
+    also those that were opened by other ones."""
+    paths, mark = set(), f"{OPENED_FILES}={record}".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                continue
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            fields = (line.split(None, 5) for line in lines)
+            paths |= {parts[5] for parts in fields if len(parts) == 6 and parts[5][0] == "/"}
+    return paths
+
+
+def mirror_of(record: Path) -> Mirror:
+    """Return the mirror of what `sitecustomize` has noted, and of what Python reads before that.
+
+    The record lies in the run's folder on this node; trees there have paths of their own. Raise
+    OSError where it can't be read.
+    """
+    lines = record.read_text(errors="surrogateescape").splitlines()
+    in_tree = re.compile(rf"^{re.escape(str(record.parent))}/environment-[^/]*(?=/)")
+    parts = [line.partition(" ")[::2] for line in lines]
+    paths = {in_tree.sub("", line) for line in lines if line.startswith("/")}
+    roots = {in_tree.sub("", path) for kind, path in parts if kind == "root"}
+    pythons = {in_tree.sub("", path) for kind, path in parts if kind == "python" and path}
+    mirror = Mirror(frozenset(roots))
+    for path in sorted(paths | mapped_files(record) | pythons):
+        mirror.add(in_tree.sub("", path))
+    for root in roots:
+        mirror.add(os.path.join(root, "pyvenv.cfg"))
+        for site_file in Path(root).glob("*.pth"):
+            mirror.add(str(site_file))
+    mirror.add_searched()
+    return mirror

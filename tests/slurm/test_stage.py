@@ -1,0 +1,31 @@
+"""`--stage`: a requeued job starts Python from a tree close to its nodes, which is removed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from harness import SCRIPTS, Hpc
+
+
+def test_a_requeued_job_starts_from_the_parcel(hpc: Hpc, tmp_path: Path) -> None:
+    (near := tmp_path / "near").mkdir()
+    words = ("--stage", "--launcher", "srun", "--nodes", "2", "--python", sys.executable)
+    job = hpc.submit(*words, "--setup", f"export TMPDIR={near}", str(SCRIPTS / "twice.py"))
+    job.until((job.run.path / "stage" / "label").exists, "the parcel")
+    hpc.cluster.run("scontrol", "requeue", job.id)
+    assert job.end() == "COMPLETED", job.output()
+    prefixes = [
+        {
+            path.read_text().splitlines()[0]
+            for path in job.run.logs.glob(f"attempt-{n}/*/rank-*.log")
+        }
+        for n in (0, 1)
+    ]
+    assert prefixes[0] == {f"prefix {sys.prefix}"}
+    (line,) = prefixes[1]
+    assert line.startswith(f"prefix {near}/")
+    for text in ("there is no parcel yet", "the next start reads", "none of the memory of"):
+        assert job.output().count(text) == 1, job.output()
+    assert [*near.iterdir()] == []
+    assert not (job.run.path / "stage").exists()
