@@ -220,7 +220,7 @@ class JobSpec(ResourceOptions):
     )
     stage: bool = option(
         False,
-        "Requeued: start Python from a copy of its opened files close to the nodes.",
+        "Requeued, start Python from a copy near each node.",
         group=ENVIRONMENT,
         is_local=True,
     )
