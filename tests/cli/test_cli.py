@@ -264,7 +264,16 @@ def test_the_options_are_these() -> None:
         ),
         *("--elastic", "--max-restarts", "--no-warm-start", "--torchrun"),
         *("--chdir", "--gpu-request", "--image", "--signal", "--step-launcher"),
-        *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
+        *(
+            "--runs-dir",
+            "--sbatch",
+            "--setup",
+            "--site",
+            "--srun",
+            "--stage",
+            "--template",
+            "--time",
+        ),
     }
 
 

@@ -116,7 +116,7 @@ class Mirror:
                     yield entry.path, os.path.relpath(target, folder) if is_inside else target
         for root in self.roots:
             real = os.path.realpath(root)
-            is_inner = any(root.startswith(f"{folder}/") for folder in self.roots)
+            is_inner = any(root.startswith(f"{outer}/") for outer in self.roots)
             if real != root and not is_inner and os.path.dirname(root) not in self.folders:
                 yield root, os.path.relpath(real, os.path.dirname(root))
 
