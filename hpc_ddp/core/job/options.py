@@ -220,7 +220,7 @@ class JobSpec(ResourceOptions):
     )
     stage: bool = option(
         False,
-        "Requeued, start Python from a copy near each node.",
+        "Requeued: Python from a copy on each node.",
         group=ENVIRONMENT,
         is_local=True,
     )
