@@ -218,7 +218,7 @@ class JobSpec(ResourceOptions):
     elastic: bool = option(False, "Continue without a node that is lost.", group=CONTINUATION)
     stage: bool = option(
         False,
-        "Requeued, start Python from a copy near each node.",
+        "Requeued: Python from a copy on each node.",
         group=ENVIRONMENT,
         is_local=True,
     )

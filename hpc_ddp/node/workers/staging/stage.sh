@@ -25,7 +25,8 @@ name=none tree='' folder='' why=''
 say() { echo "hpc-ddp: ${SLURMD_NODENAME:-$(uname -n)}: $1" >&2; }
 
 # Sets `top` to this user's folder in $1, of mode 0700, on a disk of this node, whose type and free
-# bytes are set as well. No other user can have made it, nor put another in its place.
+# bytes are set as well; with a $2 it is made. No other user can have made it, nor put another in
+# its place.
 find_top() {
     local owner mode size
     top=$1/hpc-ddp-near-$EUID
@@ -38,7 +39,7 @@ find_top() {
     esac
     read -r owner mode < <(stat -Lc '%u %a' "$1")
     (((owner == 0 || owner == EUID) && (!(0$mode & 022) || 0$mode & 01000))) || return
-    [ "$action" = remove ] || mkdir -m 700 "$top" 2>/dev/null
+    [ -z "$2" ] || mkdir -m 700 "$top" 2>/dev/null
     [ "$(stat -c '%u %a %F' "$top" 2>/dev/null)" = "$EUID 700 directory" ]
 }
 
@@ -50,7 +51,7 @@ find_folder() {
         find_top "$place" && folder=$top/$key && [ -e "$folder/$name.complete" ] && return
     done
     for place in "${places[@]}"; do
-        find_top "$place" || continue
+        find_top "$place" make || continue
         folder=$top/$key in_memory=no
         if [[ $disk == @(tmpfs|ramfs) ]]; then
             in_memory=yes
@@ -245,9 +246,11 @@ start() {
 remove() {
     local place top disk free
     for place in "${places[@]}"; do
-        find_top "$place" && [ -d "$top/$key" ] || continue
-        { exec 9>>"$top/$key/used" && flock -w 5 9 && rm -rf "${top:?}/$key"; } 2>/dev/null
-        exec 9>&-
+        find_top "$place" || continue
+        if [ -d "$top/$key" ]; then
+            { exec 9>>"$top/$key/used" && flock -w 5 9 && rm -rf "${top:?}/$key"; } 2>/dev/null
+            exec 9>&-
+        fi
         rmdir "$top" 2>/dev/null
     done
 }

@@ -135,7 +135,10 @@ def edited(environment: Environment) -> Iterator[Path]:
 
 
 def test_python_starts_from_the_tree(packed: Stage) -> None:
+    before = {path for place in ("/tmp", "/dev/shm") for path in Path(place).glob("hpc-ddp-near*")}
     words, line = packed.start()
+    after = {path for place in ("/tmp", "/dev/shm") for path in Path(place).glob("hpc-ddp-near*")}
+    assert after <= before
     tree = str(packed.tree)
     assert all(word.startswith(tree) for word in words)
     assert "Python starts from" in line
@@ -409,14 +412,17 @@ def test_links_stay_in_the_tree_where_both_ends_are_in_it(tmp_path: Path) -> Non
     (real / "b.so").symlink_to(real / "a.so.1")
     (real / "out").symlink_to("/usr")
     (tmp_path / "spelled").symlink_to(tmp_path / "store")
-    mirror = Mirror(frozenset([str(tmp_path / "spelled")]))
-    mirror.add(str(tmp_path / "spelled" / "lib" / "a.so"))
+    spelled = tmp_path / "spelled"
+    mirror = Mirror(
+        frozenset([str(spelled), str(spelled / "lib")])
+    )  # the inner one is in the outer
+    mirror.add(str(spelled / "lib" / "a.so"))
     assert [*mirror.files] == [str(real / "a.so.1")]
     assert dict(mirror.links()) == {
         str(real / "a.so"): "a.so.1",
         str(real / "b.so"): "a.so.1",
         str(real / "out"): "/usr",
-        str(tmp_path / "spelled"): "store",
+        str(spelled): "store",
     }
 
 
