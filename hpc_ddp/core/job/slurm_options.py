@@ -91,9 +91,15 @@ SBATCH_REFUSED = {
 def full_name(name: str, names: str = SRUN) -> str:
     """Return the whole name of a long option, without dashes, by one of its names or an unambiguous
     beginning; one that is not among `names` (with blanks between them) stays as it is."""
-    fitting = [long for long in names.split() if long.startswith(name)]
-    long_name = fitting[0] if len(fitting) == 1 and name not in names.split() else name
+    fitting = _fitting(name, names)
+    long_name = fitting[0] if len(fitting) == 1 else name
     return _ALIASES.get(long_name, long_name)
+
+
+def _fitting(name: str, names: str) -> list[str]:
+    """Return the one of `names` that is `name`, else those that begin with it."""
+    all_names = names.split()
+    return [name] if name in all_names else [long for long in all_names if long.startswith(name)]
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
@@ -115,8 +121,8 @@ def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
             hint=f"--{command}=--{name}, without the equals sign",
         )
     names = SBATCH if command == "sbatch" else SRUN
-    fitting = [long for long in names.split() if long.startswith(name)]
-    if len(fitting) > 1 and name not in fitting:
+    fitting = _fitting(name, names)
+    if len(fitting) > 1:
         raise UsageError(
             f"{command} option --{name} is a beginning of --{', --'.join(fitting)}",
             hint=f"--{command}=--{fitting[0]}, or another of them",

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import OPTIONS, JobSpec
-from hpc_ddp.core.job.slurm_options import SRUN_SETTLED, full_name
+from hpc_ddp.core.job.slurm_options import SBATCH, SRUN, SRUN_SETTLED, full_name
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm, misplaced_array
 from hpc_ddp.submission.script.directives import directives
 
@@ -53,7 +53,7 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
         variable of ``env`` has another value in a worker; or an array of ``expand`` stands within a
         text; with what to use instead
     """
-    declared, raw = directives(replace(spec, sbatch=())), as_pairs(spec.sbatch)
+    declared, raw = directives(replace(spec, sbatch=())), as_pairs(spec.sbatch, SBATCH)
     _check_pairs("sbatch", [*declared, *raw], header, raw)
     _check_pairs("srun", as_pairs(spec.srun), srun, as_pairs(spec.srun))
     _check_container_options([pair for pair in as_pairs(spec.container_options) if pair in srun])
@@ -91,7 +91,9 @@ def without_effect(spec: JobSpec) -> list[str]:
             " tenth of the time; --time for more"
         )
     warnings += _line_warnings((*spec.setup, *spec.node_setup), spec.launcher)
-    requests = [name for name, text in as_pairs(spec.sbatch) if name != "gres" or "gpu" in text]
+    requests = [
+        name for name, text in as_pairs(spec.sbatch, SBATCH) if name != "gres" or "gpu" in text
+    ]
     has_gpus = any(re.match(r"gpus|gres$", name) for name in requests)
     if has_gpus and spec.gpus_per_node is None and spec.nproc_per_node is None:
         warnings.append(
@@ -160,10 +162,11 @@ def _text(name: str, text: str) -> str:
     return f"--{name}={text}" if text else f"--{name}"
 
 
-def as_pairs(options: Iterable[str]) -> list[Pair]:
-    """Return raw options, ``--name=value``, as pairs; a flag's value is ''."""
+def as_pairs(options: Iterable[str], names: str = SRUN) -> list[Pair]:
+    """Return raw options, ``--name=value``, as pairs of the whole name, as `full_name` has it, and
+    the value; a flag's is ''."""
     parts = (option.removeprefix("--").partition("=") for option in options)
-    return [(full_name(name), text) for name, _, text in parts]
+    return [(full_name(name, names), text) for name, _, text in parts]
 
 
 def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:

@@ -75,6 +75,7 @@ def test_no_directive_of_ours_overrides_the_users_without_a_word(values: dict[st
         ({"time": "60"}, "--time=30", "--time 30"),
         ({}, "--network=", "without the equals sign"),
         ({}, "--no-req", "--max-requeues 0"),
+        ({}, "--job=other", "--job-name other"),
         ({"partition": "p"}, "--part=q", "--partition q"),
         ({}, "--tasks-per-node=4", "--nproc-per-node"),
         ({"nodes": "1-4"}, "--ntasks-per-node=4", "--nproc-per-node"),
