@@ -10,30 +10,22 @@
   through ``worker.py``; either way they have a log by rank, and end with the agent.
 - Failed workers are written to ``failures.json``, not as a table; its own exit code is 1 then.
 - Workers are not started again (``--max-restarts``) once the attempt has to end.
-- With ``--nnodes=MIN:MAX`` a node that is gone without a word makes the others start again
-  without it. torchrun drops it from the rendezvous after 15 s, but looks for new nodes only, so
-  that workers whose peer has lost its link stay in their collective.
+- The nodes of a job of fixed size meet by `fixed_rendezvous`, whose traffic does not grow with the
+  square of the job. An elastic job keeps torchrun's own, as `elastic_rendezvous` changes it.
 - Ranks go by Slurm's order of the nodes, in which neighbours share switches and the first node,
   with rank 0, hosts the store. torchrun sorts host names as text: node10 comes before node9.
-- The nodes of a job of fixed size meet by `FixedRendezvous`, whose traffic does not grow with the
-  square of the job. An elastic job keeps torchrun's own. It looks at no source files there while
-  the workers run, and its state carries the attempt's signature: it is a pickle in a store that
-  whoever reaches the port may write to, and torchrun would load any.
 
-The only module of this room that imports torch: it runs in the worker's environment.
+This module and the rendezvous import torch: they run in the worker's environment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import io
 import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -44,7 +36,7 @@ from hpc_ddp.core.file_io import patiently, read_word
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.child_process import NO_GROUP, split
-from hpc_ddp.node.net.fixed_rendezvous import FORGED, FixedRendezvous
+from hpc_ddp.node.net import elastic_rendezvous, fixed_rendezvous
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
@@ -52,9 +44,6 @@ from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import paused_collector
 from hpc_ddp.node.workers.worker import die_with_parent, started_by
 
-# How long a start without a lost node waits for the rest of the others. They end their workers
-# first, which takes those that are torn down 2 s.
-LAST_CALL_S = 15
 LOOK_TIMEOUT = timedelta(seconds=10)  # of `note_missing_group`, for the store's answer
 
 
@@ -120,47 +109,6 @@ def end_after_notice(node: NodeFolder) -> None:
     Agent._restart_workers = restart_or_end  # type: ignore[method-assign]
 
 
-def count_lost_nodes() -> None:
-    """Patch torchrun: its agents start again without a node that they have not heard of for 15 s.
-
-    torchrun restarts the workers when `num_nodes_waiting` is above 0; lost nodes are added to it.
-    """
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-        DynamicRendezvousHandler as Handler,
-    )
-
-    waiting, join = Handler.num_nodes_waiting, Handler.next_rendezvous
-
-    def waiting_or_lost(self: Any) -> int:
-        """Return how many nodes wait to join, or have been lost since the last rendezvous."""
-        waiting_nodes: int = waiting(self)
-        lost_nodes: int = self.joined - len(self._state_holder.state.participants)
-        return waiting_nodes + lost_nodes
-
-    def join_and_count(self: Any) -> Any:
-        """Join the next rendezvous; note its size, and wait less long for others from then on."""
-        info = join(self)
-        self.joined = info.world_size
-        self._settings.timeout._last_call = timedelta(seconds=LAST_CALL_S)  # it was the start's
-        return info
-
-    Handler.num_nodes_waiting = waiting_or_lost  # type: ignore[method-assign]
-    Handler.next_rendezvous = join_and_count  # type: ignore[method-assign]
-
-
-def leave_sources_alone() -> None:
-    """Patch torchrun: it names the method that calls it without a look at source files. Each time
-    it reads or writes the rendezvous, Python would look at those of all callers, for an event that
-    is not kept: 30 to 50 stats a second and node of the environment's disk (torch 2.15)."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    def name_of_method(depth: int = 2) -> str:
-        """Return the name of the function that is `depth` calls above this one."""
-        return sys._getframe(depth).f_code.co_name
-
-    dynamic_rendezvous.get_method_name = name_of_method
-
-
 def note_missing_group(folder: Path) -> None:
     """Patch torchrun: once all workers have ended well, the first node's agent looks whether they
     have formed a process group, and touches ``no-group`` in `folder` if not.
@@ -183,87 +131,6 @@ def note_missing_group(folder: Path) -> None:
         wait(self)
 
     Agent._exit_barrier = look_and_wait  # type: ignore[method-assign]
-
-
-def rank_in_order(hosts: Sequence[str]) -> None:
-    """Patch torchrun: nodes get their ranks in the order of `hosts`, spelled as in `--local-addr`.
-
-    A host that is not among them comes last. torchrun sorts the participants by address at one
-    place of its module `dynamic_rendezvous`, whose global `sorted` hides Python's there.
-    """
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    places = {host: place for place, host in enumerate(hosts)}
-
-    def in_order(participants: Any) -> list[Any]:
-        return sorted(participants, key=lambda node: (places.get(node.addr, len(places)), node))
-
-    setattr(dynamic_rendezvous, "sorted", in_order)  # noqa: B010  # mypy knows of no such name
-
-
-def sign_state(secret: bytes) -> None:
-    """Patch torchrun: it loads a rendezvous state only from an agent that knows `secret`.
-
-    In front of each state stands its HMAC-SHA256, over the rendezvous' key and the state. A state
-    with another signature raises torchrun's `RendezvousStateError`, which ends the attempt.
-    """
-    from torch.distributed.elastic.rendezvous import RendezvousStateError
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
-        C10dRendezvousBackend as Backend,
-    )
-
-    decode, set_state = Backend._decode_state, Backend.set_state
-
-    def signature(backend: Any, state: bytes) -> bytes:
-        """Return the HMAC of a state, 32 bytes."""
-        return hmac.digest(secret, backend._key.encode() + b"\0" + state, hashlib.sha256)
-
-    def decode_signed(backend: Any, stored: bytes) -> Any:
-        """Return torchrun's (state, token) of `stored` bytes without the signature, None for an
-        empty store. Raise RendezvousStateError for another signature, and for bytes of another
-        form."""
-        decoded = decode(backend, stored)
-        if decoded is None:
-            return None
-        (content, token), size = decoded, hashlib.sha256().digest_size
-        state = content[size:]
-        if not hmac.compare_digest(content[:size], signature(backend, state)):
-            raise RendezvousStateError(FORGED)
-        return state, token
-
-    def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
-        """Store a state with its signature; return torchrun's (state, token, was stored), or None.
-
-        The store is changed only if it still has `token`, of an earlier answer. Raises as
-        `decode_signed` for the state that the store has then.
-        """
-        stored = set_state(backend, signature(backend, state) + state, token)
-        return stored and (*stored[:2], stored[0] == state)
-
-    Backend._decode_state = decode_signed  # type: ignore[method-assign,assignment]
-    Backend.set_state = set_signed  # type: ignore[method-assign,assignment]
-
-
-def meet_by_index(index: int, hosts: Sequence[str], secret: bytes) -> None:
-    """Patch torchrun: this node, number `index` of `hosts`, meets the others by `FixedRendezvous`,
-    whatever the backend that torchrun is asked for. Once its workers have ended well, no other node
-    starts its own again: they would wait for this one's."""
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
-    from torch.distributed.elastic.rendezvous import registry
-
-    wait: Any = Agent._exit_barrier
-
-    def close_and_wait(self: Any) -> None:
-        """Close the rendezvous, then wait for the other agents."""
-        self._worker_group.spec.rdzv_handler.shutdown()
-        wait(self)
-
-    def create(parameters: Any) -> Any:
-        """Return the rendezvous of this node; raise as `FixedRendezvous.create`."""
-        return FixedRendezvous.create(parameters, index, hosts, secret)
-
-    registry.get_rendezvous_handler = create  # type: ignore[assignment]
-    Agent._exit_barrier = close_and_wait  # type: ignore[method-assign]
 
 
 def read_options(options: list[str]) -> Any:
@@ -327,12 +194,9 @@ def launch(
     hosts = [place.host_of(index) for index in range(len(place.nodes))]
     secret = patiently(place.attempt.secret.read_bytes)
     if config.min_nodes < config.max_nodes:
-        leave_sources_alone()
-        rank_in_order(hosts)
-        sign_state(secret)
-        count_lost_nodes()
+        elastic_rendezvous.patch(hosts, secret)
     else:
-        meet_by_index(place.index, hosts, secret)
+        fixed_rendezvous.patch(place.index, hosts, secret)
     if server is not None:
         fork_workers(server)
     if config.max_restarts:

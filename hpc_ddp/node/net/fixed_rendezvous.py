@@ -227,3 +227,25 @@ class FixedRendezvous:
             raise RendezvousConnectionError(
                 f"the store of the rendezvous, on {self.hosts[0]}, does not answer"
             ) from error
+
+
+def patch(index: int, hosts: Sequence[str], secret: bytes) -> None:
+    """Patch torchrun: this node, number `index` of `hosts`, meets the others by `FixedRendezvous`,
+    whatever the backend that torchrun is asked for. Once its workers have ended well, no other node
+    starts its own again: they would wait for this one's."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
+    from torch.distributed.elastic.rendezvous import registry
+
+    wait: Any = Agent._exit_barrier
+
+    def close_and_wait(self: Any) -> None:
+        """Close the rendezvous, then wait for the other agents."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+        wait(self)
+
+    def create(parameters: Any) -> Any:
+        """Return the rendezvous of this node; raise as `FixedRendezvous.create`."""
+        return FixedRendezvous.create(parameters, index, hosts, secret)
+
+    registry.get_rendezvous_handler = create  # type: ignore[assignment]
+    Agent._exit_barrier = close_and_wait  # type: ignore[method-assign]

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 # the bandwidth is that of torch's own collectives; submitit is given the supervisor by name.
 EXCEPTIONS = {
     ("node/elastic_agent.py", "torch"),
+    ("node/net/elastic_rendezvous.py", "torch"),
     ("node/net/fixed_rendezvous.py", "torch"),
     ("node/preflight/bandwidth.py", "torch"),
     ("node/workers/device_check.py", "torch"),

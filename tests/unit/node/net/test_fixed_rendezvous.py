@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -184,3 +186,17 @@ def test_a_nodes_requests_do_not_grow_with_the_job(
             node.shutdown()
     assert counts == [counts[0]] * 8
     assert counts[0].total() < 10
+
+
+def test_a_node_that_is_done_closes_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(SimpleElasticAgent, "_exit_barrier", lambda handler: calls.append("wait"))
+    monkeypatch.setattr(
+        "torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", None
+    )
+    fixed_rendezvous.patch(0, ["n1", "n2"], b"")
+    rendezvous = SimpleNamespace(shutdown=lambda: calls.append("close"))
+    group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=rendezvous))
+    wait: Any = SimpleElasticAgent._exit_barrier
+    wait(SimpleNamespace(_worker_group=group))
+    assert calls == ["close", "wait"]

@@ -1,0 +1,133 @@
+"""torchrun's own rendezvous, with what an elastic job needs changed: `patch`.
+
+Its state is a pickle in a store that whoever reaches the port may write to, and torchrun would load
+any: here it carries a signature with the attempt's secret. Nodes have Slurm's order, a node that is
+lost counts, and no source files are looked at while the workers run. A job of fixed size has
+`fixed_rendezvous`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from hpc_ddp.node.net.fixed_rendezvous import FORGED
+
+# How long a start without a lost node waits for the rest of the others. They end their workers
+# first, which takes those that are torn down 2 s.
+LAST_CALL_S = 15
+
+
+def patch(hosts: Sequence[str], secret: bytes) -> None:
+    """Patch torchrun with all of this module's changes: for a node of a job whose nodes have the
+    addresses `hosts`, by rank, and whose attempt has the `secret`."""
+    leave_sources_alone()
+    rank_in_order(hosts)
+    sign_state(secret)
+    count_lost_nodes()
+
+
+def sign_state(secret: bytes) -> None:
+    """Patch torchrun: it loads a rendezvous state only from an agent that knows `secret`.
+
+    In front of each state stands its HMAC-SHA256, over the rendezvous' key and the state. A state
+    with another signature raises torchrun's `RendezvousStateError`, which ends the attempt.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousStateError
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+        C10dRendezvousBackend as Backend,
+    )
+
+    decode, set_state = Backend._decode_state, Backend.set_state
+
+    def signature(backend: Any, state: bytes) -> bytes:
+        """Return the HMAC of a state, 32 bytes."""
+        return hmac.digest(secret, backend._key.encode() + b"\0" + state, hashlib.sha256)
+
+    def decode_signed(backend: Any, stored: bytes) -> Any:
+        """Return torchrun's (state, token) of `stored` bytes without the signature, None for an
+        empty store. Raise RendezvousStateError for another signature, and for bytes of another
+        form."""
+        decoded = decode(backend, stored)
+        if decoded is None:
+            return None
+        (content, token), size = decoded, hashlib.sha256().digest_size
+        state = content[size:]
+        if not hmac.compare_digest(content[:size], signature(backend, state)):
+            raise RendezvousStateError(FORGED)
+        return state, token
+
+    def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
+        """Store a state with its signature; return torchrun's (state, token, was stored), or None.
+
+        The store is changed only if it still has `token`, of an earlier answer. Raises as
+        `decode_signed` for the state that the store has then.
+        """
+        stored = set_state(backend, signature(backend, state) + state, token)
+        return stored and (*stored[:2], stored[0] == state)
+
+    Backend._decode_state = decode_signed  # type: ignore[method-assign,assignment]
+    Backend.set_state = set_signed  # type: ignore[method-assign,assignment]
+
+
+def rank_in_order(hosts: Sequence[str]) -> None:
+    """Patch torchrun: nodes get their ranks in the order of `hosts`, spelled as in `--local-addr`.
+
+    A host that is not among them comes last. torchrun sorts the participants by address at one
+    place of its module `dynamic_rendezvous`, whose global `sorted` hides Python's there.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    places = {host: place for place, host in enumerate(hosts)}
+
+    def in_order(participants: Any) -> list[Any]:
+        return sorted(participants, key=lambda node: (places.get(node.addr, len(places)), node))
+
+    setattr(dynamic_rendezvous, "sorted", in_order)  # noqa: B010  # mypy knows of no such name
+
+
+def count_lost_nodes() -> None:
+    """Patch torchrun: its agents start again without a node that they have not heard of for 15 s.
+
+    torchrun drops such a node from the rendezvous, but restarts the workers only where
+    `num_nodes_waiting` is above 0, for new nodes: workers whose peer has lost its link would stay
+    in their collective. Lost nodes are added to that number.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        DynamicRendezvousHandler as Handler,
+    )
+
+    waiting, join = Handler.num_nodes_waiting, Handler.next_rendezvous
+
+    def waiting_or_lost(self: Any) -> int:
+        """Return how many nodes wait to join, or have been lost since the last rendezvous."""
+        waiting_nodes: int = waiting(self)
+        lost_nodes: int = self.joined - len(self._state_holder.state.participants)
+        return waiting_nodes + lost_nodes
+
+    def join_and_count(self: Any) -> Any:
+        """Join the next rendezvous; note its size, and wait less long for others from then on."""
+        info = join(self)
+        self.joined = info.world_size
+        self._settings.timeout._last_call = timedelta(seconds=LAST_CALL_S)  # it was the start's
+        return info
+
+    Handler.num_nodes_waiting = waiting_or_lost  # type: ignore[method-assign]
+    Handler.next_rendezvous = join_and_count  # type: ignore[method-assign]
+
+
+def leave_sources_alone() -> None:
+    """Patch torchrun: it names the method that calls it without a look at source files. Each time
+    it reads or writes the rendezvous, Python would look at those of all callers, for an event that
+    is not kept: 30 to 50 stats a second and node of the environment's disk (torch 2.15)."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def name_of_method(depth: int = 2) -> str:
+        """Return the name of the function that is `depth` calls above this one."""
+        return sys._getframe(depth).f_code.co_name
+
+    dynamic_rendezvous.get_method_name = name_of_method
