@@ -233,7 +233,11 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     with contextlib.ExitStack() as stack:
         output = None
         if prepared.spec.backend in ("local", "salloc"):  # where Slurm would put it
-            output = stack.enter_context(open(prepared.run.slurm_out, "ab"))
+            try:
+                output = stack.enter_context(open(prepared.run.slurm_out, "ab"))
+            except OSError:
+                prepared.discard()
+                raise
         started = backends.start(prepared, output)
     return Handle(prepared.run.path, started.process)
 

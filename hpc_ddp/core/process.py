@@ -102,6 +102,14 @@ def _read_pid_file(path: Path) -> tuple[str, str, str]:
     return number, began, namespace
 
 
+def proc_text(pid: int | str, name: str) -> str:
+    """Return the file ``/proc/<pid>/<name>`` as text; raise OSError for a process that is gone.
+
+    A process may have any bytes for its name: those that are no UTF-8 are replaced.
+    """
+    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+
+
 def _namespace(pid: str) -> str:
     """Return the PID namespace of a process; raise OSError for one that is gone or another
     user's."""
@@ -114,7 +122,7 @@ def _pid_here(number: str, namespace: str) -> int | None:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             if _namespace(pid) == namespace:
-                status = Path(f"/proc/{pid}/status").read_text()
+                status = proc_text(pid, "status")
                 if re.search(rf"^NSpid:.*\t{int(number)}$", status, re.M):
                     return int(pid)
     return None
@@ -152,7 +160,7 @@ def handles(pid: int, number: int, or_ignores: bool = False) -> bool:
 
     Raise OSError if the process is gone.
     """
-    text = Path(f"/proc/{pid}/status").read_text()
+    text = proc_text(pid, "status")
     names = "Cgt|Ign" if or_ignores else "Cgt"
     masks = re.findall(rf"^Sig(?:{names}):\s*([0-9a-f]+)", text, re.M)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
@@ -175,7 +183,7 @@ def _began(pid: int) -> str | None:
     Where there is no /proc, all that this user may signal began at ``running``.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = proc_text(pid, "stat")
     except OSError:
         return _exists(pid)
     state, *fields = stat.rpartition(")")[2].split()  # a name may hold spaces and brackets

@@ -71,7 +71,7 @@ def queue_next(environ: dict[str, str]) -> None:
         chain.record_late_link(run, own_job, environ)
         is_link = chain.is_link(run, own_job)
         chain.check_wanted(run, restarts, is_link, own_job, array)
-        check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
+        check_budget(run, JobSpec.from_json(patiently(run.job_json.read_bytes)))
         chain.queue_early(run, environ)
 
 
@@ -98,7 +98,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     the run's folder can't be used, or no port is free.
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
-    spec = JobSpec.from_json(patiently(run.job_json.read_text))
+    spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
     restarts = requeue.restarts_of(environ)
     own_job = _own_job(environ)
     cluster = slurm.own_cluster()

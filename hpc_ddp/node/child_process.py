@@ -22,7 +22,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.attempt_folder import NodeFolder
-from hpc_ddp.core.process import NOTICE_SIGNALS, handles
+from hpc_ddp.core.process import NOTICE_SIGNALS, handles, proc_text
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.peer_links import Task
@@ -52,7 +52,7 @@ def warn_of_wrapper(environ: Mapping[str, str]) -> None:
     with suppress(OSError, ValueError):
         task = int(environ.get("SLURM_TASK_PID") or os.getpid())
         if task != os.getpid() and not handles(task, signal.SIGTERM, or_ignores=True):
-            name = Path(f"/proc/{task}/comm").read_text().strip()
+            name = proc_text(task, "comm").strip()
             say(
                 f"WARNING: this Python runs below {name}, which dies of a preemption's signal, and"
                 " the job with it, before it has saved; hint: end the wrapper (--python,"

@@ -63,7 +63,7 @@ class DryRun:
         """
         self.run = run
         self.command = command
-        self.spec = JobSpec.from_json(run.job_json.read_text())
+        self.spec = JobSpec.from_json(run.job_json.read_bytes())
         self.nodes = [f"local-{index}" for index in range(self.spec.node_range[1])]
         self.notified = False  # a first signal has come, a notice
         self.is_hurried = False  # a second one has come
@@ -282,10 +282,12 @@ def main(command: list[str]) -> int:
             say(f"run {run.path} is finished")
             return 0
         run.cancelled.unlink(missing_ok=True)
-        spec = JobSpec.from_json(run.job_json.read_text())
+        spec = JobSpec.from_json(run.job_json.read_bytes())
         return _sweep(run, spec, command) if spec.sweep else DryRun(run, command).play()
     except HpcDdpError as error:
         say(error.message)
+        if error.hint:
+            say(f"hint: {error.hint}")
         return error.exit_code
     except OSError as error:
         say(f"the run's folder can't be used: {error}")

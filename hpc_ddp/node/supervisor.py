@@ -1,6 +1,6 @@
 """The Slurm task of each node: starts torchrun, and decides whether a signal is a notice.
 
-``python <run>/lib/node.py supervisor torchrun <torchrun command line>``
+``python <run>/lib/node.py supervisor torchrun <python> -u <run>/lib/node.py elastic_agent <words>``
 ``python <run>/lib/node.py supervisor worker <python> <script> <its arguments>``
 
 The second form is for ``--launcher srun``: a task, and so a supervisor, for each worker.
@@ -361,10 +361,11 @@ class Supervisor:
 def main(argv: list[str]) -> int:
     """Supervise a launch: a name in `LAUNCHES`, ``torchrun`` or ``worker``, then its command.
 
-    Return the exit code of the Slurm task: that of `Supervisor.run`, or 1 after a printed error.
+    The command begins with the job's Python; in a step of the batch script, and in a staged
+    environment, this process's own Python takes its place, which is the same one within its wrapper
+    or stage. Return the task's exit code: that of `Supervisor.run`, or 1 after a printed error.
     """
     kind, *command = argv
-    # The job's Python has started this process: a wrapper is entered, and a tree, by now.
     is_by_script = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
     if (is_by_script or "HPC_DDP_NEAR" in os.environ) and sys.executable:
         command[:1] = [sys.executable]
@@ -386,10 +387,9 @@ def main(argv: list[str]) -> int:
 
 
 def submitit_main(kind: str, command: list[str]) -> None:
-    """Be submitit's task: the supervisor of a launch, as `main`, with the script's arguments from
-    job.json: one file with `command` serves all tasks of an array. Exits the process with the
-    supervisor's code (submitit's own is 0 whatever a function returned), or with 1 and a message
-    where job.json can't be read or `expand` refuses."""
+    """Be submitit's task: supervise a launch, as `main`, with the script's arguments from job.json
+    (one file with `command` serves all tasks of an array). Exit with the supervisor's code, where
+    submitit's own is always 0; with 1 and a message if job.json is broken or `expand` refuses."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
     try:
         job_json = AttemptEnv.from_env(os.environ).run_folder.job_json

@@ -34,7 +34,7 @@ LOOKS = 10  # at the queue after a scancel, a second apart
 
 def cancel(run: RunFolder) -> None:
     """End a run for good, an array with all tasks: send SIGTERM to its process on this machine,
-    cancel its jobs, and wait up to `LOOKS` seconds for their end.
+    cancel its jobs, and wait up to `LOOKS` seconds for the jobs' end.
 
     The run's mark comes first, so that a verdict made just now sees it. A disk that takes no mark
     is reported on stderr, and the jobs are cancelled all the same. A finished run whose script has

@@ -72,7 +72,7 @@ def command(
     inside = [str(run.lib / "node.py"), "attach", str(pid_file), *words]
     if not job:
         return [sys.executable, *inside]
-    spec = JobSpec.from_json(run.job_json.read_text())
+    spec = JobSpec.from_json(run.job_json.read_bytes())
     # Another container of the same kind: what the worker's environment names is in there.
     entry = container.entry(spec, run.whole, run.whole / "code")
     inner = spec.container or spec.image

@@ -112,12 +112,13 @@ class Plan:
                         prepared.earlier[path] = path.read_bytes()
             with written_by_owner():
                 self._write_files()
-        except FileExistsError:
-            raise UsageError(
-                f"the run folder {self.run.path} was made by another submit just now",
-                hint="the same command again",
-            ) from None
         except OSError as error:
+            path = self.run.path
+            if isinstance(error, FileExistsError) and error.filename in (str(path), path.name):
+                raise UsageError(
+                    f"the run folder {path} was made by another submit just now",
+                    hint="the same command again",
+                ) from None
             prepared.discard()
             raise UsageError(
                 f"the run folder {self.run.path} can't be written: {error.strerror or error}",

@@ -54,11 +54,11 @@ def plan_rerun(
         the run's folder can't be read
     """
     check_executable(run)
-    old = JobSpec.from_json(run.job_json.read_text())
+    old = JobSpec.from_json(run.job_json.read_bytes())
     _check_repeatable(run, old, changes)
     changed = {"args": with_values(old.args, changes), **_fields_of(old, options, settings, cwd)}
     changed.setdefault("dependency", None)  # what it waited for then is over
-    if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
+    if run.is_task and JobSpec.from_json((run.whole / "job.json").read_bytes()).sweep:
         changed.setdefault("array", None)  # its trial stands in its arguments
     elif old.array and not run.is_task:
         indexes = old.indexes(task.index for task in run.tasks())
@@ -142,7 +142,7 @@ def plan_continuation(
     check_executable(run)
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
-    spec = JobSpec.from_json(run.job_json.read_text())
+    spec = JobSpec.from_json(run.job_json.read_bytes())
     changed = _fields_of(spec, options, settings, cwd)
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
     changed.setdefault("backend", settings.get("backend", "slurm"))

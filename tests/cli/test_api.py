@@ -9,6 +9,7 @@ import pytest
 
 import hpc_ddp
 from hpc_ddp import api
+from hpc_ddp.core.run_folder import RunFolder
 from tests.waiting import LIMIT_S, wait_until
 
 SCRIPT = """
@@ -82,3 +83,12 @@ def test_a_sweep_has_a_task_for_each_point() -> None:
 def test_no_such_name() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'sumbit'"):
         hpc_ddp.sumbit  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_nothing_stays_of_a_run_whose_output_can_not_be_written(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "slurm_out", property(lambda run: run.path))  # a folder
+    with pytest.raises(IsADirectoryError):
+        hpc_ddp.submit(script="train.py", **HERE)
+    assert not list(project.glob("runs/*/*"))

@@ -18,8 +18,10 @@ def duration(seconds: float) -> str:
 
 def brief_duration(seconds: float) -> str:
     """Return a time that is not negative with two digits, in milliseconds below 0.1 s: ``0.31 s``,
-    ``4.5 ms``."""
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
+    ``4.5 ms``; from 10 s on as `duration` does."""
+    if seconds >= 9.95:
+        return duration(seconds)
+    return f"{seconds:.2g} s" if seconds >= 0.0995 else f"{1000 * seconds:.2g} ms"
 
 
 def byte_count(count: float) -> str:
@@ -32,7 +34,7 @@ def byte_count(count: float) -> str:
 
 def speed(megabytes_per_s: float) -> str:
     """Return a transfer speed: ``850 MB/s``, ``12.4 GB/s``."""
-    if megabytes_per_s >= 1000:
+    if megabytes_per_s >= 999.5:
         return f"{megabytes_per_s / 1000:.1f} GB/s"
     return f"{megabytes_per_s:.3g} MB/s"
 

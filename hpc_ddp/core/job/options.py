@@ -379,7 +379,7 @@ class JobSpec(ResourceOptions):
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> JobSpec:
+    def from_json(cls, text: str | bytes) -> JobSpec:
         """Return the job of the text of `to_json`; unknown fields of a newer version are ignored.
 
         Raises

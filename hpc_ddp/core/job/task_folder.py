@@ -18,12 +18,12 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
     A disk in trouble is asked again for a minute (`patiently`). Raise OSError if it still refuses,
     UsageError if the array's job.json is broken, IndexError beyond the last task of a sweep.
     """
-    array_spec = JobSpec.from_json(patiently(run.job_json.read_text))
+    array_spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
     job = array_spec.task(index).to_json()
 
     def make() -> RunFolder:
         task = run.task(index).make()
-        if not task.job_json.exists() or task.job_json.read_text() != job:
+        if not task.job_json.exists() or task.job_json.read_bytes() != job.encode():
             write_whole(task.job_json, job)
         link = task.path / "lib"
         if not link.is_symlink():

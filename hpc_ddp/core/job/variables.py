@@ -82,7 +82,7 @@ def fill(text: str, names: Collection[str], values: Mapping[str, str]) -> str:
 
 def shell_word(text: str, names: Collection[str] = ()) -> str:
     """Return `text` as one word for bash, which fills in the variables of `names`, and fails with a
-    message where one is not set."""
+    message where one is not set. An array's ``NAME[@]`` becomes a word for each of its elements."""
     words, end = [], 0
     for match in _marks(names).finditer(text):
         words += [text[end : match.start()], match[1] or match[2]]

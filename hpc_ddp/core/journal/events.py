@@ -203,7 +203,7 @@ class TrainingBegun(JournalEvent):
 
 @dataclass(frozen=True)
 class FirstStep(JournalEvent):
-    """The first step of an attempt has ended; `hosts` are by rank."""
+    """The first step of an attempt has ended; `hosts` are the names of its nodes, sorted."""
 
     event = "first_step"
     writer = RANK_0

@@ -16,9 +16,10 @@ from pathlib import Path
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.process import proc_text
 from hpc_ddp.node.outcome.requeue import ask
 from hpc_ddp.node.outcome.verdict import silent_nodes
 
@@ -34,11 +35,15 @@ def guard(environ: dict[str, str], shell: int) -> None:
     """Kill the step of the batch script `shell`, a process id, where it would cost the verdict.
 
     That is `ENDED_S` after all nodes have recorded their end, and `KEPT_S` before Slurm ends the
-    batch shell at the time limit. Looks every `POLL_S` and returns never: it ends with its process.
-    Raise OSError where job.json can't be read, UsageError where it is broken.
+    batch shell at the time limit. Looks every `POLL_S`, and ends with its process; where job.json
+    is broken or can't be read, prints so and returns.
     """
     env = AttemptEnv.from_env(environ)
-    spec = JobSpec.from_json(patiently(env.run_folder.job_json.read_text))
+    try:
+        spec = JobSpec.from_json(patiently(env.run_folder.job_json.read_bytes))
+    except (OSError, UsageError) as error:
+        say(f"a step that does not end by itself is not ended before the time limit: {error}")
+        return
     grace_s = _kill_wait() - KEPT_S
     ended_at: float | None = None
     while True:
@@ -102,7 +107,7 @@ def _kill_step(shell: int, why: str) -> None:
     batch script, and print `why`."""
     for pid in _children(shell):
         with suppress(OSError):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            name = proc_text(pid, "comm").strip()
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if name in LAUNCHERS or b"preflight.driver" in words:
                 say(f"{why}: {name} is killed, so that the verdict can come")
@@ -111,7 +116,7 @@ def _kill_step(shell: int, why: str) -> None:
 
 def _children(parent: int) -> Iterator[int]:
     """Yield the ids of a process's children."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError, ValueError, IndexError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                yield int(path.parent.name)
+            if int(proc_text(pid, "stat").rpartition(")")[2].split()[1]) == parent:
+                yield int(pid)

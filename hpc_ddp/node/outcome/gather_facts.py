@@ -114,7 +114,7 @@ def judge(
     """
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
-    spec = JobSpec.from_json(patiently(run.job_json.read_text))
+    spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
     silent = silent_nodes(spec, nodes, records)
     facts = AttemptFacts(
         spec=spec,

@@ -49,7 +49,8 @@ def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Jo
 
 
 def restarts_of(environ: dict[str, str]) -> int:
-    """Return how often Slurm has started this job again; raise KeyError outside of a job.
+    """Return how often Slurm has started this job again; 0 where SLURM_RESTART_COUNT is not set,
+    also outside of a job. Raise KeyError where it is set and SLURM_JOB_ID is not.
 
     Slurm sets SLURM_RESTART_COUNT in such a job alone. Another one may have it from a job in which
     a person has called sbatch: so Slurm is asked, and without an answer the variable counts.

@@ -117,7 +117,8 @@ class AttemptFacts:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the script uses hpc_ddp.training, so that its progress is known."""
+        """Whether an attempt since the last submit has done a step, or restored a checkpoint, by
+        hpc_ddp.training, so that progress is known. False before that for any script."""
         return any(isinstance(event, (FirstStep, CheckpointRestored)) for event in self.events)
 
     @property

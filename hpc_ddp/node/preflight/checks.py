@@ -85,7 +85,10 @@ def _has_ipv6(name: str) -> bool:
     """Return whether an interface has an IPv6 address beyond the link's own; False if Linux does
     not say."""
     with contextlib.suppress(OSError):
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        lines = [
+            line.split()
+            for line in Path("/proc/net/if_inet6").read_text(errors="replace").splitlines()
+        ]
         return any(words[-1] == name and not words[0].startswith("fe80") for words in lines)
     return False
 

@@ -62,7 +62,7 @@ def examine(
     Raise OSError if the run's folder can't be read or written, or a command can't be started;
     UsageError for a broken job.json.
     """
-    spec = JobSpec.from_json(run.job_json.read_text())
+    spec = JobSpec.from_json(run.job_json.read_bytes())
     attempt = AttemptEnv.from_env(commands[0].env).attempt_folder
     begin = time.monotonic()
     log = attempt.path / "preflight.log"
@@ -188,7 +188,7 @@ def main(argv: list[str]) -> int:
             names = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
             claimed = run.claim_attempt({"nodes": names}, lambda _: False)
             environ[variable("attempt")] = str(claimed.number)
-        spec = JobSpec.from_json(run.job_json.read_text())
+        spec = JobSpec.from_json(run.job_json.read_bytes())
         environ.setdefault(variable("fabric"), spec.fabric)
         attempt = AttemptEnv.from_env(environ).attempt_folder
         nodes = attempt.node_names

@@ -92,7 +92,7 @@ def name_process(command: list[str]) -> None:
 
     Does nothing where the kernel has no PR_SET_MM_MAP (CONFIG_CHECKPOINT_RESTORE).
     """
-    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    stat = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     libc = ctypes.CDLL(None)
     libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
     pairs = (f"{name}={value}" for name, value in os.environ.items())

@@ -116,7 +116,7 @@ def began() -> str:
     A text that only compares; ``running`` where there is no /proc.
     """
     try:
-        with open("/proc/self/stat") as file:
+        with open("/proc/self/stat", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
     except OSError:  # a Mac, in a dry run
         return "running"

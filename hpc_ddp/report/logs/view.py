@@ -187,7 +187,7 @@ class MergedView:
     def _show(self, group: AttemptLogs, is_last: bool) -> None:
         """Print the new lines of an attempt, with a heading where it begins and where it ends, once
         each. Lines of the last second may wait for equal ones until the next call. Raise OSError
-        where the journal can't be read, or stdout is closed."""
+        where the journal or a log can't be read, or stdout is closed."""
         fold = self._folds.setdefault(group.attempt.path, LineFold(not self._query.raw))
         # Read before the lines, so that all lines from before the verdict are there.
         events = group.events()

@@ -110,7 +110,7 @@ class Launch:
             word = remaining.pop(0)
             name, operand = option_name(word, rules.letters, rules.names)
             is_inside = operand is not None
-            if operand is None and not rules.flags.fullmatch(name) and remaining:
+            if not is_inside and not rules.flags.fullmatch(name) and remaining:
                 operand = remaining.pop(0)
             self.options[name] = operand, word.line
             use = next(use for pattern, use in rules.uses.items() if re.fullmatch(pattern, name))
@@ -124,9 +124,10 @@ class Launch:
                 self.settings[key] = [operand if operand and kind == "=" else word]
             elif kind in "+&%":
                 option = literal(f"--{name}", word.line)
+                behind = None if is_inside else operand
                 parts = {"+": [joined(f"--{name}=", operand) if operand else option],
-                         "&": [word, operand] if operand and not is_inside else [word],
-                         "%": [joined(word, " ", operand) if operand else word]}  # fmt: skip
+                         "&": [word, behind] if behind else [word],
+                         "%": [joined(word, " ", behind) if behind else word]}  # fmt: skip
                 self.add(key, *(part for part in parts[kind] if part))
             elif use != "later" and key != "workers":
                 self.mark(word.line, OURS, f"{launcher} --{name}")

@@ -38,7 +38,8 @@ def runs_folder(option: str | None, is_strict: bool = False) -> Path:
 
     `option` is the value of ``--runs-dir``, None without. Settings that can't be used are warnings
     on stderr; with `is_strict` they raise UsageError. In both cases a folder's name that can't be
-    filled in raises it, as in `runs_root`.
+    filled in raises it, as in `runs_root`, and so does a user without a home folder. Raise OSError
+    where the working folder is gone.
     """
     layer = {"runs-dir": option} if option else {}
     return runs_root(load(layer, Path.cwd(), home_folder(), is_strict))

@@ -114,7 +114,7 @@ def _network_disk(folder: Path) -> str:
     where there is no /proc."""
     types = {}
     with suppress(OSError):
-        for line in Path("/proc/mounts").read_text().splitlines():
+        for line in Path("/proc/mounts").read_text(errors="replace").splitlines():
             types[line.split()[1]] = line.split()[2]
     kind = next((types[str(p)] for p in (folder, *folder.parents) if str(p) in types), "")
     return kind if kind.startswith(NETWORK) else ""

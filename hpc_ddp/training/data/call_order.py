@@ -64,7 +64,8 @@ class CallOrder:
             )
 
     def check_batch(self) -> None:
-        """Refuse a second batch of the loader outside of a loop."""
+        """Refuse a batch outside of a loop; the loader asks before each one but its first, by which
+        a script may look at the data."""
         if not self.loop:
             raise UsageError(
                 "the training loader was iterated outside run.epochs",

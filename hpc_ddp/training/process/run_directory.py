@@ -75,7 +75,7 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     if not run.job_json.exists():
         write_json(run.job_json, asdict(job))
     else:
-        _adopt_job(run, JobSpec.from_json(run.job_json.read_text()), job)
+        _adopt_job(run, JobSpec.from_json(run.job_json.read_bytes()), job)
     moved = f" (the finished one is now {finished})" if finished else ""
     say(f"run: {run.path}{moved}")
     run.journal("rank-0", attempt.number).write(Started(backend="local", **process.identity()))

@@ -79,7 +79,7 @@ def test_a_process_is_identified_by_its_number_without_proc(
     with subprocess.Popen(["true"]) as child:
         pass
 
-    def fail(path: Path) -> str:
+    def fail(path: Path, **_: str) -> str:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "exists", lambda path: False)
@@ -98,3 +98,17 @@ def test_handled_and_ignored_signals_are_told_apart() -> None:
         assert process.handles(os.getpid(), signal.SIGUSR2) is False
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_process_may_have_any_bytes_for_its_name() -> None:
+    """Slurm's task, a worker, or any process of the node; names end after 15 bytes, in a letter."""
+    rename = "open('/proc/self/comm', 'wb').write('überwachungs-ü'.encode()[:15])"
+    words = [sys.executable, "-c", f"{rename}; print(flush=True); input()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        assert child.stdout.readline()
+        assert b"\xc3\n" in Path(f"/proc/{child.pid}/comm").read_bytes()
+        assert process.proc_text(child.pid, "comm").startswith("überwachungs-")
+        assert process.began_at(child.pid) is not None
+        assert not process.handles(child.pid, signal.SIGTERM)
+        child.communicate(b"\n")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hpc_ddp.core import process
-from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.journal.enums import Action, Cause
@@ -480,3 +480,19 @@ def test_a_dry_run_on_a_full_disk_can_be_continued(
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     assert dry_run.main(["python", "train.py"]) == CAN_GO_ON
     assert "No space left on device" in capfd.readouterr().err
+
+
+def test_an_error_of_a_dry_run_has_its_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
+    run.job_json.write_text(JobSpec("train.py").to_json())
+    monkeypatch.setenv("HPC_DDP_RUN", str(run.path))
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+
+    def refuse(*_: object) -> None:
+        raise UsageError("the budget is used up", hint="--max-gpu-hours 3")
+
+    monkeypatch.setattr(dry_run, "check_budget", refuse)
+    assert dry_run.main(["python", "train.py"]) == UsageError.exit_code
+    assert "used up\nhpc-ddp: hint: --max-gpu-hours 3" in capfd.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +102,15 @@ def test_package_itself_imports_nothing() -> None:
     code = "import sys; before = {*sys.modules}; import hpc_ddp; print({*sys.modules} - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "{'hpc_ddp'}"
+
+
+def test_names_in_proc_may_have_any_bytes() -> None:
+    """A process may have any name, and Linux cuts it after 15 bytes; so may a mount's folder."""
+    strict = re.compile(r"""["']/proc/.*read_text\(\)|open\(f?["']/proc/[^,]*\)""")
+    lines = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if strict.search(line)
+    ]
+    assert not lines, "read_text(errors='replace'), or proc_text"

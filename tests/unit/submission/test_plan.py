@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -163,3 +164,22 @@ def test_a_run_of_another_version_is_refused_before_its_library_is_replaced(
     assert (run.lib / "of-then").exists()
     replace(continued, is_fresh=True).write()
     assert not (run.lib / "of-then").exists()
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_file_in_the_way_is_no_other_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    new = plan.plan_new(Settings({"script": "train.py"}), tmp_path, tmp_path / "runs")
+    if is_taken:
+        new.run.make()
+
+    def refuse(*_: object) -> None:
+        raise FileExistsError(errno.EEXIST, "File exists", str(new.run.code / "train.py"))
+
+    monkeypatch.setattr(snapshot, "take", refuse)
+    text = "made by another submit" if is_taken else "can't be written: File exists"
+    with pytest.raises(UsageError, match=text):
+        new.write()
+    assert new.run.path.exists() is is_taken

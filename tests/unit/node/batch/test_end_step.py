@@ -188,3 +188,19 @@ def test_the_environment_is_that_of_the_attempt(run: RunFolder, attempt: Attempt
     assert end_step._end(AttemptEnv.from_env(step_environ(run, HPC_DDP_END_TIME=""))) == float(
         "inf"
     )
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_a_guard_of_a_job_that_can_not_be_read_ends_with_a_sentence(
+    run: RunFolder,
+    attempt: AttemptFolder,
+    content: bytes | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(end_step, "patiently", lambda read: read())
+    run.job_json.unlink()
+    if content:
+        run.job_json.write_bytes(content)
+    guard(step_environ(run), 77)
+    assert "is not ended before the time limit: " in capfd.readouterr().err

@@ -169,6 +169,13 @@ def test_mpirun_and_a_container() -> None:
     }
 
 
+@pytest.mark.parametrize("option", ["--bind-to=core", "--bind-to core", "--mca a_list B=1"])
+def test_an_option_of_mpirun_stays_as_it_is_written(option: str) -> None:
+    result = of_text("#SBATCH -N 2", f"mpirun -np 4 {option} python train.py")
+    assert result.settings()["mpirun"] == [option]
+    assert result.settings()["script"] == "train.py"
+
+
 def test_a_loop_over_the_nodes_is_one_launch() -> None:
     result = settings("loop")
     assert (result["script"], result["args"]) == ("train.py", ["--epochs", "2"])

@@ -71,3 +71,10 @@ def test_a_link_in_place_of_the_run_is_not_followed(
         _claim()
     assert list(results.iterdir()) == []
     assert results.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_job_that_is_no_text_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run.job_json.write_bytes(b"\xff{}")
+    with pytest.raises(HpcDdpError, match=r"job\.json is broken"):
+        _claim()
