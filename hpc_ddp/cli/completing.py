@@ -13,7 +13,7 @@ import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ZshComplete
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.settings.runs_dir import runs_folder
 
 _PLAIN = re.compile(r"\w[\w.+=,@-]*")

@@ -22,7 +22,7 @@ from hpc_ddp.core.file_owners import is_executable
 from hpc_ddp.report import tables
 from hpc_ddp.report.cancel import cancel as cancel_run
 from hpc_ddp.report.status import run_status, run_table
-from hpc_ddp.submission.resources import folder as resource_folder
+from hpc_ddp.submission.package_files import folder as resource_folder
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 
 

@@ -14,8 +14,8 @@ from hpc_ddp.core.accelerators import VENDORS, device_files, visible
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.submission.package_files import PACKAGE, folder
 from hpc_ddp.submission.plan import PreparedRun, plan_new
-from hpc_ddp.submission.resources import PACKAGE, folder
 from hpc_ddp.submission.settings.config import Settings
 
 TEMPLATE = "preflight.sh.j2"

@@ -18,7 +18,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import close_to_others
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission.resources import PACKAGE
+from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.settings.fabric_profiles import for_auto
 
 LIMIT_BYTES = 50 * 10**6

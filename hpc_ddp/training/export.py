@@ -27,7 +27,7 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
-from hpc_ddp.training.checkpoint.storage.reader import Reader
+from hpc_ddp.training.checkpoint.storage.resharding import Reader
 
 MOST = 5_000_000_000  # bytes of the tensors in each file of a folder
 

@@ -10,7 +10,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.journal.events import FabricChosen
 from hpc_ddp.core.journal.journal import Journal
-from hpc_ddp.node.net import fabric
+from hpc_ddp.node.net import fabric_lookup
 from hpc_ddp.node.net.place import Place
 
 
@@ -19,7 +19,9 @@ class FabricComparison:
 
     def __init__(self, place: Place, journal: Journal) -> None:
         self._place, self._journal = place, journal
-        self._pending: fabric.Found | None = None  # to be compared once the first node has written
+        self._pending: fabric_lookup.Found | None = (
+            None  # to be compared once the first node has written
+        )
 
     def choose(self, is_reported: bool) -> dict[str, str]:
         """Return the variables of this node's interconnect; {} where ``--fabric`` is not auto, or
@@ -32,7 +34,7 @@ class FabricComparison:
         place = self._place
         if not place.seeks_fabric:
             return {}
-        interconnect = fabric.look()
+        interconnect = fabric_lookup.look()
         variables = place.fabric_env(interconnect)
         if not is_reported:
             return variables
@@ -42,7 +44,7 @@ class FabricComparison:
             return variables
         with contextlib.suppress(OSError):  # then no node compares its own
             place.attempt.fabric.write_text(json.dumps(asdict(interconnect)))
-        if interconnect != fabric.Found():
+        if interconnect != fabric_lookup.Found():
             words = " ".join(f"{key}={value}" for key, value in variables.items())
             say(f"fabric: {place.node}: {interconnect}; {words or 'nothing is set for it'}")
         return variables
@@ -59,7 +61,7 @@ class FabricComparison:
         fields = read_json(place.attempt.fabric)
         if not fields:
             return
-        self._pending, first = None, fabric.Found(**fields)
+        self._pending, first = None, fabric_lookup.Found(**fields)
         if not interconnect.is_like(first):
             say(
                 f"WARNING: the interconnect of {place.node} is {interconnect}, and of"

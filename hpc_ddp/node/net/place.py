@@ -13,7 +13,7 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.net.fabric import Found, configured, settings
+from hpc_ddp.node.net.fabric_lookup import Found, configured, settings
 from hpc_ddp.node.net.network import LOOPBACK, interface_to, reach
 
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from hpc_ddp.core.accelerators import VENDORS, device_files, visible
 from hpc_ddp.core.process import NOTICE_SIGNALS
-from hpc_ddp.node.net import fabric, network
+from hpc_ddp.node.net import fabric_lookup, network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import bandwidth
 from hpc_ddp.node.preflight.links import Listener, check_partners, partners
@@ -101,7 +101,7 @@ def interconnect(place: Place) -> dict[str, Any]:
     """
     if place.is_local or len(place.nodes) == 1:
         return {}
-    interconnect = fabric.look()
+    interconnect = fabric_lookup.look()
     note = {"note": f"fabric: {interconnect.trouble}"} if interconnect.trouble else {}
     return {"fabric": interconnect.name or None, "cards": len(interconnect.cards), **note}
 
@@ -262,7 +262,7 @@ def check_node(place: Place, order: Order) -> None:
 def _set_network(place: Place) -> None:
     """Set the variables of the interface and of the fabric in this process's environment, as the
     workers will have them."""
-    fabric_env = place.fabric_env(fabric.look()) if place.seeks_fabric else {}
+    fabric_env = place.fabric_env(fabric_lookup.look()) if place.seeks_fabric else {}
     os.environ.update(fabric_env | place.interface_env())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.settings.trust import read_toml
 
 DEFAULT_TOOL = "apptainer"

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.variables import shell_word
-from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.settings import trust
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError, closest
-from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.settings.trust import read_toml
 
 

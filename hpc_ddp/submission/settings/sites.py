@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
-from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.settings import operators
 from hpc_ddp.submission.settings.trust import read_toml
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_ddp.core import file_io, file_owners
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.submission.resources import is_shipped
+from hpc_ddp.submission.package_files import is_shipped
 from hpc_ddp.submission.settings.user import home_folder
 
 if sys.version_info >= (3, 11):

@@ -19,7 +19,7 @@ from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import Restored
 from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
-from hpc_ddp.training.checkpoint.storage.reader import Sharing
+from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import state as states
 from hpc_ddp.training.checkpoint.state import TENSOR, plain_name, take_apart, unwrap
-from hpc_ddp.training.checkpoint.storage.reader import Reader, UnreadableError
+from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
 
 # RuntimeErrors that say nothing of a checkpoint: a device is full or broken, a peer is gone.

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from hpc_ddp.training import Run, start
 from hpc_ddp.training.checkpoint import save as saver
 from hpc_ddp.training.checkpoint.storage import index, shards
-from hpc_ddp.training.checkpoint.storage.reader import Reader
+from hpc_ddp.training.checkpoint.storage.resharding import Reader
 from hpc_ddp.training.models import setup
 from hpc_ddp.training.process import control_tree
 from hpc_ddp.training.stops import signals

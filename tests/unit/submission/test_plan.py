@@ -14,7 +14,7 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.submission import backends, plan, snapshot
-from hpc_ddp.submission.resources import PACKAGE
+from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk

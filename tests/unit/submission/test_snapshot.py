@@ -13,7 +13,7 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import snapshot
-from hpc_ddp.submission.resources import PACKAGE
+from hpc_ddp.submission.package_files import PACKAGE
 
 
 def test_a_broken_git_index_is_named(tmp_path: Path) -> None:

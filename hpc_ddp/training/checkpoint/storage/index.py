@@ -24,7 +24,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import READERS, patiently
 from hpc_ddp.training.checkpoint.state import joined
 from hpc_ddp.training.checkpoint.storage.layout import Cut, Layout, LayoutEntry, Shape
-from hpc_ddp.training.checkpoint.storage.reader import Part, Reader
+from hpc_ddp.training.checkpoint.storage.resharding import Part, Reader
 
 STATE = "state.pt"
 FILE = "rank-{}.bin"  # named after the first rank that writes into it

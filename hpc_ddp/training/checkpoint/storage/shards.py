@@ -1,7 +1,7 @@
 """Which part of each tensor a rank writes, and the memory from which it does.
 
 A tensor is stored as boxes of its global shape, so that what W ranks wrote can be read by any
-number of ranks, whole or sharded in another way (`reader.Reader`). `state.my_parts` chooses the
+number of ranks, whole or sharded in another way (`resharding.Reader`). `state.my_parts` chooses the
 boxes of each rank.
 """
 

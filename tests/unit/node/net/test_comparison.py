@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
-from hpc_ddp.node.net import fabric
+from hpc_ddp.node.net import fabric_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
-from hpc_ddp.node.net.fabric import Found
+from hpc_ddp.node.net.fabric_lookup import Found
 from hpc_ddp.node.net.place import Place
 from tests.raw_events import raw_events
 from unit.node.fakes import place_of
@@ -26,7 +26,7 @@ def _comparison(attempt: AttemptFolder, **values: Any) -> FabricComparison:
 def look(monkeypatch: pytest.MonkeyPatch) -> list[Found]:
     """The cards of this node: the first of the list."""
     result = [INFINIBAND]
-    monkeypatch.setattr(fabric, "look", lambda: result[0])
+    monkeypatch.setattr(fabric_lookup, "look", lambda: result[0])
     monkeypatch.setattr(Place, "fabric_env", lambda place, result: {"NCCL_NET": "IB"})
     return result
 

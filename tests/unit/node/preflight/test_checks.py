@@ -17,7 +17,7 @@ import pytest
 
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.net import fabric, network
+from hpc_ddp.node.net import fabric_lookup, network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import bandwidth, checks
 from hpc_ddp.node.preflight.checks import UnfitError
@@ -85,10 +85,10 @@ def test_an_address_of_ipv6_counts_beyond_the_link(
 
 
 def test_the_interconnect_is_checked_on_several_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = [fabric.Found("infiniband", ("a", "b"))]
-    monkeypatch.setattr(fabric, "look", lambda: result[0])
+    result = [fabric_lookup.Found("infiniband", ("a", "b"))]
+    monkeypatch.setattr(fabric_lookup, "look", lambda: result[0])
     assert checks.interconnect(_place()) == {"fabric": "infiniband", "cards": 2}
-    result[0] = fabric.Found("", (), "no port is active")
+    result[0] = fabric_lookup.Found("", (), "no port is active")
     assert checks.interconnect(_place()) == {
         **{"fabric": None, "cards": 0, "note": "fabric: no port is active"}
     }
@@ -311,7 +311,7 @@ def answer(
     monkeypatch.setattr(checks, "check_partners", check_partners)
     monkeypatch.setattr(bandwidth, "import_torch", import_torch)
     monkeypatch.setattr(bandwidth, "run", run)
-    monkeypatch.setattr(fabric, "look", lambda: fabric.Found("efa", ("a",)))
+    monkeypatch.setattr(fabric_lookup, "look", lambda: fabric_lookup.Found("efa", ("a",)))
 
     def call(*questions: Any) -> list[dict[str, Any]]:
         # Without the attempt's file, as where the node's disk is another one.
@@ -346,7 +346,7 @@ def test_a_node_answers_each_question(
 ) -> None:
     lib = RunFolder(tmp_path).lib
     lib.mkdir()
-    (lib / fabric.TABLE).write_text('{"efa": {"MARKED": "1"}}')
+    (lib / fabric_lookup.TABLE).write_text('{"efa": {"MARKED": "1"}}')
     for name in (*NETWORK, "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_CONF_FILE"):
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)

@@ -14,7 +14,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.html import page
-from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.package_files import folder
 
 TEMPLATES = folder("templates")
 NAN = float("nan")

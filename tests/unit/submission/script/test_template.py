@@ -11,7 +11,7 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import Rendering
 

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from hpc_ddp.cli.main import main
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_time
-from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.settings import config, sites
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.trust import read_toml

@@ -14,7 +14,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import put_back, state
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.layout import StoredShard
-from hpc_ddp.training.checkpoint.storage.reader import Reader
+from hpc_ddp.training.checkpoint.storage.resharding import Reader
 from hpc_ddp.training.models.mesh import ParallelDims
 from unit.training.checkpoint.fakes import ManyParameters, reader_of, write_buffer
 from unit.training.fakes import Holds

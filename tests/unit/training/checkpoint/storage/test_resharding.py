@@ -13,9 +13,9 @@ from torch import nn
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.training.checkpoint import put_back, state
-from hpc_ddp.training.checkpoint.storage import reader as reader_module
+from hpc_ddp.training.checkpoint.storage import resharding as reader_module
 from hpc_ddp.training.checkpoint.storage.layout import OWN
-from hpc_ddp.training.checkpoint.storage.reader import Reader, UnreadableError
+from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.checkpoint.storage.shards import rows, whole
 from hpc_ddp.training.models.mesh import ParallelDims
 from unit.fakes import stop_clock

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.node.net.fabric import VERBS, Found, _loads, look, settings
+from hpc_ddp.node.net.fabric_lookup import VERBS, Found, _loads, look, settings
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 from unit.node.fakes import write_lib
 
