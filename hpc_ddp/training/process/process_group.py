@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import threading
@@ -106,40 +107,47 @@ def _store_of(timeout: timedelta) -> dict[str, Any]:
 
 def _compare_devices(store: Any, env: DistEnv, device: torch.device) -> None:
     """Raise HpcDdpError, on all ranks, where the first devices of ranks are of different types: on
-    a node whose driver is broken ranks would take Gloo, and wait for those with NCCL for ever.
+    a node whose driver is broken ranks would take Gloo, and wait for those with NCCL for ever. Rank
+    0 prints a warning where they are of different models.
 
     Each rank writes a key, the last of them reads all at once, and the others wait for its answer.
     """
     # torchrun may keep the store for its next start of the workers, or a process its own.
     keys = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{env.world_size}"
-    store.set(f"{keys}/device/{env.rank}", f"{device.type} {LaunchEnv.from_env().node}")
+    place = (device.type, devices.name(device), LaunchEnv.from_env().node)
+    store.set(f"{keys}/device/{env.rank}", json.dumps(place))
     count = store.add(f"{keys}/count", 1)
     answer = f"{keys}/odd/{(count - 1) // env.world_size}"
     if count % env.world_size == 0:
         texts = store.multi_get([f"{keys}/device/{rank}" for rank in range(env.world_size)])
-        store.set(answer, _odd_ranks([text.decode() for text in texts]) or "none")
-    odd = store.get(answer).decode()
-    if odd != "none":
+        types, models, nodes = zip(*map(json.loads, texts), strict=True)
+        store.set(answer, json.dumps([_odd_ranks(types, nodes), _odd_ranks(models, nodes)]))
+    other_types, other_models = json.loads(store.get(answer))
+    if other_types:
         if env.rank == 0:
             time.sleep(READ_S)
         raise HpcDdpError(
-            odd,
+            f"{other_types}: they can't train together",
             hint="find out why torch sees other devices there; --exclude NODE leaves a node out",
+        )
+    if other_models and env.rank == 0:
+        say(
+            f"WARNING: {other_models}: the slowest sets the pace, and numbers may differ in their"
+            " last bits; hint: --constraint, or --gpus-per-node TYPE:N"
         )
 
 
-def _odd_ranks(texts: Sequence[str]) -> str:
-    """Return a sentence about the ranks whose device is of another type than most ranks', and where
-    they are; "" where all are alike. `texts` has each rank's type and node."""
-    places = [text.split(" ", 1) for text in texts]
-    counts = Counter(kind for kind, _ in places)
+def _odd_ranks(kinds: Sequence[str], nodes: Sequence[str]) -> str:
+    """Return words about the ranks whose device is of another kind than most ranks', and on which
+    nodes they are; "" where all are alike. Kinds and nodes are by rank."""
+    counts = Counter(kinds)
     if len(counts) == 1:
         return ""
     most = max(counts, key=lambda kind: (counts[kind], kind != "cpu"))
-    odd = [(rank, kind, node) for rank, (kind, node) in enumerate(places) if kind != most]
-    shown = [f"rank {rank} on {node} has {kind}" for rank, kind, node in odd[:SHOWN]]
+    odd = [rank for rank, kind in enumerate(kinds) if kind != most]
+    shown = [f"rank {rank} on {nodes[rank]} has {kinds[rank]}" for rank in odd[:SHOWN]]
     more = f", {len(odd) - SHOWN} more as well" if odd[SHOWN:] else ""
-    return f"{', '.join(shown)}{more}, and the other ranks have {most}: they can't train together"
+    return f"{', '.join(shown)}{more}, and the other ranks have {most}"
 
 
 def timeout_beyond(hang_after_s: float | None) -> timedelta:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import distributed_c10d
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.training import devices
 from hpc_ddp.training.process import process_group
 from hpc_ddp.training.process.control import NEVER, Control, LoneControl
 from hpc_ddp.training.process.environment import DistEnv
@@ -107,6 +108,7 @@ def test_ranks_with_other_devices_are_named_on_all_ranks(
 ) -> None:
     store, count, errors = HashStore(), len(gpus), list[str]()
     monkeypatch.setattr(process_group, "READ_S", 0.0)
+    monkeypatch.setattr(devices, "name", lambda device: "")
     monkeypatch.setattr(
         process_group, "LaunchEnv", SimpleNamespace(from_env=lambda: threading.current_thread())
     )
@@ -128,6 +130,34 @@ def test_ranks_with_other_devices_are_named_on_all_ranks(
         thread.join(60)
     assert len(errors) == (2 * count if words else 0)
     assert all(words in error for error in errors)
+
+
+def test_ranks_with_other_models_of_gpu_are_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, count = HashStore(), 3
+    monkeypatch.setattr(
+        process_group,
+        "LaunchEnv",
+        SimpleNamespace(from_env=lambda: SimpleNamespace(node=threading.current_thread().name)),
+    )
+    monkeypatch.setattr(
+        devices, "name", lambda _: "A100" if threading.current_thread().name == "n1" else "H100"
+    )
+    threads = [
+        threading.Thread(
+            target=process_group._compare_devices,
+            args=(store, DistEnv(rank, rank, count, count, launched=True), CUDA),
+            name=f"n{rank}",
+        )
+        for rank in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "WARNING: rank 1 on n1 has A100, and the other ranks have H100: the slowest" in line
 
 
 @pytest.mark.parametrize("count", [1, 2])
