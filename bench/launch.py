@@ -183,7 +183,7 @@ class Bench:
         (folder / "train.py").write_text(ONE_STEP)
         words = ("--nproc-per-node", str(workers), str(folder / "train.py"))
         with DryRun(folder / "runs", *words) as run:
-            poll(lambda: run.events("first_step"), timeout=120)
+            poll(lambda: bool(run.events("first_step")), timeout=120)
             return cpu_s(run.process.pid)
 
     def imports(self, *options: str) -> int:
@@ -194,7 +194,7 @@ class Bench:
         words = (*options, "--nproc-per-node", "2", str(folder / "train.py"))
         tracer = ("strace", "-f", "-ff", "-qq", "-e", "trace=openat", "-o", str(folder / "trace"))
         with DryRun(folder / "runs", *words, prefix=tracer) as run:
-            poll(lambda: run.events("first_step"), timeout=300)
+            poll(lambda: bool(run.events("first_step")), timeout=300)
         texts = (file.read_text(errors="replace") for file in folder.glob("trace.*"))
         return sum(bool(re.search(r"libtorch_cpu\.so.* = \d+$", text, re.M)) for text in texts)
 
@@ -228,9 +228,10 @@ class DryRun:
     def __init__(self, folder: Path, *words: str, prefix: Sequence[str] = ()) -> None:
         argv = [*prefix, sys.executable, "-m", "hpc_ddp", "dry-run", *words]
         env = {**os.environ, "HPC_DDP_RUNS": str(folder), "PYTHONPATH": str(REPO)}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(argv, cwd=REPO, env=env, **quiet)
-        poll(lambda: list(folder.glob("*/*/journal")), timeout=60)
+        self.process = subprocess.Popen(
+            argv, cwd=REPO, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        poll(lambda: any(folder.glob("*/*/journal")), timeout=60)
         self.path = next(folder.glob("*/*/journal")).parent
 
     def events(self, name: str) -> list[dict[str, Any]]:
