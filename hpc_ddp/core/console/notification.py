@@ -25,6 +25,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import open_data
 
 LIMIT_S = 5.0  # for all ways together
+NO_ANSWER = "no answer in time"
 _EXAMPLE = "mail = me@example.org"
 _FORMS = {"mail": r"[^\s,;:<>]+", "webhook": r"https?://\S+", "command": r".+"}
 
@@ -90,11 +91,13 @@ def send(addresses: Addresses, subject: str, text: str) -> list[str]:
         "webhook": partial(_post, addresses.webhook, f"{subject}\n{text}"),
         "command": partial(_run, ["sh", "-c", addresses.command], text, subject),
     }
-    failures = {name: "no answer in time" for name in ways if getattr(addresses, name)}
+    failures = {name: NO_ANSWER for name in ways if getattr(addresses, name)}
 
     def act(name: str) -> None:
         try:
             failures[name] = ways[name]()
+        except TimeoutError:  # its own limit was over before this process gave it up
+            failures[name] = NO_ANSWER
         except Exception as error:  # nothing of it may end the process
             failures[name] = getattr(error, "strerror", None) or type(error).__name__
 
@@ -137,6 +140,8 @@ def _post(url: str, text: str) -> str:
     except urllib.error.HTTPError as error:
         return f"HTTP {error.code}"
     except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            return NO_ANSWER
         return str(getattr(error.reason, "strerror", None) or "no connection")
 
 
@@ -157,5 +162,5 @@ def _run(argv: list[str], text: str, subject: str) -> str:
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            return "no answer in time"
+            return NO_ANSWER
     return f"exit code {process.returncode}" if process.returncode else ""

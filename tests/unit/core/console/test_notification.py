@@ -6,6 +6,8 @@ import json
 import os
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -131,6 +133,23 @@ def test_a_way_that_does_not_answer_is_given_up(
     failures = send(Addresses(webhook=f"{url}/slow", command=command), "s", "t")
     assert failures == ["command: no answer in time", "webhook: no answer in time"]
     assert time.monotonic() - began < notification.LIMIT_S + 60  # and not 600
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), urllib.error.URLError(TimeoutError("timed out"))]
+)
+def test_a_server_that_is_late_gives_no_answer_in_time(
+    monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """In the connection, or in the answer: its limit is over just before the message's."""
+
+    def open_late(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(urllib.request, "urlopen", open_late)
+    assert send(Addresses(webhook="http://127.0.0.1:1/"), "s", "t") == [
+        "webhook: no answer in time"
+    ]
 
 
 def test_a_pipe_in_the_files_place_is_refused_at_once(tmp_path: Path) -> None:
