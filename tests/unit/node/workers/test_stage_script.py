@@ -199,6 +199,19 @@ def test_all_nodes_start_from_the_tree_or_none(packed: Stage) -> None:
     assert done.stdout == f"{packed.env}\n"
 
 
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_a_link_to_the_environment_that_was_turned_is_noticed(
+    packed: Stage, is_turned: bool
+) -> None:
+    link = packed.top / "current"
+    link.symlink_to(packed.top if is_turned else packed.env)
+    with open(packed.parcel.parcel / "label", "a") as label:
+        label.write(f"spelled {link}\nreal {packed.env}\n")
+    words, line = packed.start()
+    assert (words[0] == str(packed.env)) == is_turned
+    assert ("the environment has changed" in line) == is_turned
+
+
 def test_another_language_of_stat_is_understood(packed: Stage) -> None:
     lines = '$real "$@" | sed "s/directory/Verzeichnis/; s/regular.*file/Datei/"'
     words, _ = packed.start(**_wrap(packed, "stat", lines))
@@ -220,18 +233,17 @@ def test_the_users_own_folder_is_turned_as_a_whole(tmp_path: Path, is_whole: boo
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     (site := home / ".local" / "lib" / version / "site-packages").mkdir(parents=True)
     (site / "mine.py").touch()
-    if not is_whole:
-        (home / ".local" / "bin").mkdir()
     (stage.env / "pyvenv.cfg").write_text(
         (stage.env / "pyvenv.cfg").read_text().replace("packages = false", "packages = true")
     )
     stage.environ["HOME"] = str(home)
     stage.note("import mine")
     stage.parcel.pack(checks_files=True)
+    if not is_whole:  # something was installed since
+        (home / ".local" / "bin").mkdir()
     code = "import mine, os, site, sys; print(mine.__file__, site.getuserbase())"
     (words, _), tree = stage.start(code), stage.tree
     base = Path(f"{tree}{home}" if is_whole else home) / ".local"
-    assert (base / "bin").exists() != is_whole or (home / ".local" / "bin").exists() != is_whole
     assert words == [str(base / site.relative_to(home / ".local") / "mine.py"), str(base)]
     stage.call("remove")
 
