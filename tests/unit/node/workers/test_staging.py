@@ -166,7 +166,7 @@ def test_what_was_not_opened_is_found_where_it_is(packed: Stage) -> None:
 
 def test_a_second_start_on_the_node_reads_no_parcel(packed: Stage) -> None:
     packed.start()
-    next(packed.parcel.parcel.glob("environment-*")).unlink()
+    next(packed.parcel.parcel.glob("environment-*[0-9]")).unlink()
     words, line = packed.start()
     assert words[0].startswith(str(packed.tree))
     assert "Python starts from" in line
@@ -179,7 +179,7 @@ def test_a_first_start_runs_from_where_it_is(stage: Stage) -> None:
 
 
 def _damage(stage: Stage) -> None:
-    with open(next(stage.parcel.parcel.glob("environment-*")), "r+b") as file:
+    with open(next(stage.parcel.parcel.glob("environment-*[0-9]")), "r+b") as file:
         file.seek(1 << 20)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
@@ -187,11 +187,11 @@ def _damage(stage: Stage) -> None:
 
 
 def _truncate(stage: Stage) -> None:
-    os.truncate(next(stage.parcel.parcel.glob("environment-*")), 1 << 20)
+    os.truncate(next(stage.parcel.parcel.glob("environment-*[0-9]")), 1 << 20)
 
 
 def _open_to_group(stage: Stage) -> None:
-    next(stage.parcel.parcel.glob("environment-*")).chmod(0o620)
+    next(stage.parcel.parcel.glob("environment-*[0-9]")).chmod(0o620)
 
 
 def _open_label(stage: Stage) -> None:
@@ -278,7 +278,7 @@ def test_a_folder_where_others_may_rename_is_left_alone(packed: Stage) -> None:
 
 
 def test_an_unpacking_that_was_killed_is_begun_anew(packed: Stage) -> None:
-    part = next(packed.parcel.parcel.glob("environment-*")).name
+    part = next(packed.parcel.parcel.glob("environment-*[0-9]")).name
     draft = packed.folder / f"{part}.new"
     (draft / "root").mkdir(parents=True)
     packed.folder.parent.chmod(0o700)
@@ -300,6 +300,7 @@ def test_the_compile_caches_travel(packed: Stage, monkeypatch: pytest.MonkeyPatc
     compiled = packed.folder / "compile"
     (compiled / "ab").mkdir(parents=True)
     (compiled / "ab" / "kernel.py").write_text("x")
+    os.utime(compiled / "ab" / "kernel.py", (1, 1))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     packed.parcel.pack(checks_files=False)
     label = (packed.parcel.parcel / "label").read_text()
@@ -312,7 +313,8 @@ def test_the_compile_caches_travel(packed: Stage, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_parcel_is_written_anew_for_many_misses_or_a_changed_file(tmp_path: Path) -> None:
-    modules = [tmp_path / f"m{number}.py" for number in range(keeper.MOST_MISSES + 2)]
+    (tmp_path / "lib").mkdir()
+    modules = [tmp_path / "lib" / f"m{number}.py" for number in range(keeper.MOST_MISSES + 2)]
     for module in modules:
         module.touch()
     mirror = Mirror(frozenset([str(tmp_path)]))
@@ -340,7 +342,7 @@ def test_the_old_parcel_and_drafts_are_removed(packed: Stage, edited: Path) -> N
     packed.note()
     packed.parcel.pack(checks_files=True)
     names = sorted(path.name.partition("-")[0] for path in packed.parcel.parcel.iterdir())
-    assert names == ["environment", "files.json", "label"]
+    assert names == ["environment", "environment", "label", "lock"]  # the part and its files
     packed.start("import pkg; assert pkg.edited")
 
 
