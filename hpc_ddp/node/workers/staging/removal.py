@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,17 +22,27 @@ REFUSED = "an attempt has ended before its first step from the copy of --stage"
 
 @contextmanager
 def leaving_tree() -> Iterator[None]:
-    """Remove what the run has on this node after the block, the work of a supervisor, unless
-    another task uses it, or another start of the attempt follows. Nothing is raised for a disk."""
+    """End this node's keeper, and remove what the run has on this node, after the block, the work
+    of a supervisor; unless another task uses it, or another start of the attempt follows. Nothing
+    is raised for a disk."""
     try:
         yield
     finally:
         with suppress(KeyError, OSError):
             folder = Path(os.environ[OPENED_FILES]).parent
+            is_locked = os.path.samestat(os.fstat(LOCK), folder.stat())
+            _end_child(int(os.environ["HPC_DDP_KEEPER"]))
             attempt = AttemptEnv.from_env(os.environ).attempt_folder
-            if os.path.samestat(os.fstat(LOCK), folder.stat()) and not attempt.port_taken.exists():
+            if is_locked and not attempt.port_taken.exists():
                 os.close(LOCK)
                 _call("remove")
+
+
+def _end_child(pid: int) -> None:
+    with suppress(ChildProcessError):  # it has ended, and the shell before this Python knew
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def remove_leftovers(own_folder: Path) -> None:

@@ -232,6 +232,7 @@ note_files() {
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}
     (flock -n 6 && exec nice -n 19 "$program" -E -s "$1" workers.staging.keeper $$) \
         6>>"$folder/keeper-${HPC_DDP_NODE_INDEX:-${SLURM_NODEID:-0}}" 9<&- &
+    export HPC_DDP_KEEPER=$! # a child of the supervisor, which ends it
 }
 
 # Marks the attempt as one that has used a tree, for its verdict.

@@ -12,14 +12,19 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.node.workers.staging import removal
+from tests.waiting import wait_until
 from unit.node.workers.test_staging import Environment, Stage, environment, packed, parcel, stage
 
 __all__ = ["environment", "packed", "parcel", "stage"]
 REPO = Path(__file__).parents[4]
 SUPERVISOR = f"""\
-import os, sys
-sys.path.insert(0, {str(REPO)!r})
+import os, sys, time
 from pathlib import Path
+if sys.argv[1] == "workers.staging.keeper":
+    Path(__file__).with_name("draft").write_text(str(os.getpid()))
+    Path(__file__).with_name("draft").rename(Path(__file__).with_name("keeper"))
+    time.sleep(600)
+sys.path.insert(0, {str(REPO)!r})
 from hpc_ddp.node.workers.staging import removal
 removal.SCRIPT = Path(sys.argv[2])
 with removal.leaving_tree():
@@ -159,10 +164,13 @@ def test_the_last_supervisor_of_a_node_removes_the_tree(packed: Stage) -> None:
     for task in tasks:
         assert task.stdout
         assert task.stdout.readline() == "up\n"
+    wait_until((packed.run / "lib" / "keeper").exists, "the keeper")
     tasks[0].communicate("x")
     assert tree.exists()
     tasks[1].communicate("x")
     assert [*packed.near.iterdir()] == []
+    # It would miss what it imports.
+    assert not Path("/proc", (packed.run / "lib" / "keeper").read_text()).exists()
 
 
 def test_a_tree_stays_for_another_start_of_the_attempt(packed: Stage) -> None:
