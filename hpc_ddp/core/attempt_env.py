@@ -3,7 +3,9 @@ the workers; and those for Slurm's commands, without what an outer job has left.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,8 +22,10 @@ NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
 # runs in, without Slurm's requeue; unset in a batch job.
 INTERACTIVE = "HPC_DDP_INTERACTIVE"
 # Of a worker, with ``--stage``: the file on its node that notes what is opened, and its line, by
-# rank 0, that the first step is done.
+# rank 0, that the first step is done; the tree from which its Python has started; the end of the
+# folder, in PYTHONPATH, that has Python note.
 OPENED_FILES, FIRST_STEP = "HPC_DDP_OPENED_FILES", "first step"
+NEAR, HOOK = "HPC_DDP_NEAR", "/hpc_ddp/node/workers/staging"
 
 
 # What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
@@ -189,8 +193,10 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
 
     srun's settings of the user's profile (``SLURM_*``) are left out, too; and, on a node of a run,
     what its supervisor set: the network interface, and the variables of the trackers. The
-    variables in `_KEPT` stay.
+    variables in `_KEPT` stay. With ``--stage`` paths are those of the installed environment, and
+    variables with folders of this node are left out.
     """
+    environ = _without_stage(environ)
     of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
     of_run = environ.get("HPC_DDP_TRACKERS", "").split()
     return {
@@ -198,6 +204,26 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name in _KEPT or not (_INHERITED.match(name) or name in (*of_a_node, *of_run))
     }
+
+
+def _without_stage(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return `environ` as it was before ``stage.sh`` has turned it to this node's folder."""
+    folder, near = os.path.dirname(environ.get(OPENED_FILES, "")), environ.get(NEAR, "")
+    if not folder:
+        return environ
+    before = {}
+    for name, text in environ.items():
+        parts = [part.removeprefix(near) for part in text.split(":")]
+        parts = [part for part in parts if not (part.startswith(folder) or part.endswith(HOOK))]
+        if parts:
+            before[name] = ":".join(parts)
+    return before
+
+
+def installed_python() -> str:
+    """Return the path of this process's Python where it is installed: with ``--stage`` it may have
+    started from a tree that another node, and a later time, has not."""
+    return sys.executable.removeprefix(os.environ.get(NEAR, ""))
 
 
 def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:

@@ -48,6 +48,7 @@ from hpc_ddp.node.workers.staging import removal
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 PORT_TRIES = 5  # as the batch script
+BRING_S = 900  # as there
 AGAIN_S = 1.0  # a signal that comes sooner is the same one: timeout(1) sends two
 
 
@@ -120,6 +121,8 @@ class DryRun:
         attempt = self.run.claim_attempt(info, _is_live)
         self.run.journal("batch", attempt.number).write(Started(**info))
         environ = self._environ(attempt)
+        if self.spec.stage:
+            environ["HPC_DDP_BROUGHT"] = "yes" if self._bring(environ) else "no"
         if not self.spec.preflight or self._preflight(attempt.number, environ):
             self._train(attempt, environ)
         facts, decided = judge(self.run, attempt, environ, job=None, goes_on=not self.notified)
@@ -127,9 +130,13 @@ class DryRun:
             say(CPU_ONLY)
         if self.spec.notify:
             notify_of_end(self.run, facts, decided, decided.exit_code)
-        if self.spec.stage:
-            removal.remove_of_run(self.run, os.environ)
         return decided
+
+    def _bring(self, environ: dict[str, str]) -> bool:
+        """Unpack the parcel of ``--stage``; return whether it is there. Raise OSError without a
+        ``timeout`` command."""
+        argv = ["timeout", str(BRING_S), "bash", str(removal.SCRIPT), "bring", self.command[0]]
+        return subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL).returncode == 0
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
         """Test the nodes, journal and print the outcome, and return whether they are fit for the

@@ -51,6 +51,7 @@ from hpc_ddp.node.watch.attempt_watch import AttemptWatch
 from hpc_ddp.node.watch.local_notice import LocalNotice
 from hpc_ddp.node.watch.log_offsets import Growth
 from hpc_ddp.node.watch.signals import Signals
+from hpc_ddp.node.workers.staging.removal import leaving_tree
 
 POLL_EVERY_S = 1.0
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; a process that still runs then hangs
@@ -330,8 +331,7 @@ class Supervisor:
         """Return rank, code, time, error and last line of each worker that failed; without one, a
         failure of torchrun with rank None and the `code` of the child.
 
-        A worker whose store found its port taken makes the attempt's ``port-taken``; raise OSError
-        where that can't be made.
+        A worker whose store's port was taken makes the attempt's ``port-taken``; raise OSError.
         """
         launch, noted = self.launch, read_json(self.folder.failures)
         failures: list[dict[str, Any]] = noted.get("failures", [])
@@ -349,8 +349,7 @@ class Supervisor:
         return failures
 
     def _wait_for_peers(self) -> None:
-        """Wait up to `PEERS_S` for the peers' records: srun kills them when this task fails. Raise
-        OSError where a record can't be looked up."""
+        """Wait up to `PEERS_S` for the peers' records, before srun kills them; raise OSError."""
         give_up, waiting = time.monotonic() + PEERS_S, list(self.launch.peers)
         while time.monotonic() < give_up and waiting:
             while waiting and waiting[-1].exists():  # each record is looked for until it is there
@@ -358,12 +357,13 @@ class Supervisor:
             time.sleep(0.2)
 
 
+@leaving_tree()
 def main(argv: list[str]) -> int:
     """Supervise a launch: a name in `LAUNCHES`, ``torchrun`` or ``worker``, then its command.
 
     The command begins with the job's Python; in a step of the batch script, and in a staged
-    environment, this process's own Python takes its place, which is the same one within its wrapper
-    or stage. Return the task's exit code: that of `Supervisor.run`, or 1 after a printed error.
+    environment, this process's own takes its place: the same one within its wrapper or stage.
+    Return the task's exit code: that of `Supervisor.run`, or 1 after a printed error.
     """
     kind, *command = argv
     is_by_script = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ

@@ -11,14 +11,13 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.core.accelerators import hiding_env
-from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env
+from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env, installed_python
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import written_by_owner
 from hpc_ddp.core.job.job_ref import JobRef
@@ -166,7 +165,7 @@ class LocalBackend(SlurmBackend):
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
         _, prefix = node_command(spec, run, prepared.script)
-        command = [sys.executable, node, "dry_run", *prefix, *spec.args]
+        command = [installed_python(), node, "dry_run", *prefix, *spec.args]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until `dry_run` handles them
         try:
             return subprocess.Popen(
@@ -254,7 +253,7 @@ class SubmititBackend(SlurmBackend):
                 hint="--runs-dir, without it; or --backend slurm",
             )
         template.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
-        lib, python = shlex.quote(str(run.lib)), shlex.quote(sys.executable)
+        lib, python = shlex.quote(str(run.lib)), shlex.quote(installed_python())
         try:
             executor = submitit.SlurmExecutor(
                 run.submitit,

@@ -152,6 +152,11 @@ class AttemptFolder:
         return self.path / "secret"
 
     @property
+    def staged(self) -> Path:
+        """Exists once a Python of the attempt has started from the copy of ``--stage``."""
+        return self.path / "staged"
+
+    @property
     def port_taken(self) -> Path:
         """Exists once the port of torchrun's rendezvous turned out to be in use."""
         return self.path / "port-taken"

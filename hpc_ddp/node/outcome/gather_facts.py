@@ -36,6 +36,7 @@ from hpc_ddp.node.outcome.verdict import (
     silent_nodes,
     too_many_silent,
 )
+from hpc_ddp.node.workers.staging.removal import remove_parcel
 from hpc_ddp.slurm_text import Job
 
 APART = (
@@ -131,10 +132,33 @@ def judge(
         most_requeues=run.most_requeues,
     )
     decided = decide(facts)
+    if spec.stage:
+        decided = judge_stage(run, facts, decided, attempt.staged.exists())
     if decided.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
         decided = replace(decided, why=APART.format(count=len(nodes) * spec.workers_per_node))
     _record(run, attempt, facts, decided, goes_on)
     return facts, decided
+
+
+def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, is_staged: bool) -> Verdict:
+    """Return the verdict `decided` of a run with ``--stage``, or that it goes on, where the copy of
+    the environment may be at fault: the attempt `is_staged`, and has ended as failed, or without a
+    word, before a step. No later attempt is staged then. A finished run's parcel is removed.
+
+    The limits of the budget and of requeues hold.
+    """
+    if decided.cause == Cause.FINISHED and not run.is_task:
+        remove_parcel(run)
+    is_early = decided.cause in (Cause.FAILED, Cause.NODE_LOST) and facts.step is None
+    if not (is_staged and is_early) or facts.lost_nodes:
+        return decided
+    remove_parcel(run, is_refused=True)
+    requeues = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
+    most = facts.most_requeues if facts.spec.max_requeues is None else facts.spec.max_requeues
+    if over_budget(facts.spec, facts.gpu_hours) or requeues >= min(most, facts.most_requeues):
+        return decided
+    why = f"{decided.why}; next it starts without the copy of --stage"
+    return Verdict(decided.cause, Action.REQUEUE, why)
 
 
 def _record(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__
+from hpc_ddp.core.attempt_env import installed_python
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
@@ -155,7 +155,7 @@ class Rendering:
             ],
             "setup": [line for line in spec.setup if line not in spec.without],
             "teardown": spec.teardown,
-            "host_python": sys.executable,
+            "host_python": installed_python(),
             "python": spec.python,
             "workers": spec.workers_per_node,
             "tasks_per_node": spec.tasks_per_node,

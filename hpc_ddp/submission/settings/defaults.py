@@ -6,11 +6,11 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpc_ddp.core.attempt_env import installed_python
 from hpc_ddp.core.errors import UsageError
 
 
@@ -85,5 +85,5 @@ def default_python(setup: Sequence[str], in_container: bool) -> str:
         return "python3"
     activates = any("activate" in line for line in setup)
     if not activates and find_spec("torch"):  # looks for it without importing it
-        return sys.executable
+        return installed_python()
     return "python" if setup or shutil.which("python") else "python3"

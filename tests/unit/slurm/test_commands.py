@@ -260,3 +260,33 @@ def test_variables_of_an_outer_run_are_dropped() -> None:
     assert attempt_env.clean_env(of_a_run | of_a_user) == of_a_user
     of_a_user["GLOO_SOCKET_IFNAME"] = "ib0"
     assert attempt_env.clean_env(of_a_user) == of_a_user
+
+
+def test_paths_of_a_staged_environment_are_those_of_the_installed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a worker submits may run on another node, and after the tree was removed."""
+    folder, hook = "/tmp/near-0/ab", "/runs/r/lib/hpc_ddp/node/workers/staging"
+    tree = f"{folder}/environment-1"
+    of_a_task = {
+        "HPC_DDP_OPENED_FILES": f"{folder}/opened-r-1",
+        "HPC_DDP_NEAR": tree,
+        "PYTHONPATH": f"{hook}:{tree}/env/site:/mine:",
+        "LD_LIBRARY_PATH": f"{tree}/env/lib",
+        "PYTHONUSERBASE": f"{tree}/home/u/.local",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compile",
+        "TRITON_CACHE_DIR": "/home/u/triton",
+        "EMPTY": "",
+    }
+    assert attempt_env.clean_env(of_a_task) == {
+        "PYTHONPATH": "/env/site:/mine:",
+        "LD_LIBRARY_PATH": "/env/lib",
+        "PYTHONUSERBASE": "/home/u/.local",
+        "TRITON_CACHE_DIR": "/home/u/triton",
+        "EMPTY": "",
+    }
+    noting = {"HPC_DDP_OPENED_FILES": f"{folder}/opened-r-0", "PYTHONPATH": hook}
+    assert attempt_env.clean_env(noting) == {}
+    monkeypatch.setenv("HPC_DDP_NEAR", tree)
+    monkeypatch.setattr("sys.executable", f"{tree}/env/bin/python")
+    assert attempt_env.installed_python() == "/env/bin/python"

@@ -8,14 +8,16 @@ supervisor.
 
 from __future__ import annotations
 
+import fcntl
 import os
-import secrets
+import signal
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_ddp.core.attempt_env import FIRST_STEP, OPENED_FILES
@@ -32,7 +34,12 @@ SOON_S = 60.0  # after the first step
 EVERY_S = 600.0
 MOST_MISSES = 50  # files, and their bytes, for which the parcel is not written anew
 MOST_MISSED_BYTES = 16 << 20
+MOST_BYTES = 20 << 30  # of a part
+SETTLED_S = 60.0  # a compiler writes an entry of its cache in less
 COMPILED = "part compiled"  # the beginning of a line of the label
+DRAFT = ".draft"  # in the parcel
+# The kind of a processor: its name, and the instructions that it has.
+PROCESSOR = "grep -Em2 '^(model name|flags|Features)' /proc/cpuinfo | cksum"
 
 
 @dataclass
@@ -42,55 +49,92 @@ class Keeper:
 
     parcel: Path
     record: Path
+    lines: set[str] = field(default_factory=set)  # of the record
+    _offset: int = 0  # of the record: the end of the lines
+    _packed_lines: int = 0  # the number of those that the parcel was compared with
+
+    def read_record(self) -> None:
+        """Add the new lines of the record, which repeats those of each process, to `lines`."""
+        with suppress(FileNotFoundError), open(self.record, "rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._offset += len(line)
+                    self.lines.add(line[:-1].decode(errors="surrogateescape"))
 
     def wait_for_first_step(self) -> None:
         """Return once a rank has done its first step, or no file was opened for `QUIET_S`."""
-        grown_at, size = time.monotonic(), 0
-        while not size or time.monotonic() < grown_at + QUIET_S:
-            with suppress(OSError):
-                text = self.record.read_text(errors="replace")
-                if FIRST_STEP in text:
-                    return
-                if len(text) != size:
-                    grown_at, size = time.monotonic(), len(text)
+        grown_at, count = time.monotonic(), 0
+        while not count or time.monotonic() < grown_at + QUIET_S:
+            self.read_record()
+            if FIRST_STEP in self.lines:
+                return
+            if len(self.lines) != count:
+                grown_at, count = time.monotonic(), len(self.lines)
             time.sleep(POLL_S)
 
     def pack(self, checks_files: bool) -> None:
         """Write what the parcel lacks: the environment, if too many files are not in it or, with
-        `checks_files`, one of its files has changed; the compile caches, if they have changed."""
-        label = self._label()
-        environment = [line for line in label if not line.startswith(COMPILED)]
-        compiled = [line for line in label if line.startswith(COMPILED)]
-        environment = self._pack_environment(environment, checks_files)
-        new_label = environment + self._pack_compiled(compiled)
-        if new_label != label:
-            write_whole(self.parcel / "label", "\n".join([*new_label, ""]))
-            self._remove_others(new_label)
+        `checks_files`, one of its files has changed; the compile caches, if they have changed.
+        While another task of an array packs, nothing is done."""
+        make_private(self.parcel, (), is_new=False)
+        with open(self.parcel / "lock", "ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            (self.parcel / DRAFT).unlink(missing_ok=True)  # of a keeper that was killed
+            label = self._label()
+            compiled = [line for line in label if line.startswith(COMPILED)]
+            environment = [line for line in label if line not in compiled]
+            environment = self._pack_environment(environment, checks_files)
+            self._write_label([*environment, *compiled])
+            self._write_label([*environment, *self._pack_compiled(compiled)])
 
     def _label(self) -> list[str]:
         with suppress(OSError):
             return (self.parcel / "label").read_text(errors="surrogateescape").splitlines()
         return []
 
+    def _write_label(self, label: list[str]) -> None:
+        """Write a new label, and remove what it does not name."""
+        if label == self._label():
+            return
+        write_whole(self.parcel / "label", "\n".join([*label, ""]))
+        parts = {line.split()[1] for line in label if line.startswith("part ")}
+        names = {"label", "lock", *parts, *(f"{part}.json" for part in parts)}
+        for path in self.parcel.iterdir():
+            if path.name not in names:
+                path.unlink(missing_ok=True)
+
     def _pack_environment(self, label: list[str], checks_files: bool) -> list[str]:
         """Return the lines of the label for the environment: `label`, those that are there, or of a
         new part."""
-        mirror = mirror_of(self.record)
-        files = {path: tuple(pair) for path, pair in read_json(self._files).items()}
-        packed = files if is_current(label) else {}
+        self.read_record()
+        if label and not checks_files and len(self.lines) == self._packed_lines:
+            return label
+        self._packed_lines = len(self.lines)
+        mirror = mirror_of(self.record, self.lines)
+        packed: dict[str, tuple[int, ...]] = {}
+        if is_current(label) and self._is_whole(label[0]):
+            files = read_json(self.parcel / f"{label[0].split()[1]}.json")
+            packed = {path: tuple(pair) for path, pair in files.items()}
         if is_enough(mirror, packed, checks_files):
             return label
         for path in packed:
             mirror.add(path)
         rewritten: list[str] = []
-        stamps = mirror.stamps()
-        part = self._write_part("environment", lambda draft: rewritten.extend(mirror.pack(draft)))
-        write_json(self._files, mirror.files)
-        size = byte_count(int(part.split()[-1]))
-        say(f"the next start reads {len(mirror.files)} files of its Python as one of {size}")
+        stamps, roots = mirror.stamps(), mirror.turnable()
+        sizes = [size for size, _ in mirror.files.values()]
+        part = self._write_part(
+            *("environment", "Python", sizes), lambda draft: rewritten.extend(mirror.pack(draft))
+        )
+        # Its name is the part's: a label never comes with the files of another part.
+        write_json(self.parcel / f"{part.split()[1]}.json", mirror.files)
         return [
             part,
             *(f"stamp {seconds} {path}" for path, seconds in stamps.items()),
+            *roots,
             *(f"rewrite {path}" for path in rewritten),
             *(f"direct {path}" for path in mirror.libraries()),
         ]
@@ -100,41 +144,52 @@ class Keeper:
         folder = self.record.parent / "compile"
         if os.environ.get(COMPILE_CACHE) != str(folder):  # the user's own
             return label
-        times = [path.lstat().st_mtime_ns for path in folder.rglob("*")]
-        name = f"compiled-{processor()}-{len(times)}x{max(times, default=0)}"
-        if not times or any(f" {name}-" in line for line in label):
-            return label
+        with suppress(FileNotFoundError):  # the compiler has just removed one
+            files = settled_files(folder)
+            last = max((status.st_mtime_ns for status in files.values()), default=0)
+            name = f"compiled-{processor()}-{len(files)}x{last}"
+            if not files or any(f" {name}-" in line and self._is_whole(line) for line in label):
+                return label
 
-        def pack(draft: Path) -> None:
-            with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as tar:
-                tar.add(folder, ".")
+            def pack(draft: Path) -> None:
+                with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as tar:
+                    for path in sorted(files):
+                        tar.add(path, os.path.relpath(path, folder))
 
-        return [self._write_part(name, pack)]
+            sizes = [status.st_size for status in files.values()]
+            return [self._write_part(name, "compile caches", sizes, pack)]
+        return label
 
-    @property
-    def _files(self) -> Path:
-        return self.parcel / "files.json"
+    def _is_whole(self, line: str) -> bool:
+        """Return whether a part is there as a line of the label has it. It is read only where
+        ``stage.sh`` could not unpack it on this node."""
+        with suppress(OSError, ValueError):
+            _, name, checksum, size = line.split()
+            if self.record.with_name(f"{name}.refused").exists():
+                return checksum_of(self.parcel / name) == (checksum, size)
+            return str((self.parcel / name).stat().st_size) == size
+        return False
 
-    def _write_part(self, name: str, pack: Callable[[Path], object]) -> str:
-        """Return the line of the label of a new file, which `pack` writes."""
-        make_private(self.parcel, (), is_new=False)
-        draft = self.parcel / f".draft-{secrets.token_hex(8)}"
+    def _write_part(
+        self, name: str, title: str, sizes: Sequence[int], pack: Callable[[Path], object]
+    ) -> str:
+        """Return the line of the label of a new file, which `pack` writes, for files with these
+        `sizes`, in bytes. Raise OSError for more than `MOST_BYTES`."""
+        if sum(sizes) > MOST_BYTES:
+            raise OSError(f"its {title} have {byte_count(sum(sizes))}")
+        draft = self.parcel / DRAFT
         try:
             pack(draft)
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())  # a quota may refuse only now
             checksum, size = checksum_of(draft)
-            part = f"{name}-{checksum}"
-            draft.rename(self.parcel / part)
+            draft.rename(self.parcel / f"{name}-{checksum}")
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-        return f"part {part} {checksum} {size}"
-
-    def _remove_others(self, label: list[str]) -> None:
-        """Remove parts that the label does not name, and drafts of keepers that were killed."""
-        names = {line.split()[1] for line in label if line.startswith("part ")}
-        for path in self.parcel.iterdir():
-            if path.name not in {"label", self._files.name, *names}:
-                path.unlink(missing_ok=True)
+        text = f"{len(sizes)} files of its {title} as one of {byte_count(int(size))}"
+        say(f"the next start reads {text}")
+        return f"part {name}-{checksum} {checksum} {size}"
 
 
 def is_current(label: list[str]) -> bool:
@@ -146,15 +201,27 @@ def is_current(label: list[str]) -> bool:
     return False
 
 
+def settled_files(folder: Path) -> dict[str, os.stat_result]:
+    """Return the files of a compile cache in folders without a change for `SETTLED_S`: an entry, a
+    folder, is taken whole. Raise FileNotFoundError for a file that goes meanwhile."""
+    files: dict[str, os.stat_result] = {}
+    for place, _, names in os.walk(folder):
+        statuses = {path: os.lstat(path) for path in (os.path.join(place, name) for name in names)}
+        if all(status.st_mtime < time.time() - SETTLED_S for status in statuses.values()):
+            files |= statuses
+    return files
+
+
 def is_enough(
     mirror: Mirror, packed: Mapping[str, tuple[int, ...]], checks_files: bool = True
 ) -> bool:
     """Return whether a parcel with the files `packed` (size, time) has nearly all of a mirror, and,
     with `checks_files`, as they are now."""
     misses = [size for path, (size, _) in mirror.files.items() if path not in packed]
-    if not packed or len(misses) > MOST_MISSES or sum(misses) > MOST_MISSED_BYTES:
+    are_many = len(misses) > MOST_MISSES or sum(misses) > MOST_MISSED_BYTES
+    if not packed or are_many or not mirror.written.isdisjoint(packed):
         return False
-    now = Mirror(mirror.roots)
+    now = Mirror(mirror.roots, mirror.written)
     for path in packed if checks_files else ():
         now.add(path)
     return not checks_files or all(now.files.get(path) == pair for path, pair in packed.items())
@@ -171,11 +238,24 @@ def checksum_of(path: Path) -> tuple[str, str]:
 
 
 def processor() -> str:
-    """Return a number for the make of this node's processors, as ``stage.sh`` computes it."""
-    lines = Path("/proc/cpuinfo").read_bytes().splitlines(keepends=True)
-    model = next((line for line in lines if b"model name" in line), b"")
-    text = subprocess.run(["cksum"], input=model, check=True, capture_output=True)
-    return text.stdout.split()[0].decode()
+    """Return a number for the kind of this node's processors, as ``stage.sh`` computes it."""
+    done = subprocess.run(["sh", "-c", PROCESSOR], check=True, capture_output=True, text=True)
+    return done.stdout.split()[0]
+
+
+def keep(keeper: Keeper) -> None:
+    """Pack after the first step and from then on; return after an error, which one line tells."""
+    keeper.wait_for_first_step()
+    pause_s = SOON_S
+    while True:
+        try:
+            keeper.pack(checks_files=pause_s == SOON_S)
+        except Exception as error:  # the job goes on, and a full disk is not filled again
+            if keeper.record.parent.exists():  # else the attempt ends
+                say(f"the parcel of the next start could not be written: {error}")
+            return
+        time.sleep(pause_s)
+        pause_s = EVERY_S
 
 
 def main(argv: Sequence[str]) -> int:
@@ -190,13 +270,6 @@ def main(argv: Sequence[str]) -> int:
     index = os.environ.get("HPC_DDP_NODE_INDEX") or os.environ.get("SLURM_NODEID")
     if index not in (None, "0"):
         return 0
-    keeper = Keeper(run / PARCEL, record)
-    keeper.wait_for_first_step()
-    pause_s = SOON_S
-    while True:
-        try:
-            keeper.pack(checks_files=pause_s == SOON_S)
-        except Exception as error:  # the job goes on, whatever the disk has
-            say(f"the parcel of the next start could not be written: {error}")
-        time.sleep(pause_s)
-        pause_s = EVERY_S
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that its draft is removed
+    keep(Keeper(run / PARCEL, record))
+    return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import source_from_cache
@@ -20,6 +20,9 @@ from hpc_ddp.core.attempt_env import OPENED_FILES
 
 TREE = "@HPC_DDP_NEAR@"  # in place of the tree's path, which a node alone knows
 SITES = ("site-packages", "dist-packages", "conda-meta")  # that an install changes
+IMPORTED = ("bin", "lib", "lib64", "pyvenv.cfg")  # what Python imports from, in its prefix
+USER_SITE = r"(?<=/\.local)/lib/python[\d.]+/site-packages$"  # behind its prefix
+MOST_DATA_BYTES = 64 << 20  # of a file that is no library
 
 
 @dataclass
@@ -30,6 +33,8 @@ class Mirror:
     ----------
     roots
         folders of the environment as Python has them; links may lead there
+    written
+        files that the job writes: a copy of one would be another file
     files
         size in bytes and time of change, in ns, of each file that is to be copied
     folders
@@ -37,15 +42,20 @@ class Mirror:
     """
 
     roots: frozenset[str]
+    written: frozenset[str] = frozenset()
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._tops = tuple(f"{os.path.realpath(root)}/" for root in self.roots)
+        reals = {root: os.path.realpath(root) for root in self.roots}
+        sites = [f"{real}/" for root, real in reals.items() if os.path.basename(root) in SITES]
+        self._tops = tuple(f"{re.sub(USER_SITE, '', real)}/" for real in reals.values())
+        self._places = (*sites, *(f"{top}{name}/" for top in self._tops for name in IMPORTED))
 
     def add(self, path: str) -> None:
         """Take in a file or folder that a process has asked for; one that is not there is looked
-        for in its folder, which is taken in. Outside of the roots nothing is."""
+        for in its folder, which is taken in. A place that Python does not import from is left out,
+        and so are large data, and files that the job writes."""
         parent = os.path.realpath(os.path.dirname(path))
         real = os.path.realpath(path)
         # The environment of some installers is of links to a store.
@@ -54,10 +64,11 @@ class Mirror:
             return
         with suppress(OSError):
             if os.path.isdir(place):
-                return self._add_folder(place)
-            if os.path.isfile(place):
+                return None if os.path.islink(place) else self._add_folder(place)  # code in work
+            if os.path.isfile(place) and real not in self.written and os.access(place, os.R_OK):
                 status = os.stat(place)
-                self.files[place] = (status.st_size, status.st_mtime_ns)
+                if status.st_size <= MOST_DATA_BYTES or re.search(r"\.so(\.|$)", place):
+                    self.files[place] = (status.st_size, status.st_mtime_ns)
             for folder in filter(os.path.isdir, (parent, os.path.dirname(place))):
                 self._add_folder(folder)
         if place.endswith(".pyc") and os.path.basename(parent) == "__pycache__":
@@ -65,11 +76,11 @@ class Mirror:
                 self.add(source_from_cache(place))
 
     def has(self, path: str) -> bool:
-        """Return whether a path is in a folder of the environment, or is one."""
-        return f"{path}/".startswith(self._tops)
+        """Return whether Python imports from a path. Data, and code in work, may lie elsewhere."""
+        return f"{path}/".startswith(self._places)
 
     def _add_folder(self, path: str) -> None:
-        while self.has(path) and path not in self.folders:
+        while f"{path}/".startswith(self._tops) and path not in self.folders:
             self.folders.add(path)
             path = os.path.dirname(path)
 
@@ -77,7 +88,7 @@ class Mirror:
         """Take in the folders in which Python only looks for an ``__init__``: of packages that a
         program searches for, and those with the name of a module. Raise OSError for a folder that
         can't be listed."""
-        for folder in sorted(self.folders):
+        for folder in sorted(filter(self.has, self.folders)):
             is_site = os.path.basename(folder) in SITES
             with os.scandir(folder) as entries:
                 kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
@@ -96,6 +107,13 @@ class Mirror:
         metadata = (os.path.join(top, "conda-meta") for top in self._tops)
         paths += [path for path in metadata if os.path.isdir(path)]
         return {path: int(os.stat(path).st_mtime) for path in sorted({*paths})}
+
+    def turnable(self) -> list[str]:
+        """Return lines of the label: the roots behind a link, as Python spells them, and then where
+        they are. The link may be turned to another environment."""
+        roots = [root for root in sorted(self.roots) if os.path.realpath(root) != root]
+        spelled = [f"spelled {root}" for root in roots]
+        return spelled + [f"real {os.path.realpath(root)}" for root in roots]
 
     def links(self) -> Iterator[tuple[str, str]]:
         """Yield path and target of all links: entries of the folders that are not copied, and roots
@@ -134,23 +152,25 @@ class Mirror:
         return texts
 
     def _turn(self, line: re.Match[str]) -> str:
-        is_inside = os.path.realpath(line[2].strip()) in self.folders
+        path = os.path.realpath(line[2].strip())
+        is_inside = self.has(path) and path in self.folders
         return f"{line[1]}{TREE if is_inside else ''}{line[2]}"
 
     def pack(self, draft: Path) -> list[str]:
         """Write the tree as an uncompressed tar, files of a folder after it; return the paths of
-        the rewritten files. Raise OSError where a file can't be read, or has changed."""
-        new_texts, links = self.rewritten(), [*self.links()]
+        the rewritten files. A file that has changed since it was taken in is a link, and leaves
+        `files`. Raise OSError where a file can't be read, or the draft not be written."""
+        new_texts = self.rewritten()
         with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as tar:
             for folder in sorted(self.folders):
                 tar.addfile(_entry(folder, tarfile.DIRTYPE, 0o700))
-            for path, target in links:
-                entry = _entry(path, tarfile.SYMTYPE, 0o777)
-                entry.linkname = target
-                tar.addfile(entry)
-            for path in sorted(self.files):
-                _add_file(tar, path, self.files[path], new_texts.get(path))
-        return sorted(new_texts)
+            for path, target in self.links():
+                tar.addfile(_entry(path, tarfile.SYMTYPE, 0o777, target))
+            for path, packed in sorted(self.files.items()):
+                if not _add_file(tar, path, packed, new_texts.get(path)):
+                    del self.files[path]
+                    tar.addfile(_entry(path, tarfile.SYMTYPE, 0o777, path))
+        return sorted(new_texts.keys() & self.files.keys())
 
     def libraries(self) -> list[str]:
         """Return Python's own shared library, [] for none: some Pythons look for it where they
@@ -158,26 +178,28 @@ class Mirror:
         return [path for path in self.files if re.search(r"/libpython[^/]*\.so[^/]*$", path)]
 
 
-def _entry(path: str, kind: bytes, mode: int) -> tarfile.TarInfo:
+def _entry(path: str, kind: bytes, mode: int, target: str = "") -> tarfile.TarInfo:
     """Return the head of a member of the tar, by the path in the environment."""
     entry = tarfile.TarInfo(path.lstrip("/"))
-    entry.type, entry.mode = kind, mode
+    entry.type, entry.mode, entry.linkname = kind, mode, target
     return entry
 
 
 def _add_file(
     tar: tarfile.TarFile, path: str, packed: tuple[int, int], new_text: bytes | None
-) -> None:
+) -> bool:
     """Add a file, or its new text, with its time, by which Python knows that what it has compiled
-    is up to date. Raise OSError where its size or time are not those of `packed`."""
+    is up to date. Return False where size or time are not those of `packed`; raise OSError where it
+    can't be read."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != packed:
-            raise OSError(f"{path} has just changed")
+            return False
         entry = _entry(path, tarfile.REGTYPE, status.st_mode & 0o755)
         entry.mtime = int(status.st_mtime)
         entry.size = status.st_size if new_text is None else len(new_text)
         tar.addfile(entry, file if new_text is None else BytesIO(new_text))
+    return True
 
 
 def mapped_files(record: Path) -> set[str]:
@@ -194,20 +216,22 @@ def mapped_files(record: Path) -> set[str]:
     return paths
 
 
-def mirror_of(record: Path) -> Mirror:
-    """Return the mirror of what `sitecustomize` has noted, and of what Python reads before that.
+def mirror_of(record: Path, lines: Iterable[str]) -> Mirror:
+    """Return the mirror of what `sitecustomize` has noted, the `lines` of `record`, and of what
+    Python reads before that.
 
     The record lies in the run's folder on this node; trees there have paths of their own. Raise
-    OSError where it can't be read.
+    OSError where a folder can't be listed.
     """
-    lines = record.read_text(errors="surrogateescape").splitlines()
     in_tree = re.compile(rf"^{re.escape(str(record.parent))}/environment-[^/]*(?=/)")
-    parts = [line.partition(" ")[::2] for line in lines]
-    paths = {in_tree.sub("", line) for line in lines if line.startswith("/")}
-    roots = {in_tree.sub("", path) for kind, path in parts if kind == "root"}
-    pythons = {in_tree.sub("", path) for kind, path in parts if kind == "python" and path}
-    mirror = Mirror(frozenset(roots))
-    for path in sorted(paths | mapped_files(record) | pythons):
+    paths: dict[str, set[str]] = {"root": set(), "python": set(), "written": set(), "": set()}
+    for line in lines:
+        kind, _, path = ("", "", line) if line.startswith("/") else line.partition(" ")
+        if path and kind in paths:
+            paths[kind].add(in_tree.sub("", path))
+    roots = paths["root"]
+    mirror = Mirror(frozenset(roots), frozenset(map(os.path.realpath, paths["written"])))
+    for path in sorted(paths[""] | mapped_files(record) | paths["python"]):
         mirror.add(in_tree.sub("", path))
     for root in roots:
         mirror.add(os.path.join(root, "pyvenv.cfg"))

@@ -1,83 +1,67 @@
-"""Removes what ``--stage`` has left on nodes: at the end of a run, and of runs that were killed.
-
-``python <run>/lib/node.py workers.staging.removal``, the last call of the batch script.
-"""
+"""Removes what ``--stage`` has made: a node's tree at an attempt's end, and a run's parcel."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
+import signal
 import subprocess
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.journal.events import Started, VerdictGiven
-from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.attempt_env import OPENED_FILES, AttemptEnv
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.live_jobs import describe_work, is_final, read_queue
 
 PARCEL = "stage"  # a folder of the run
 SCRIPT = Path(__file__).with_name("stage.sh")
-UNUSED_S = 7 * 86400.0
-REMOVE_S = 20.0
+LOCK = 9  # the descriptor by which a task of `SCRIPT` has locked the run's folder on its node
+REMOVE_S = 60.0
+REFUSED = "an attempt has ended before its first step from the copy of --stage"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `remove_of_run` for the run of the environment; raise KeyError without one."""
-    remove_of_run(AttemptEnv.from_env(os.environ).run_folder, os.environ)
-    return 0
+@contextmanager
+def leaving_tree() -> Iterator[None]:
+    """End this node's keeper, and remove what the run has on this node, after the block, the work
+    of a supervisor; unless another task uses it, or another start of the attempt follows. Nothing
+    is raised for a disk."""
+    try:
+        yield
+    finally:
+        with suppress(KeyError, OSError):
+            folder = Path(os.environ[OPENED_FILES]).parent
+            is_locked = os.path.samestat(os.fstat(LOCK), folder.stat())
+            _end_child(int(os.environ["HPC_DDP_KEEPER"]))
+            attempt = AttemptEnv.from_env(os.environ).attempt_folder
+            if is_locked and not attempt.port_taken.exists():
+                os.close(LOCK)
+                _call("remove")
 
 
-def remove_of_run(run: RunFolder, environ: Mapping[str, str]) -> None:
-    """Remove what a run has on the nodes of its job, unless another attempt follows by itself; of a
-    finished run, which is no task of an array, also the parcel. Nothing is raised for a disk."""
-    with suppress(OSError, subprocess.SubprocessError):
-        verdict = last_event(run.events(), Started, VerdictGiven)
-        if not isinstance(verdict, VerdictGiven) or not is_final(verdict):
-            return
-        if verdict.exit_code == 0 and not run.is_task:
-            shutil.rmtree(run.path / PARCEL, ignore_errors=True)
-        command = ["bash", str(SCRIPT), "remove"]
-        subprocess.run(command, timeout=REMOVE_S, check=False)
-        nodes = environ.get("SLURM_NNODES", "1") if "SLURM_JOB_ID" in environ else "1"
-        if nodes != "1":
-            size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-            command = ["srun", *size, "--overlap", "--mpi=none", "--quiet", *command]
-            subprocess.run(command, timeout=REMOVE_S, check=False, stderr=subprocess.DEVNULL)
+def _end_child(pid: int) -> None:
+    with suppress(ChildProcessError):  # it has ended, and the shell before this Python knew
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def remove_leftovers(own_folder: Path) -> None:
-    """Remove the folders on this node of runs that are over: of a job that was killed with its
-    batch script, above all. One that a task uses stays, and `own_folder`."""
-    places = dict.fromkeys([os.environ.get("TMPDIR") or "/tmp", "/tmp", "/dev/shm"])
-    for place in places:
-        top = Path(place, f"hpc-ddp-near-{os.geteuid()}")
+    """Remove the folders on this node of tasks that were killed, of any run: those that no task has
+    locked and that were not changed for an hour. `own_folder` stays, as it is locked."""
+    _call("clean")
+
+
+def remove_parcel(run: RunFolder, is_refused: bool = False) -> None:
+    """Remove the parcel of a run, for a task that of its array; nothing is raised for a disk. With
+    `is_refused` later attempts make no other one."""
+    parcel = run.whole / PARCEL
+    shutil.rmtree(parcel, ignore_errors=True)
+    if is_refused:
         with suppress(OSError):
-            if top.is_symlink() or top.stat().st_uid != os.geteuid():
-                continue
-            for folder in top.iterdir():
-                if folder != own_folder:
-                    remove_leftover(folder)
+            parcel.mkdir(mode=0o700, exist_ok=True)
+            (parcel / "refused").write_text(f"{REFUSED} (to allow it again: rm -r {parcel})")
 
 
-def remove_leftover(folder: Path) -> None:
-    """Remove the folder of a run, unless a task of this node uses it or the run goes on. Raise
-    OSError where that can't be known."""
-    with open(folder / "used", "ab") as used:
-        try:
-            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        path = Path((folder / "run").read_text())
-        is_old = time.time() > (folder / "run").stat().st_mtime + UNUSED_S
-        if is_old or (path.parent.is_dir() and is_over(RunFolder(path))):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_over(run: RunFolder) -> bool:
-    """Return whether nothing goes on with a run; raise OSError where that can't be read."""
-    return not run.path.is_dir() or describe_work(run, read_queue()) is None
+def _call(action: str) -> None:
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["bash", str(SCRIPT), action], timeout=REMOVE_S, check=False)

@@ -3,12 +3,14 @@
 # Python there: docs/decisions/019-stage.md. In bash, since each start of a Python asks a slow disk
 # hundreds of times.
 #
-#   stage.sh bring PYTHON         unpacks the run's parcel on this node
-#   stage.sh where PYTHON         prints the path of PYTHON in the unpacked tree; nothing without one
+#   stage.sh bring PYTHON         unpacks the run's parcel on this node; its code is 0 for success
 #   stage.sh run PYTHON WORD...   becomes that Python, or PYTHON itself, with these words
 #   stage.sh remove               removes what the run has on this node, unless a task uses it
+#   stage.sh clean                removes what was left there by any run an hour ago or earlier
 #
+# HPC_DDP_BROUGHT is yes for tasks of an attempt in which all nodes have it, no where one has not.
 # Where something is wrong, PYTHON starts from where it is, after one line that says why.
+set +o posix # of POSIXLY_CORRECT: a redirection that fails would end this shell
 action=$1 python=$2
 shift $(($# < 2 ? $# : 2))
 user_umask=$(umask)
@@ -20,7 +22,7 @@ key=$(printf %s "$run" | sha256sum)
 key=${key:0:16}
 plain='^[A-Za-z0-9/._+@,:=-]+$' # of paths that sed and a link take as they are
 places=("${TMPDIR:-/tmp}" /tmp /dev/shm)
-name=none tree='' folder='' why=''
+name=none tree='' folder='' why='' is_refused=''
 
 say() { echo "hpc-ddp: ${SLURMD_NODENAME:-$(uname -n)}: $1" >&2; }
 
@@ -40,30 +42,41 @@ find_top() {
     read -r owner mode < <(stat -Lc '%u %a' "$1")
     (((owner == 0 || owner == EUID) && (!(0$mode & 022) || 0$mode & 01000))) || return
     [ -z "$2" ] || mkdir -m 700 "$top" 2>/dev/null
-    [ "$(stat -c '%u %a %F' "$top" 2>/dev/null)" = "$EUID 700 directory" ]
+    [[ $(stat -c '%u %f' "$top" 2>/dev/null) == "$EUID 4"?c0 ]] # a folder of mode 0700
 }
 
-# Sets `folder` to the run's on this node: the one with the tree, else the first with room for $1
-# bytes from which a program can be started. A disk in memory may take a third of the job's.
+# Sets `folder` to the run's on this node: the one with the tree, else the first with twice the room
+# for $1 bytes from which a program can be started. In memory, which an overlay may be as well, they
+# may be a quarter of what is free, and of the job's memory, which must be known.
 find_folder() {
     local place top disk free memory
     for place in "${places[@]}"; do
         find_top "$place" && folder=$top/$key && [ -e "$folder/$name.complete" ] && return
     done
+    memory=$((SLURM_MEM_PER_NODE > 0 ? SLURM_MEM_PER_NODE : SLURM_MEM_PER_CPU * SLURM_CPUS_ON_NODE))
     for place in "${places[@]}"; do
         find_top "$place" make || continue
         folder=$top/$key in_memory=no
-        if [[ $disk == @(tmpfs|ramfs) ]]; then
+        if [[ $disk == @(tmpfs|ramfs|overlayfs) ]]; then
             in_memory=yes
-            memory=$(awk '/^MemAvailable/ { printf "%d", $2 * 1024 }' /proc/meminfo)
-            ((SLURM_MEM_PER_NODE > 0 && SLURM_MEM_PER_NODE << 20 < memory)) &&
-                memory=$((SLURM_MEM_PER_NODE << 20))
-            ((free = free < memory / 3 ? free : memory / 3))
+            ((free = (free < memory << 20 ? free : memory << 20) / 2))
         fi
-        ((free > $1 * 11 / 10 + (64 << 20))) && mkdir -p "$folder" && can_execute && return
+        ((free > 2 * $1 + (64 << 20))) && mkdir -p "$folder" && can_execute && return
         rmdir "$folder" "$top" 2>/dev/null
     done
     folder='' why='no disk of this node (TMPDIR, /tmp, /dev/shm) has the room, and starts programs'
+    return 1
+}
+
+# Locks the folder to the end of this process, as all do that use it. systemd-tmpfiles leaves a
+# locked folder alone. The one that was locked may have been removed meanwhile.
+lock_folder() {
+    local try
+    for try in 1 2 3; do
+        { mkdir -p "$folder" && exec 9<"$folder" && flock -s -w 10 9; } 2>/dev/null &&
+            [ "$folder" -ef /proc/self/fd/9 ] && return
+    done
+    why="$folder can't be locked"
     return 1
 }
 
@@ -75,12 +88,12 @@ can_execute() {
     return $code
 }
 
-# Opens file $1 of the parcel as descriptor 7: it must be this user's alone, and of $2 bytes, if given.
+# Opens file $1 of the parcel as descriptor 7: it must be this user's alone, and of $2 bytes if given.
 open_part() {
     local owner mode size kind
     { exec 7<"$parcel/$1"; } 2>/dev/null || { why="$parcel/$1 can't be read"; return 1; }
-    read -r owner mode size kind < <(stat -Lc '%u %a %s %F' /proc/self/fd/7)
-    [[ $owner == "$(stat -Lc %u "$run/lib/node.py")" && $kind == regular* ]] &&
+    read -r owner mode size kind < <(stat -Lc '%u %a %s %f' /proc/self/fd/7)
+    [[ $owner == "$(stat -Lc %u "$run/lib/node.py")" && $kind == 8* ]] && # a regular file
         ((!(0$mode & 022))) && [ "${2:-$size}" = "$size" ] && return
     why="$parcel/$1 is not this user's alone, or not whole"
     return 1
@@ -88,49 +101,57 @@ open_part() {
 
 # Reads the label of the parcel: the parts, and the times by which the environment is as it was.
 read_label() {
-    local kind first rest times=''
-    parts=() stamps=() rewritten=() direct=()
-    [ -e "$parcel/label" ] || { why='there is no parcel yet: this attempt notes what it opens'; return 1; }
+    local kind first rest times='' real=''
+    parts=() stamps=() spelled=() rewritten=() direct=()
+    if [ ! -e "$parcel/label" ]; then
+        why='there is no parcel yet: this attempt notes what it opens'
+        [ ! -e "$parcel/refused" ] || is_refused=yes why="$(<"$parcel/refused")"
+        return 1
+    fi
+    [ -z "$PYTHONHOME" ] || { why='PYTHONHOME is set'; return 1; }
     open_part label || return
     while read -r kind first rest; do
         case $kind in
             part) parts+=("$first $rest") ;;
             stamp) times+="$first " stamps+=("$rest") ;;
+            spelled) spelled+=("$first${rest:+ $rest}") ;;
+            real) real+=$first${rest:+ $rest}$'\n' ;;
             rewrite) rewritten+=("$first${rest:+ $rest}") ;;
             direct) direct+=("$first${rest:+ $rest}") ;;
         esac
     done <&7
     exec 7<&-
-    [ "$(stat -Lc %Y -- "${stamps[@]}" 2>/dev/null | tr '\n' ' ')" = "$times" ] ||
+    [[ $(stat -Lc %Y -- "${stamps[@]}" 2>/dev/null | tr '\n' ' ') == "$times" &&
+        $(readlink -f -- "${spelled[@]}" 2>/dev/null) == "${real%$'\n'}" ]] ||
         { why='the environment has changed: this attempt notes anew what it opens'; return 1; }
     read -r name sum size <<<"${parts[0]}"
-    [[ $name =~ $plain && $name != */* && $size =~ ^[0-9]+$ ]] && return
+    read -r caches caches_sum caches_size <<<"${parts[1]}"
+    [[ $name =~ $plain && $name != */* && $size =~ ^[0-9]+$ && $caches_size =~ ^[0-9]*$ ]] && return
     name=none why="$parcel/label is damaged"
     return 1
 }
 
 # Unpacks file $1 of the parcel, with checksum $2 and $3 bytes, as $4, which is not there before all
-# of it is verified. The file is read once.
+# of it is verified. The file is read once, and what is wrong with that gets into the checksum.
 unpack() {
-    local new=$4.new states
+    local new=$4.new checksum
     open_part "$1" "$3" || return
     rm -rf "$new" "$new".*
-    mkdir "$new" && mkfifo "$new.pipe" || { why="$folder can't be written"; return 1; }
-    cksum <"$new.pipe" >"$new.sum" &
-    tee "$new.pipe" <&7 2>/dev/null | tar -b 4096 -xPf - -C "$new" --no-same-owner 2>"$new.errors"
-    states=${PIPESTATUS[*]}
-    wait $!
+    mkdir "$new" || { why="$folder can't be written"; return 1; }
+    checksum=$({
+        tee /dev/fd/3 <&7 2>/dev/null |
+            TAR_OPTIONS='' tar -b 4096 -xPf - -C "$new" --no-same-owner 2>"$new.errors" 3>&-
+        [ "${PIPESTATUS[*]}" = '0 0' ] || echo broken >&3
+    } 3>&1 >/dev/null | cksum)
     exec 7<&-
-    why="$parcel/$1 could not be unpacked: $(head -1 "$new.errors")"
-    if [ "$states" = '0 0' ]; then
-        why="the checksum of $parcel/$1 is wrong"
-        [ "$(<"$new.sum")" = "$2 $3" ] && rm -rf "$4" && mv "$new" "$4" && why=''
-    fi
+    why="the checksum of $parcel/$1 is wrong"
+    [ ! -s "$new.errors" ] || why="$parcel/$1 could not be unpacked: $(head -1 "$new.errors")"
+    [ "$checksum" = "$2 $3" ] && rm -rf "$4" && mv "$new" "$4" && why=''
     rm -rf "$new" "$new".*
     [ -z "$why" ]
 }
 
-# Sets `near` to the path of PYTHON in the tree $1.
+# Sets `near` to the path of PYTHON in the tree $1, which must start.
 find_near() {
     local path=$python
     [[ $path == */* ]] || path=$(type -P "$python")
@@ -138,6 +159,7 @@ find_near() {
     near=$1$path
     [ -x "$near" ] || near=$1$(cd "${path%/*}" && pwd -P)/${path##*/}
     [ -x "$near" ] || { why="$path is not in the parcel"; return 1; }
+    "$near" -I -c '' 2>/dev/null || { why="$near does not start"; return 1; }
 }
 
 # Unpacks the tree. Its mark comes last; this is the one place that makes it.
@@ -145,44 +167,34 @@ unpack_tree() {
     local file
     unpack "$name" "$sum" "$size" "$folder/$name" || return
     for file in "${rewritten[@]}"; do
-        sed -i "s|@HPC_DDP_NEAR@|$folder/$name|g" "$folder/$name$file"
+        sed -i "s|@HPC_DDP_NEAR@|$folder/$name|g" "$folder/$name$file" ||
+            { why="$folder/$name$file can't be written"; break; }
     done
     # Python may look for its own library where it was installed, not beside itself.
     cat "${direct[@]}" /dev/null >/dev/null 2>&1
-    if ! { find_near "$folder/$name" && "$near" -I -c '' 2>/dev/null; }; then
-        why=${why:-"$near does not start"}
-        rm -rf "${folder:?}/$name"
-        return 1
-    fi
-    echo "$in_memory" >"$folder/$name.complete"
+    [ -z "$why" ] && find_near "$folder/$name" &&
+        echo "$in_memory" >"$folder/$name.complete" && return
+    rm -rf "${folder:?}/$name"
+    return 1
 }
 
 # Unpacks on this node what the parcel has, once for all tasks.
 bring() {
-    local caches processor caches_sum caches_size
-    read_label && find_folder "$size" || return
+    local processor
+    read_label || { [ "${SLURM_PROCID:-0}" = 0 ] || exit 1; return 1; } # said once
+    find_folder $((size + caches_size)) && lock_folder || return
     exec 8>>"$folder/unpacking" && flock 8 || return
-    printf %s "$run" >"$folder/run"
     rm -f "$folder/$name.refused"
-    if [ ! -e "$folder/$name.complete" ]; then
-        remove_other_trees
-        unpack_tree || printf %s "$why" >"$folder/$name.refused"
+    if [ ! -e "$folder/$name.complete" ] && ! unpack_tree; then
+        printf %s "$why" >"$folder/$name.refused"
+        return 1
     fi
-    processor=$(grep -m1 'model name' /proc/cpuinfo | cksum)
-    read -r caches caches_sum caches_size <<<"${parts[1]}"
     # Code that was compiled for one kind of processor may not run on another.
+    processor=$(grep -Em2 '^(model name|flags|Features)' /proc/cpuinfo | cksum)
     if [[ $caches == *"-${processor%% *}-"* && ! -e $folder/compile ]]; then
         unpack "$caches" "$caches_sum" "$caches_size" "$folder/compile" ||
             say "$why: the compile caches are cold"
     fi
-    exec 8>&-
-}
-
-# Removes the trees of other parcels of this run, unless a task of another job uses one.
-remove_other_trees() {
-    exec 9>>"$folder/used"
-    flock -n 9 && find "$folder" -mindepth 1 -maxdepth 1 -name 'environment-*' -exec rm -rf {} +
-    exec 9>&-
 }
 
 # Turns the variables with folders of the environment to the tree.
@@ -190,7 +202,7 @@ use_tree() {
     local variable path paths near_paths
     for variable in PYTHONPATH LD_LIBRARY_PATH; do
         [ "${!variable}" ] || continue
-        IFS=: read -ra paths <<<"${!variable}"
+        IFS=: read -ra paths <<<"${!variable}:" # an empty one at the end counts
         near_paths=''
         for path in "${paths[@]}"; do
             [[ $path != /* || ! -d $tree$path ]] || path=$tree$path
@@ -198,67 +210,83 @@ use_tree() {
         done
         export "$variable=${near_paths:1}"
     done
-    [ ! -d "$tree$HOME/.local" ] || export PYTHONUSERBASE=${PYTHONUSERBASE-$tree$HOME/.local}
+    ! has_user_folder || export PYTHONUSERBASE=${PYTHONUSERBASE-$tree$HOME/.local}
     export HPC_DDP_NEAR=$tree
+}
+
+# Whether the tree has all of ~/.local, and so what other Pythons and programs look for there.
+has_user_folder() {
+    local path
+    [ -d "$tree$HOME/.local" ] || return
+    for path in "$HOME"/.local/{*,lib/*}; do
+        [[ ! -e $path || -e $tree$path ]] || return
+    done
 }
 
 # Has the Pythons of this task note what they open, and one process of the node keep the parcel.
 note_files() {
+    mkdir -p "$folder/compile" # by torch it would be of the script's umask
     export HPC_DDP_OPENED_FILES=$folder/opened-${HPC_DDP_RUN##*/}-$HPC_DDP_ATTEMPT
     export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # which has a sitecustomize.py
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}/triton}
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}
-    (flock -n 6 && exec nice -n 19 "$near" -E -s "$1" workers.staging.keeper $$) \
-        6>>"$folder/keeper-${HPC_DDP_NODE_INDEX:-${SLURM_NODEID:-0}}" &
+    (flock -n 6 && exec nice -n 19 "$program" -E -s "$1" workers.staging.keeper $$) \
+        6>>"$folder/keeper-${HPC_DDP_NODE_INDEX:-${SLURM_NODEID:-0}}" 9<&- &
+    export HPC_DDP_KEEPER=$! # a child of the supervisor, which ends it
 }
 
-# Becomes Python for a task, from the tree where there is one. A task has `used` locked to its end.
+# Marks the attempt as one that has used a tree, for its verdict.
+mark_attempt() {
+    local mark=$HPC_DDP_RUN/logs/attempt-$HPC_DDP_ATTEMPT/staged
+    [ -e "$mark" ] || { : >"$mark"; } 2>/dev/null || { why="$mark can't be written"; return 1; }
+}
+
+# Becomes Python for a task, from the tree where there is one.
 start() {
-    local is_of_run='' place='of a disk, and none of the memory of the job'
-    near=$python
-    if read_label; then
-        find_folder "$size" && [ ! -e "$folder/$name.complete" ] && [ ! -e "$folder/$name.refused" ] && bring
-        [ -z "$folder" ] || [ ! -e "$folder/$name.refused" ] || why=$(<"$folder/$name.refused")
-    else
-        is_of_run=yes
-        find_folder 0
-    fi
-    if [ "$folder" ] && printf %s "$run" >"$folder/run" && exec 9>>"$folder/used" && flock -s 9; then
-        if [ -e "$folder/$name.complete" ] && find_near "$folder/$name"; then
-            tree=$folder/$name
+    local program=$python place='a disk, and none of the memory of the job'
+    read_label && [ "$HPC_DDP_BROUGHT" = yes ] || name=none
+    if [[ $name != none || ($4 == supervisor && -z $is_refused) ]] && find_folder 0 && lock_folder; then
+        if [ -e "$folder/$name.complete" ] && find_near "$folder/$name" && mark_attempt; then
+            tree=$folder/$name program=$near
             use_tree
-        else
-            near=$python
         fi
         [ "$4" != supervisor ] || note_files "$3"
     fi
-    # What is so for the whole run is said once.
-    if [ "$tree" ] && [ "${SLURM_PROCID:-0}" = 0 ]; then
-        [ "$(<"$tree.complete")" = no ] || place='of the memory of the job'
-        say "Python starts from $folder, which has taken $((size / 1000000)) MB $place"
-    elif [ -z "$tree" ] && [ -z "$is_of_run" -o "${SLURM_PROCID:-0}" = 0 ]; then
-        say "$why; Python starts from where it is"
+    # Where a node has not got it, `bring` has said so.
+    if [[ $2 != preflight.checks && ${SLURM_PROCID:-0} == 0 && $HPC_DDP_BROUGHT != no ]]; then
+        [ "$(cat "$tree.complete" 2>/dev/null)" != yes ] || place='the memory of the job'
+        if [ "$tree" ]; then
+            say "Python starts from $folder, which has taken $((size / 1000000)) MB of $place"
+        else
+            say "${why:-the parcel was not unpacked}; Python starts from where it is"
+        fi
     fi
     umask "$user_umask"
-    exec "$near" "$@"
+    exec "$program" "$@"
 }
 
+# Removes folder $1 of a run, unless a task uses it. By its new name no task finds it meanwhile.
+remove_folder() {
+    { exec 8<"$1" && flock -n 8 && [ "$1" -ef /proc/self/fd/8 ] && mv "$1" "$1.$$" && rm -rf "$1.$$"
+    } 2>/dev/null
+    exec 8<&-
+}
+
+# Removes the folder of this run, or with $1, minutes, those of all runs not used for as long.
 remove() {
-    local place top disk free
+    local place top disk free path pattern=${1:+*}
     for place in "${places[@]}"; do
         find_top "$place" || continue
-        if [ -d "$top/$key" ]; then
-            { exec 9>>"$top/$key/used" && flock -w 5 9 && rm -rf "${top:?}/$key"; } 2>/dev/null
-            exec 9>&-
-        fi
+        while read -r path; do
+            remove_folder "$path"
+        done < <(find "$top" -mindepth 1 -maxdepth 1 ${1:+-mmin "+$1"} -name "${pattern:-$key}")
         rmdir "$top" 2>/dev/null
     done
 }
 
 case $action in
-    bring) bring ;;
-    where) read_label && find_folder "$size" && [ -e "$folder/$name.complete" ] &&
-        find_near "$folder/$name" && echo "$near" ;;
+    bring) bring || { say "${why:-$folder fails}; Python starts from where it is" && exit 1; } ;;
     run) start "$@" ;;
     remove) remove ;;
+    clean) remove 60 ;;
 esac

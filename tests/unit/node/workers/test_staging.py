@@ -3,7 +3,6 @@ is wrong, from where it is."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.attempt_env import FIRST_STEP
-from hpc_ddp.node.workers.staging import keeper, removal
+from hpc_ddp.node.workers.staging import keeper
 from hpc_ddp.node.workers.staging.keeper import Keeper
 from hpc_ddp.node.workers.staging.mirror import Mirror
 
@@ -56,6 +55,7 @@ class Stage:
         lib = self.run / "lib"
         (lib / "hpc_ddp" / "node" / "workers").mkdir(parents=True)
         (lib / "node.py").touch()
+        (self.run / "logs" / "attempt-0").mkdir(parents=True)
         shutil.copytree(STAGING, lib / "hpc_ddp" / "node" / "workers" / "staging")
         self.script = lib / "hpc_ddp" / "node" / "workers" / "staging" / "stage.sh"
         self.near = top / "near"
@@ -87,15 +87,20 @@ class Stage:
         env |= {"HPC_DDP_OPENED_FILES": str(self.parcel.record)}
         subprocess.run([self.python, "-c", code], env=env, check=True, capture_output=True)
 
-    def call(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    def call(self, *words: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
         argv = ["bash", self.script, *words]
-        return subprocess.run(argv, env=self.environ, capture_output=True, text=True)
+        return subprocess.run(argv, env=self.environ | environ, capture_output=True, text=True)
 
-    def start(self, code: str = LOOK) -> tuple[list[str], str]:
-        """Start a task; return the words that it prints, and what is printed about the start."""
-        done = self.call("run", self.python, "-c", code)
+    def start(self, code: str = LOOK, **environ: str) -> tuple[list[str], str]:
+        """Bring the parcel, if there is one, and start a task; return the words that it prints, and
+        what is printed about the start."""
+        text, state = "", {}
+        if (self.run / "stage" / "label").exists():
+            brought = self.call("bring", self.python, **environ)
+            text, state = brought.stderr, {"HPC_DDP_BROUGHT": "no" if brought.returncode else "yes"}
+        done = self.call("run", self.python, "-c", code, **(environ | state))
         assert done.returncode == 0, done.stderr
-        return done.stdout.split(), done.stderr
+        return done.stdout.split(), text + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +166,7 @@ def test_what_was_not_opened_is_found_where_it_is(packed: Stage) -> None:
 
 def test_a_second_start_on_the_node_reads_no_parcel(packed: Stage) -> None:
     packed.start()
-    next(packed.parcel.parcel.glob("environment-*")).unlink()
+    next(packed.parcel.parcel.glob("environment-*[0-9]")).unlink()
     words, line = packed.start()
     assert words[0].startswith(str(packed.tree))
     assert "Python starts from" in line
@@ -174,7 +179,7 @@ def test_a_first_start_runs_from_where_it_is(stage: Stage) -> None:
 
 
 def _damage(stage: Stage) -> None:
-    with open(next(stage.parcel.parcel.glob("environment-*")), "r+b") as file:
+    with open(next(stage.parcel.parcel.glob("environment-*[0-9]")), "r+b") as file:
         file.seek(1 << 20)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
@@ -182,11 +187,11 @@ def _damage(stage: Stage) -> None:
 
 
 def _truncate(stage: Stage) -> None:
-    os.truncate(next(stage.parcel.parcel.glob("environment-*")), 1 << 20)
+    os.truncate(next(stage.parcel.parcel.glob("environment-*[0-9]")), 1 << 20)
 
 
 def _open_to_group(stage: Stage) -> None:
-    next(stage.parcel.parcel.glob("environment-*")).chmod(0o620)
+    next(stage.parcel.parcel.glob("environment-*[0-9]")).chmod(0o620)
 
 
 def _open_label(stage: Stage) -> None:
@@ -273,7 +278,7 @@ def test_a_folder_where_others_may_rename_is_left_alone(packed: Stage) -> None:
 
 
 def test_an_unpacking_that_was_killed_is_begun_anew(packed: Stage) -> None:
-    part = next(packed.parcel.parcel.glob("environment-*")).name
+    part = next(packed.parcel.parcel.glob("environment-*[0-9]")).name
     draft = packed.folder / f"{part}.new"
     (draft / "root").mkdir(parents=True)
     packed.folder.parent.chmod(0o700)
@@ -284,15 +289,9 @@ def test_an_unpacking_that_was_killed_is_begun_anew(packed: Stage) -> None:
 
 
 def test_tasks_of_a_node_unpack_once(packed: Stage) -> None:
-    argv = ["bash", str(packed.script), "run", str(packed.python), "-c", LOOK]
-    tasks = [
-        subprocess.Popen(
-            argv, env=packed.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    ends = [task.communicate(timeout=60) for task in tasks]
-    assert all(out.startswith(str(packed.tree)) for out, _ in ends)
+    argv = ["bash", str(packed.script), "bring", str(packed.python)]
+    tasks = [subprocess.Popen(argv, env=packed.environ) for _ in range(3)]
+    assert [task.wait(timeout=60) for task in tasks] == [0, 0, 0]
     assert len([*packed.folder.glob("environment-*")]) == 2  # and its mark
 
 
@@ -301,6 +300,7 @@ def test_the_compile_caches_travel(packed: Stage, monkeypatch: pytest.MonkeyPatc
     compiled = packed.folder / "compile"
     (compiled / "ab").mkdir(parents=True)
     (compiled / "ab" / "kernel.py").write_text("x")
+    os.utime(compiled / "ab" / "kernel.py", (1, 1))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     packed.parcel.pack(checks_files=False)
     label = (packed.parcel.parcel / "label").read_text()
@@ -313,7 +313,8 @@ def test_the_compile_caches_travel(packed: Stage, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_parcel_is_written_anew_for_many_misses_or_a_changed_file(tmp_path: Path) -> None:
-    modules = [tmp_path / f"m{number}.py" for number in range(keeper.MOST_MISSES + 2)]
+    (tmp_path / "lib").mkdir()
+    modules = [tmp_path / "lib" / f"m{number}.py" for number in range(keeper.MOST_MISSES + 2)]
     for module in modules:
         module.touch()
     mirror = Mirror(frozenset([str(tmp_path)]))
@@ -341,7 +342,7 @@ def test_the_old_parcel_and_drafts_are_removed(packed: Stage, edited: Path) -> N
     packed.note()
     packed.parcel.pack(checks_files=True)
     names = sorted(path.name.partition("-")[0] for path in packed.parcel.parcel.iterdir())
-    assert names == ["environment", "files.json", "label"]
+    assert names == ["environment", "environment", "label", "lock"]  # the part and its files
     packed.start("import pkg; assert pkg.edited")
 
 
@@ -372,29 +373,13 @@ def test_packing_waits_for_the_first_step(stage: Stage, monkeypatch: pytest.Monk
     assert next(pauses, None) is None
 
 
-@pytest.mark.parametrize("is_used", [True, False])
-@pytest.mark.parametrize("is_there", [True, False])
-def test_what_a_killed_run_has_left_is_removed(
-    packed: Stage, monkeypatch: pytest.MonkeyPatch, is_used: bool, is_there: bool
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(packed.near))
-    packed.start()
-    if not is_there:
-        shutil.rmtree(packed.run)
-    else:  # a job of it waits
-        monkeypatch.setattr(removal, "describe_work", lambda run, queue: "a job")
-    with open(packed.folder / "used", "ab") as used:
-        if is_used:
-            fcntl.flock(used, fcntl.LOCK_SH)
-        removal.remove_leftovers(packed.near / "another")
-    assert packed.folder.exists() == (is_used or is_there)
-
-
 def test_a_tree_in_use_is_not_removed(packed: Stage) -> None:
     code = "import sys, time; print('up', flush=True); sys.stdin.read(1)"
     argv = ["bash", str(packed.script), "run", str(packed.python), "-c", code]
     pipe = subprocess.PIPE
-    with subprocess.Popen(argv, env=packed.environ, stdin=pipe, stdout=pipe) as task:
+    packed.call("bring", packed.python)
+    environ = packed.environ | {"HPC_DDP_BROUGHT": "yes"}
+    with subprocess.Popen(argv, env=environ, stdin=pipe, stdout=pipe) as task:
         assert task.stdout
         task.stdout.readline()
         packed.call("remove")

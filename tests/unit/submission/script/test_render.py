@@ -348,6 +348,63 @@ def test_a_folder_that_another_user_could_have_made_is_not_executed(
     assert str(tmp_path / "run") in done.stderr
 
 
+# timeout(1) has begun to wait, and so passes a signal on.
+SETTLED = "until [[ $(</proc/$PPID/status) == *State:?S* ]]; do :; done\n"
+
+
+def _play_stage(
+    tmp_path: Path, stage: Callable[..., subprocess.CompletedProcess[str]], bring: str
+) -> tuple[str, str]:
+    """Run it with a parcel and a `stage.sh` of these lines; return its output and its calls."""
+    lib = tmp_path / "run" / "lib"
+    script = lib / "hpc_ddp" / "node" / "workers" / "staging" / "stage.sh"
+    script.parent.mkdir(parents=True)
+    bring = bring.replace("$real_sleep", shutil.which("sleep") or "sleep")
+    script.write_text(f"echo $1 >>{tmp_path}/calls\n[ $1 = bring ] || exit\n{bring}\n")
+    (tmp_path / "run" / "stage").mkdir()
+    (tmp_path / "run" / "stage" / "label").touch()
+    (tmp_path / "bin" / "srun").write_text(
+        '#!/bin/sh\nuntil [ $1 = bash ]; do shift; done; exec "$@"'
+    )
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    for name in ("bash", "date", "timeout"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
+    (lib / "node.py").write_text(NODE_SIDE.replace("=8", "=8; HPC_DDP_END_TIME=1"))
+    lines = ("export BATCH=$$ SLURM_NNODES=1",)
+    done = stage(stage=True, setup=lines)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr, (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize(
+    ("bring", "is_brought", "text"),
+    [
+        ("", "yes", ""),
+        ("exit 1", "no", ""),
+        (f"{SETTLED}kill -USR2 $BATCH; exec $real_sleep 600", "no", "batch warned"),
+        ("exec $real_sleep 600", "no", "no copy after 1 s; Python starts from where it is"),
+    ],
+)
+def test_the_parcel_is_brought_within_a_time(
+    stage: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bring: str,
+    is_brought: str,
+    text: str,
+) -> None:
+    monkeypatch.setattr(f"{__name__}.SHOW", f'{SHOW}; echo "brought: $HPC_DDP_BROUGHT"')
+    output, calls = _play_stage(tmp_path, stage, bring)
+    assert f"brought: {is_brought}" in output
+    assert text in output
+    assert calls == "bring\nremove\n"  # the last at the exit
+
+
+def test_a_chain_has_its_next_job_before_the_parcel_is_brought() -> None:
+    text = _render(stage=True, continue_by="resubmit").whole()
+    assert text.index("batch begin") < text.index(" bring ")
+
+
 def test_a_missing_preloaded_library_is_no_failure(
     stage: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

@@ -1,0 +1,283 @@
+"""`stage.sh` where something goes wrong on a node: nothing of it ends a start, or stays behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp.node.workers.staging import removal
+from tests.waiting import wait_until
+from unit.node.workers.test_staging import Environment, Stage, environment, packed, parcel, stage
+
+__all__ = ["environment", "packed", "parcel", "stage"]
+REPO = Path(__file__).parents[4]
+SUPERVISOR = f"""\
+import os, sys, time
+from pathlib import Path
+if sys.argv[1] == "workers.staging.keeper":
+    Path(__file__).with_name("draft").write_text(str(os.getpid()))
+    Path(__file__).with_name("draft").rename(Path(__file__).with_name("keeper"))
+    time.sleep(600)
+sys.path.insert(0, {str(REPO)!r})
+from hpc_ddp.node.workers.staging import removal
+removal.SCRIPT = Path(sys.argv[2])
+with removal.leaving_tree():
+    print("up", flush=True)
+    sys.stdin.read(1)
+"""
+
+
+def _wrap(stage: Stage, name: str, lines: str) -> dict[str, str]:
+    """Put a program before the real one of this name, which the `lines` may exec as $real."""
+    folder = stage.top / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\nreal={shutil.which(name)}\n{lines}\n")
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{stage.environ['PATH']}"}
+
+
+def _bring(stage: Stage, **environ: str) -> Path:
+    done = stage.call("bring", stage.python, **environ)
+    assert done.returncode == 0, done.stderr
+    return stage.tree
+
+
+def test_a_tree_that_no_longer_starts_is_left_out(packed: Stage) -> None:
+    python = _bring(packed) / packed.python.resolve().relative_to("/")
+    if not python.exists():  # the system's, which is a link
+        python = packed.tree / packed.python.relative_to("/")
+    python.unlink()
+    python.write_bytes(b"\x7fELF" + bytes(100))
+    python.chmod(0o755)
+    done = packed.call("run", packed.python, "-c", "print('up')", HPC_DDP_BROUGHT="yes")
+    assert (done.returncode, done.stdout) == (0, "up\n")
+    assert "does not start" in done.stderr
+
+
+def test_a_start_from_the_tree_marks_its_attempt(packed: Stage) -> None:
+    mark = packed.run / "logs" / "attempt-0" / "staged"
+    packed.call("run", packed.python, "-c", "", HPC_DDP_BROUGHT="no")
+    assert not mark.exists()
+    packed.start()
+    assert mark.exists()
+
+
+def test_a_start_that_can_not_be_marked_is_not_staged(packed: Stage) -> None:
+    shutil.rmtree(packed.run / "logs")
+    words, line = packed.start()
+    assert words[0] == str(packed.env)
+    assert "can't be written" in line
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_taken"),
+    [
+        ({}, False),
+        ({"SLURM_MEM_PER_NODE": "300"}, False),
+        ({"SLURM_MEM_PER_NODE": "700"}, True),
+        ({"SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_ON_NODE": "2"}, False),
+        ({"SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_ON_NODE": "7"}, True),
+    ],
+    ids=str,
+)
+def test_memory_is_taken_where_the_job_has_plenty(
+    stage: Stage, memory: dict[str, str], is_taken: bool
+) -> None:
+    assert _finds_folder(stage, "/dev/shm", 100 << 20, memory) == is_taken
+
+
+@pytest.mark.parametrize(("share", "is_taken"), [(0.6, False), (0.3, True)])
+def test_half_of_a_disk_stays_free(stage: Stage, share: float, is_taken: bool) -> None:
+    status = os.statvfs(stage.near)
+    size = int(share * status.f_bavail * status.f_bsize)
+    plenty = {"SLURM_MEM_PER_NODE": "999999999"}  # where the disk of the test is memory
+    if subprocess.run(["stat", "-fc", "%T", stage.near], stdout=-1).stdout.strip() in (
+        b"tmpfs",
+        b"overlayfs",
+    ):
+        size //= 2
+    assert _finds_folder(stage, str(stage.near), size, plenty) == is_taken
+
+
+def _finds_folder(stage: Stage, place: str, size: int, environ: dict[str, str]) -> bool:
+    lines = f"source {stage.script} none x; places=({place}); find_folder {size} && echo $folder"
+    argv = ["bash", "-c", lines]
+    text = subprocess.run(argv, env=stage.environ | environ, capture_output=True, text=True).stdout
+    return text != ""
+
+
+def test_a_task_unpacks_nothing(packed: Stage) -> None:
+    """Inside a preflight or a rendezvous it would be late."""
+    done = packed.call("run", packed.python, "-c", "print('up')", HPC_DDP_BROUGHT="yes")
+    assert done.stdout == "up\n"
+    assert not [*packed.near.glob("*/*/environment-*")]
+
+
+def test_a_dead_reader_does_not_stop_the_unpacking(packed: Stage) -> None:
+    """The one of a named pipe, killed before it has opened it, had its writer wait for ever."""
+    lines = (
+        "for pid in $(cat /proc/$PPID/task/$PPID/children); do\n"
+        '[ "$pid" != $$ ] && [ "$(cat /proc/$pid/comm)" = bash ] && kill -9 $pid\ndone\n'
+        'exec $real "$@"'
+    )
+    environ = packed.environ | _wrap(packed, "tee", lines)
+    argv: list[str | Path] = ["bash", packed.script, "bring", packed.python]
+    task = subprocess.Popen(argv, env=environ, start_new_session=True)
+    try:
+        task.wait(timeout=60)
+    finally:
+        if task.poll() is None:
+            os.killpg(task.pid, 9)
+
+
+def test_nothing_is_removed_while_it_is_unpacked(packed: Stage) -> None:
+    lines = f'env PATH=$PATH bash {packed.script} remove\nexec $real "$@"'
+    _bring(packed, **_wrap(packed, "tar", lines))
+    words, _ = packed.start()
+    assert words[0].startswith(str(packed.tree))
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(packed: Stage) -> None:
+    once, gone = packed.top / "once", f"{packed.folder}.gone"
+    lines = f'[ -e {once} ] || {{ touch {once}; mv {packed.folder} {gone}; }}; exec $real "$@"'
+    tree = _bring(packed, **_wrap(packed, "flock", lines))
+    assert tree.parent == packed.folder
+    assert not [*Path(gone).iterdir()]
+
+
+def test_the_last_supervisor_of_a_node_removes_the_tree(packed: Stage) -> None:
+    (packed.run / "lib" / "node.py").write_text(SUPERVISOR)
+    tree = _bring(packed)
+    words = ("-E", "-s", packed.run / "lib" / "node.py", "supervisor", packed.script)
+    argv: list[str | Path] = ["bash", packed.script, "run", packed.python, *words]
+    environ = packed.environ | {"HPC_DDP_BROUGHT": "yes"}
+    pipe = subprocess.PIPE
+    tasks = [
+        subprocess.Popen(argv, env=environ, text=True, stdin=pipe, stdout=pipe) for _ in range(2)
+    ]
+    for task in tasks:
+        assert task.stdout
+        assert task.stdout.readline() == "up\n"
+    wait_until((packed.run / "lib" / "keeper").exists, "the keeper")
+    tasks[0].communicate("x")
+    assert tree.exists()
+    tasks[1].communicate("x")
+    assert [*packed.near.iterdir()] == []
+    # It would miss what it imports.
+    assert not Path("/proc", (packed.run / "lib" / "keeper").read_text()).exists()
+
+
+def test_a_tree_stays_for_another_start_of_the_attempt(packed: Stage) -> None:
+    (packed.run / "lib" / "node.py").write_text(SUPERVISOR)
+    tree = _bring(packed)
+    (packed.run / "logs" / "attempt-0" / "port-taken").touch()
+    words = ("-E", "-s", packed.run / "lib" / "node.py", "supervisor", packed.script)
+    packed.call("run", packed.python, *words, HPC_DDP_BROUGHT="yes")
+    assert tree.exists()
+
+
+def test_leftovers_are_removed_whatever_they_are(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(stage.near))
+    top = stage.folder.parent
+    top.mkdir(mode=0o700)
+    for name in ("a", "b", "c", "locked", "young"):
+        (top / name).mkdir()
+    (top / "b" / "run").mkdir()  # no file
+    (top / "a" / "run").write_text(f"{stage.run}\n")
+    for name in ("a", "b", "c", "locked"):
+        os.utime(top / name, (1e9, 1e9))
+    descriptor = os.open(top / "locked", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    removal.remove_leftovers(top / "own")
+    os.close(descriptor)
+    assert sorted(path.name for path in top.iterdir()) == ["locked", "young"]
+
+
+def test_all_nodes_start_from_the_tree_or_none(packed: Stage) -> None:
+    _bring(packed)
+    done = packed.call("run", packed.python, "-c", "import sys; print(sys.prefix)")
+    assert done.stdout == f"{packed.env}\n"
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_a_link_to_the_environment_that_was_turned_is_noticed(
+    packed: Stage, is_turned: bool
+) -> None:
+    link = packed.top / "current"
+    link.symlink_to(packed.top if is_turned else packed.env)
+    with open(packed.parcel.parcel / "label", "a") as label:
+        label.write(f"spelled {link}\nreal {packed.env}\n")
+    words, line = packed.start()
+    assert (words[0] == str(packed.env)) == is_turned
+    assert ("the environment has changed" in line) == is_turned
+
+
+def test_another_language_of_stat_is_understood(packed: Stage) -> None:
+    lines = '$real "$@" | sed "s/directory/Verzeichnis/; s/regular.*file/Datei/"'
+    words, _ = packed.start(**_wrap(packed, "stat", lines))
+    assert words[0].startswith(str(packed.tree))
+
+
+@pytest.mark.parametrize("path", ["{site}:", ":{site}", "{site}::/x"])
+def test_an_empty_element_of_a_path_stays(packed: Stage, path: str) -> None:
+    path = path.format(site=packed.site)
+    code = "import os; print(os.environ['PYTHONPATH'])"
+    (words, _), tree = packed.start(code, PYTHONPATH=path), packed.tree
+    assert words == [path.replace(str(packed.site), f"{tree}{packed.site}")]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_the_users_own_folder_is_turned_as_a_whole(tmp_path: Path, is_whole: bool) -> None:
+    """Other Pythons and programs find there what they have installed."""
+    stage, home = Stage(tmp_path, Environment(tmp_path)), tmp_path / "home"
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    (site := home / ".local" / "lib" / version / "site-packages").mkdir(parents=True)
+    (site / "mine.py").touch()
+    (stage.env / "pyvenv.cfg").write_text(
+        (stage.env / "pyvenv.cfg").read_text().replace("packages = false", "packages = true")
+    )
+    stage.environ["HOME"] = str(home)
+    stage.note("import mine")
+    stage.parcel.pack(checks_files=True)
+    if not is_whole:  # something was installed since
+        (home / ".local" / "bin").mkdir()
+    code = "import mine, os, site, sys; print(mine.__file__, site.getuserbase())"
+    (words, _), tree = stage.start(code), stage.tree
+    base = Path(f"{tree}{home}" if is_whole else home) / ".local"
+    assert words == [str(base / site.relative_to(home / ".local") / "mine.py"), str(base)]
+    stage.call("remove")
+
+
+def test_the_folder_of_compile_caches_is_the_users_alone(packed: Stage) -> None:
+    code = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    (packed.run / "lib" / "node.py").write_text(code)
+    umask = os.umask(0)
+    done = packed.call("run", packed.python, packed.run / "lib" / "node.py", "", "x", "supervisor")
+    os.umask(umask)
+    assert done.stdout == f"{packed.folder / 'compile'}\n"
+    for path in (packed.folder / "compile", packed.folder, packed.folder.parent):
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_refused_parcel_is_not_made_again(stage: Stage) -> None:
+    (stage.run / "stage").mkdir()
+    (stage.run / "stage" / "refused").write_text("so it is")
+    (stage.run / "lib" / "node.py").write_text(
+        "import os; print('HPC_DDP_OPENED_FILES' in os.environ)"
+    )
+    done = stage.call("run", stage.python, "-E", "-s", stage.run / "lib" / "node.py", "supervisor")
+    assert done.stdout == "False\n"
+    assert "so it is; Python starts from where it is" in done.stderr
+
+
+def test_tars_own_options_are_not_used(packed: Stage) -> None:
+    words, _ = packed.start("import pkg; print(pkg.__file__)", TAR_OPTIONS="--exclude=*.py")
+    assert Path(words[0]).is_file()
