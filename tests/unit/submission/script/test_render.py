@@ -328,6 +328,17 @@ def test_a_warning_during_the_set_up_is_passed_on_after_it(
     assert done.stdout.splitlines() == ["python batch warned", f"{sys.executable} 4"], done.stderr
 
 
+def test_a_warning_leaves_the_process_that_is_waited_for() -> None:
+    """The signal may come between the start of srun and the look at its process id."""
+    text = _render().whole()
+    (trap,) = (
+        line for line in text.splitlines() if line.startswith("trap") and "batch warned" in line
+    )
+    lines = ["node_side=(true)", trap, "sleep 60 & step=$!", "kill -USR2 $$", "last=$!"]
+    code = "\n".join([*lines, "kill $step", "[ $last = $step ]"])
+    assert subprocess.run(["bash", "-c", code]).returncode == 0
+
+
 @pytest.mark.parametrize("path", ["run", "run/lib", "run/lib/node.py"])
 @pytest.mark.parametrize("change", ["writable", "of another user", "absent"])
 def test_a_folder_that_another_user_could_have_made_is_not_executed(
