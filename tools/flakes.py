@@ -82,6 +82,12 @@ class Counts:
         return self.skipped + self.skipped_under_load
 
 
+def tests_of(line: Line) -> list[str]:
+    """Return the tests that a line of the store lists; [] for the line of a test."""
+    files = line.get("tests", {}).items()
+    return [f"{file}::{name}" for file, names in files for name in names]
+
+
 def wanted_runs(test: str, count: int, *, loaded: bool) -> int:
     """Return how often a test is to run, with load or without."""
     under_load = count // 2 if test.startswith(START_PROCESSES) else 0
@@ -103,7 +109,7 @@ class Table:
         return f"selection {self.expression}".strip()
 
     def tests(self) -> list[str]:
-        return list(self.store.newest().get(self.row, {}).get("tests", ()))
+        return tests_of(self.store.newest().get(self.row, {}))
 
     def listed_at(self) -> str:
         """Return the commit at which the tests were listed."""
@@ -114,13 +120,20 @@ class Table:
 
     def list_tests(self, tests: Sequence[str]) -> None:
         if (self.tests(), self.listed_at()) != (list(tests), self.commit):
-            self.store.append({"row": self.row, "commit": self.commit, "tests": list(tests)})
+            # By file: the names of the files would be half of the text.
+            by_file: dict[str, list[str]] = {}
+            for test in tests:
+                file, _, name = test.partition("::")
+                by_file.setdefault(file, []).append(name)
+            date = time.strftime("%Y-%m-%d")
+            line = {"row": self.row, "commit": self.commit, "date": date, "tests": by_file}
+            self.store.append(line)
 
     def drop_unlisted(self) -> None:
         """Drop the results of tests that no selection lists any more; those of an older commit
         stay until the test has run again, and the report counts them."""
         newest = self.store.newest().values()
-        listed = {test for line in newest for test in line.get("tests", ())}
+        listed = {test for line in newest for test in tests_of(line)}
         self.store.retain(lambda line: "tests" in line or line["row"] in listed)
 
     def missing(self, *, loaded: bool) -> list[str]:
@@ -136,8 +149,7 @@ class Table:
     def add(self, test: str, outcome: str, why: str, *, loaded: bool) -> None:
         counts = self.counts(test)
         counts.add(outcome, why, loaded=loaded)
-        date = time.strftime("%Y-%m-%d")
-        self.store.append({"row": test, "commit": self.commit, **counts.fields(), "date": date})
+        self.store.append({"row": test, "commit": self.commit, **counts.fields()})
         if len(self.store.lines()) > len(self.store.newest()) + REWRITE_EVERY:
             self.store.retain(lambda line: True)
 
