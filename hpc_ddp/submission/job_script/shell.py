@@ -145,8 +145,32 @@ def parse(text: str) -> Node:
             hint="pip install tree-sitter tree-sitter-bash pyyaml",
         ) from None
     language = tree_sitter.Language(tree_sitter_bash.language())
-    text = re.sub(r"(\\\n|[ \t])*$", "", text)  # a line that goes on, and does not
-    return tree_sitter.Parser(language).parse(text.encode()).root_node
+    parser, before = tree_sitter.Parser(language), b""
+    code = (re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n").encode()  # a line that goes on, and does not
+    while code != before:
+        root, before = parser.parse(code).root_node, code
+        code = _with_whole_words(root, code)
+    return root
+
+
+def _with_whole_words(root: Node, code: bytes) -> bytes:
+    """Return a script's text with ``${NAME}`` for ``$NAME``, and ``' '`` for an escaped blank, where
+    tree-sitter-bash 0.25 sees the end of a word before it, without an error."""
+    nodes, edits = [root], {}
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.type == "$" and node.parent.type != "simple_expansion":
+            if match := re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte):
+                edits[match.start(), match.end()] = b"{%b}" % match[0]
+        after, outer = node.next_sibling, node.parent
+        if outer and outer.type not in ("string", "heredoc_body"):
+            end = after.start_byte if after else outer.end_byte
+            for match in re.compile(rb"\\[ \t]").finditer(code, node.end_byte, end):
+                edits[match.start(), match.end()] = b"' '"
+    for (start, end), new in sorted(edits.items(), reverse=True):
+        code = code[:start] + new + code[end:]
+    return code
 
 
 def source(node: Node) -> str:
