@@ -13,8 +13,9 @@ from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
 from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
 from hpc_ddp.submission.job_script.launch import Launch, is_of_pyxis
 from hpc_ddp.submission.job_script.launchers import accelerate_variable
-from hpc_ddp.submission.job_script.shell import Word, joined, literal, uses_arguments
+from hpc_ddp.submission.job_script.shell import Word, joined, literal
 from hpc_ddp.submission.job_script.statements import Reader, Statement
+from hpc_ddp.submission.job_script.syntax import uses_arguments
 
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
 _BRINGS_PYTHON = re.compile(
@@ -23,6 +24,7 @@ _BRINGS_PYTHON = re.compile(
     r"|aws-ofi|cmake|git)[^\s;&]*)(?:\s+|$))+$))",
     re.M,
 )
+_AT_THE_END = re.compile(r"\bPATH=[\"']?\$\{?PATH\}?:([^\s\"';:]+)")
 # Settings of a launch that are one word, and those that are true.
 _SINGLE = ("image", "container-tool", "container", "python", "max-restarts")
 _SETUP = ("setup", "node-setup", "worker-setup")
@@ -172,6 +174,10 @@ def _take_python(launch: Launch, result: Conversion) -> None:
     """Leave among the launch's settings the Python that its path names or that set-up lines bring;
     take out any other: hpc-ddp finds that by itself."""
     python = launch.settings.pop("python", [literal("python", launch.line)])
+    for text, line in result.lists.get("setup", ()):
+        if launch.program and (end := _AT_THE_END.search(text)):
+            reason = f"PATH has {end[1]} at its end: if the script's torchrun, or Python, is there"
+            result.notes.append((line, f'{reason}: python = "{end[1]}/python"'))
     lists = {key: "\n".join(line for line, _ in result.lists.get(key, [])) for key in _SETUP}
     if "activate" in lists["setup"]:  # config.default_python
         lists["setup"] = ""

@@ -12,16 +12,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.variables import OF_A_RANK
+from hpc_ddp.submission.job_script.syntax import Node, source
 
-Node = Any  # a tree_sitter.Node: the package is optional
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
-_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 # A job, or each of its workers, has these whatever its script does.
 OF_A_JOB = re.compile(
     rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
@@ -130,58 +127,6 @@ def names_in(code: str) -> list[str]:
     """Return the variables that some code mentions, those of arithmetic too."""
     inside = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
     return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
-
-
-def parse(text: str) -> Node:
-    """Return the root of the syntax tree of a bash script; raise UsageError where the parser, or
-    that of YAML, is not installed."""
-    try:
-        import tree_sitter
-        import tree_sitter_bash
-        import yaml  # noqa: F401  which Accelerate's configuration needs
-    except ImportError:
-        raise UsageError(
-            "import needs a parser of bash, which is not installed; accepted: hpc-ddp[import]",
-            hint="pip install tree-sitter tree-sitter-bash pyyaml",
-        ) from None
-    language = tree_sitter.Language(tree_sitter_bash.language())
-    parser, before = tree_sitter.Parser(language), b""
-    code = (re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n").encode()  # a line that goes on, and does not
-    while code != before:
-        root, before = parser.parse(code).root_node, code
-        code = _with_whole_words(root, code)
-    return root
-
-
-def _with_whole_words(root: Node, code: bytes) -> bytes:
-    """Return a script's text with ``${NAME}`` for ``$NAME``, and ``' '`` for an escaped blank, where
-    tree-sitter-bash 0.25 sees the end of a word before it, without an error."""
-    nodes, edits = [root], {}
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if node.type == "$" and node.parent.type != "simple_expansion":
-            if match := re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte):
-                edits[match.start(), match.end()] = b"{%b}" % match[0]
-        after, outer = node.next_sibling, node.parent
-        if outer and outer.type not in ("string", "heredoc_body"):
-            end = after.start_byte if after else outer.end_byte
-            for match in re.compile(rb"\\[ \t]").finditer(code, node.end_byte, end):
-                edits[match.start(), match.end()] = b"' '"
-    for (start, end), new in sorted(edits.items(), reverse=True):
-        code = code[:start] + new + code[end:]
-    return code
-
-
-def source(node: Node) -> str:
-    """Return the text of a node; '' for None."""
-    return "" if node is None else node.text.decode()
-
-
-def uses_arguments(text: str) -> bool:
-    """Return whether some code uses the script's own arguments; those of awk or Python, in single
-    quotes, do not count."""
-    return bool(_ARGUMENTS.search(re.sub(r"'[^']*'", "", text)))
 
 
 @dataclass

@@ -5,17 +5,27 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import shell
-from hpc_ddp.submission.job_script.conditions import commands_of, reads_input, set_in, truth_of
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN
 from hpc_ddp.submission.job_script.launch import Launch
 from hpc_ddp.submission.job_script.launchers import read_launch
-from hpc_ddp.submission.job_script.shell import Node, Part, Scope, Word, parse, source
+from hpc_ddp.submission.job_script.shell import Part, Scope, Word
+from hpc_ddp.submission.job_script.syntax import (
+    Node,
+    branches_of,
+    commands_of,
+    parse,
+    reads_input,
+    set_in,
+    source,
+    truth_of,
+    uses_arguments,
+)
 
 # A file that is sourced sets any variable; these set none that a job script asks for.
 _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
@@ -145,7 +155,7 @@ class Reader:
                 self.scope.is_open = True
             if statement.first != "cd" and re.search(r"(^|[\s;&])(cd|pushd|popd)\b", text):
                 self.scope.set("PWD", None)
-        if not (statement.launch or statement.defines) and shell.uses_arguments(text):
+        if not (statement.launch or statement.defines) and uses_arguments(text):
             if self.scope.arguments is None:
                 statement.lost = statement.lost or _OF_ARGUMENTS
             elif statement.name and isinstance(statement.assigned, Word):
@@ -348,7 +358,7 @@ class Reader:
     def _if_statement(self, node: Node) -> None:
         """Read the branch that is known to run; the whole is one statement where none is."""
         has_launch, chosen = self._has_launch(node), None
-        branches = list(_branches(node))
+        branches = list(branches_of(node))
         for condition, lines in branches:
             is_true = True if condition is None else truth_of(condition, self.scope, has_launch)
             if is_true is None:
@@ -384,17 +394,3 @@ class Reader:
         self._place = before
 
     _c_style_for_statement = _while_statement = _for_statement
-
-
-def _branches(node: Node) -> Iterable[tuple[Node | None, list[Node]]]:
-    """Yield condition and lines of each branch of an ``if``; an ``else`` has no condition."""
-    condition: Node | None = node.named_children[0]
-    lines: list[Node] = []
-    for child in node.named_children[1:]:
-        if child.type in ("elif_clause", "else_clause"):
-            yield condition, lines
-            lines = list(child.named_children)
-            condition = None if child.type == "else_clause" else lines.pop(0)
-        else:
-            lines.append(child)
-    yield condition, lines

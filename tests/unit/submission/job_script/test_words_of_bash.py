@@ -24,11 +24,11 @@ def of_bash(script: str) -> list[str]:
 @pytest.mark.parametrize("start", PARTS)
 def test_words_are_those_of_bash(start: str) -> None:
     words = " ".join(start + "".join(more) for n in range(4) for more in product(PARTS, repeat=n))
-    args = convert(f"#!/bin/bash\n{SET}srun python train.py {words}\n", HERE, HERE).settings()["args"]
-    assert args == of_bash(f"{SET}printf '%s\\0' {words}")
+    result = convert(f"#!/bin/bash\n{SET}srun python train.py {words}\n", HERE, HERE)
+    assert result.settings()["args"] == of_bash(f"{SET}printf '%s\\0' {words}")
 
 
-@pytest.mark.parametrize("line", ["C={0}", "export C={0}", "C=({0})", 'C=a; C+={0}'])
+@pytest.mark.parametrize("line", ["C={0}", "export C={0}", "C=({0})", "C=a; C+={0}"])
 @pytest.mark.parametrize("word", ["x$A/b$B/c", "$A-$B.d$A,", '"$A"/$B/$A:e'])
 def test_values_are_those_of_bash(line: str, word: str) -> None:
     lines = f"{SET}{line.format(word)}\n"

@@ -113,6 +113,7 @@ def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason:
         ((f"{TRAIN} $DATA",), "$DATA: the job has no variables of your shell"),
         (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: the job has no variables of your shell"),
         (("A=(a b)", TRAIN, 'echo "${A[@]}"'), "$A is an array: teardown does not have it"),
+        (("export PATH=$PATH:/x/bin", "srun torchrun a.py"), "PATH has /x/bin at its end: if"),
         (("srun torchrun_jsc train.py",), "torchrun_jsc is taken to be torchrun"),
     ],
 )
