@@ -139,7 +139,8 @@ class Scope:
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    arguments: Sequence[Word] | None = None  # of the function or bash -c that is read
+    arguments: Sequence[Word] | None = None  # of the script, function or bash -c that is read
+    are_set: bool = False  # the job has the script's, by a set-up line
     is_open: bool = False
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
@@ -254,7 +255,9 @@ class Scope:
         name = array[1] if array else (match[1] or match[2]) if match else ""
         assigned = self.values.get(name)
         is_given = len(self.arguments or ()) >= int(name or 0) if name.isdigit() else False
-        if name.isdigit() and self.arguments is not None and (is_given or not (match and match[3])):
+        if text in ("$#", "${#}") and self.arguments is not None:
+            yield Part(str(len(self.arguments)))
+        elif name.isdigit() and self.arguments is not None and (is_given or not match[3]):  # type: ignore[index]
             for word in self.arguments[int(name) - 1 : int(name)] if name != "0" else ():
                 yield from word.parts
         elif isinstance(assigned, list) and (array or not match or not match[3]):
@@ -285,7 +288,8 @@ class Scope:
             assigned = self.values[name]
             is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
             return is_empty and operator[0] == ":"
-        if self.is_open or OF_A_JOB.fullmatch(name):
+        is_gone = name.isdigit() and self.are_set and self.arguments is None
+        if self.is_open or OF_A_JOB.fullmatch(name) or is_gone:
             return False
         if self.arguments is None or not name.isdigit():
             self.defaults.add(name)
@@ -303,6 +307,8 @@ class Scope:
             return str(self.numbers.get(name, "?"))
 
         text = word.text if word else ""
+        defaults = rf"\$\{{({'|'.join(self.numbers) or '!'}):?-[^}}]*\}}"
+        text = re.sub(defaults, lambda m: str(self.numbers[m[1]]), text)
         text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)
         text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
         text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)

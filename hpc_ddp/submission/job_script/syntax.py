@@ -37,9 +37,8 @@ def parse(text: str) -> Node:
         ) from None
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser, before = tree_sitter.Parser(language), b""
-    code = (
-        re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"
-    ).encode()  # a line that goes on, and does not
+    text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a line that goes on, and does not
+    code = re.sub(r"=(<[\w .-]+>)(?=\s)", r"='\1'", text).encode()  # a placeholder, no redirection
     while code != before:
         root, before = parser.parse(code).root_node, code
         code = _with_whole_words(root, code)
@@ -86,7 +85,8 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
     """
     text = source(node).strip()
     match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
-    if not match or uses_arguments(text) or re.search(r"[&|<>()*?]", text.replace("$((", "")):
+    is_unknown = uses_arguments(text) and scope.arguments is None
+    if not match or is_unknown or re.search(r"[&|<>()*?]", text.replace("$((", "")):
         return {"true": True, "false": False}.get(text)
     words = scope.words(commands_of(parse(f": {match[1]} {match[3]}"))[0].named_children[1:])
     texts = [word.text for word in words]
