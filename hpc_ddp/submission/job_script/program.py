@@ -156,13 +156,13 @@ def take(
             result.mark(at or launch.line, at or launch.line, LOST, text)
         elif not group:
             result.notes.append((at, text))
-        elif at not in busy:
-            result.marks[at] = [(OURS, text)]
         else:
             ours.setdefault(at, []).append(text)
     for at, texts in ours.items():
-        result.marks[at] = [(TAKEN, "the launch"), *result.marks.get(at, [])]
-        result.mark(at, at, TAKEN, f"hpc-ddp sets {', '.join(texts)}")
+        marks, reason = result.marks.get(at, []), ", ".join(texts)
+        lost = [(group, text) for group, text in marks if group == LOST]
+        of_launch = [(TAKEN, "the launch"), *marks, (TAKEN, f"hpc-ddp sets {reason}")]
+        result.marks[at] = of_launch if at in busy else [*lost, (OURS, reason)]
     if config := launch.options.get("config-file", (None, 0))[0]:
         _take_yaml(launch, config, result, cwd)
     _take_sizes(launch, result, directives, reader.scope.numbers)
@@ -237,8 +237,8 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
     ]:
         launch.settings.setdefault("container-options", [])[:0] = options
     tools = [word for word in launch.settings.get("container-tool", []) if word.text == "pyxis"]
-    given = " ".join(word.text for word in launch.settings.get("container-options", []))
-    if tools and "--container-workdir" not in given:
+    tool_options = " ".join(word.text for word in launch.settings.get("container-options", []))
+    if tools and "--container-workdir" not in tool_options:
         text = 'or container-options = ["--container-workdir=/its/own"]'
         launch.mark(tools[0].line, "", f"the container starts in the job's folder, {text}")
 

@@ -164,6 +164,7 @@ def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason:
         " --mpi=none bash -lc 'torchrun --nnodes=2 --nproc-per-node=3 --rdzv-backend=c10d"
         " --max-restarts=1 --tee 3 --master-port 1 train.py --lr 1'",
         "A=1 mpirun --np 4 --map-by node --bind-to core --mca b c python train.py --lr 1",
+        "srun torchrun \\\n --rdzv-backend=c10d --rdzv-endpoint=a --log-dir=b \\\n train.py --lr 1",
         "accelerate launch --num-machines 2 --mixed-precision bf16 --dynamo-backend no"
         " --config-file a.yaml train.py --lr 1",
     ],
