@@ -57,14 +57,13 @@ def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -
     for key in {"setup", "teardown"} & result.lists.keys() if arguments else ():
         if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line, _ in result.lists[key]):
             result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
-    digits = {name for name in defaults if name.isdigit()}
-    if digits or "job script's own arguments" in str(result.marks):
+    if any(map(str.isdigit, defaults)) or "job script's own arguments" in str(result.marks):
         result.notes.append((0, "give the script's arguments: hpc-ddp import job.sbatch -- ARG…"))
-    defaults -= digits
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
     for name in sorted(guesses):
         result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
+    defaults -= {*"123456789"}
     if names := ", ".join(f"${name}" for name in sorted(defaults) if not is_of_hpc_ddp(name)):
         text = (
             f"{names}: the job has no variables of your shell: if you set one, write its value here"

@@ -69,8 +69,7 @@ class ArgumentWriter:
         return f"${{{name}[@]}}"
 
     def refuse(self, word: Word, key: str, line: int, option: str = "") -> bool:
-        """Return whether a word needs what is not taken over; then its line, else `line`, is lost,
-        with `key`, and the `option` before it, in the reason."""
+        """Return whether a word, behind an `option`, needs what is lost; then so is its `line`."""
         lacking = [f"{n}, of {self.result.unknown[n]}" for n in word.names
                    if n in self.result.unknown]  # fmt: skip
         if word.code and uses_arguments(word.script) and not self.has_arguments:
@@ -78,9 +77,8 @@ class ArgumentWriter:
         if re.fullmatch("<.*>", word.text):
             lacking.append("a value of yours")
         if lacking:
-            words = f"{option} {word.text}".strip()
-            at, text = word.line or line, f"{words}: it needs {lacking[0]}: write it into {key}"
-            self.result.mark(at, at, LOST, text)
+            text = f"{option} {word.text}: it needs {lacking[0]}: write it into {key}"
+            self.result.mark(word.line or line, word.line or line, LOST, text.strip())
         return bool(lacking)
 
     def write_one(self, word: Word, at: int) -> str:
@@ -113,7 +111,6 @@ def take(
     writer = ArgumentWriter(result, names, has_arguments=reader.scope.are_set)
     if launch.program and writer.refuse(launch.program, "script", launch.line):
         launch.program, launch.args = None, []
-        launch.settings = {k: w for k, w in launch.settings.items() if k not in (*_TRUE, "python")}
     _take_program(launch, result, cwd, folder)
     _take_python(launch, result)
     if statement.inside:
@@ -130,7 +127,7 @@ def take(
             at = word.line or launch.line
             if launch.kind and word.text.startswith("--mpi") and key == "srun":
                 launch.mark(at, OURS, "srun --mpi")  # the workers are torchrun's
-            elif writer.refuse(word, key, launch.line):
+            elif writer.refuse(word, key, launch.line) or (key in _TRUE and not launch.program):
                 continue
             elif key in _TRUE:
                 result.values[key] = True, at

@@ -307,8 +307,7 @@ class Scope:
             return str(self.numbers.get(name, "?"))
 
         text = word.text if word else ""
-        defaults = rf"\$\{{({'|'.join(self.numbers) or '!'}):?-[^}}]*\}}"
-        text = re.sub(defaults, lambda m: str(self.numbers[m[1]]), text)
+        text = re.sub(r"\$\{(\w+):?-[^}]*\}", lambda m: str(self.numbers.get(m[1], "?")), text)
         text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)
         text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
         text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)

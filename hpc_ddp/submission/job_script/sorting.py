@@ -108,7 +108,7 @@ class Sorter:
         used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
         outer = [s for s in self._statements if not s.inside and s.launch is None]
         lines = " ".join([*texts, *(text for text, _ in self.result.env.values())])
-        names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", re.sub(r"(?<!\\)'[^']*'", "", lines))}
+        names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", re.sub(r"(?<!\\)'[^']*'", " ", lines))}
         names -= {n for s in self._statements for n in (s.name, *s.sets)} | self._kept
         names -= {*re.findall(r"\b(\w+)=", lines), *dict(self.result.lists.get("env-names", []))}
         self._defaults |= {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}

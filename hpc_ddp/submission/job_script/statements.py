@@ -22,6 +22,7 @@ _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
 _OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
 _ON_NODES = re.compile(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)")
 _FROM_ZERO = re.compile(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )")
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
 
@@ -57,7 +58,7 @@ class Statement:
     @property
     def names(self) -> set[str]:
         """The variables and functions that it may need, with some other words beside."""
-        quoted = re.sub(r"(?<!\\)'[^']*'", "", self.text)
+        quoted = re.sub(r"(?<!\\)'[^']*'", " ", self.text)
         called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", quoted)
         exported = quoted.split()[2:] if quoted.startswith("export -f") else []
         names = {*shell.names_in(quoted), *called, *exported}
@@ -168,8 +169,13 @@ class Reader:
         text, kinds = source(node), {child.type for child in node.named_children}
         has_names = bool(kinds & {"variable_assignment", "variable_name"})
         exported = bool(re.match(r"export\b|\w+\s+-\w*x", text)) or self._exports_all
+        start = re.match(r"\w+\s+(-\w+\s+)*(?=\w+=)", text)
         if re.match(r"\w+\s+-\w*[Af]", text) or not has_names:
             self._add(node)
+        elif "concatenation" in kinds and start:  # "a"b=$c"d" is not read as one word there
+            before, self._exports_all = self._exports_all, exported
+            self.read("\n" * node.start_point[0] + text[start.end() :])
+            self._exports_all = before
         else:
             for child in node.named_children:
                 if child.type == "variable_assignment":
@@ -232,12 +238,10 @@ class Reader:
         assert outer.inner is not None
         count = len(self.statements)
         word = self._name_outer_code(outer.inner, node)
-        text, code = word.script, rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"
-        text = re.sub(  # bash has put a value there, also between single quotes
-            r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""",
-            lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0],
-            text, flags=re.S,
-        )  # fmt: skip
+        code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"  # bash has put a value there
+        text = _QUOTED.sub(
+            lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
+        )
         before = self.scope.arguments, self.scope.are_set
         self.scope.arguments, self.scope.are_set = outer.args, False
         self._look_into(text, node, outer.step or self._place.step, outer.inner.line)

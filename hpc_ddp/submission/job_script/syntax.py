@@ -46,8 +46,8 @@ def parse(text: str) -> Node:
 
 
 def _with_whole_words(root: Node, code: bytes) -> bytes:
-    """Return a script's text with ``${NAME}`` for ``$NAME``, and ``' '`` for an escaped blank,
-    where tree-sitter-bash 0.25 sees the end of a word before it, without an error."""
+    """Return a script's text with ``${NAME}`` for ``$NAME``, and ``'x'`` for ``\\x``, where
+    tree-sitter-bash 0.25 sees the end of a word before it, without an error."""
     nodes, edits = [*root.children], {}
     while nodes:
         node = nodes.pop()
@@ -56,9 +56,10 @@ def _with_whole_words(root: Node, code: bytes) -> bytes:
         if name and node.type == "$" and node.parent.type != "simple_expansion":
             edits[name.span()] = b"{%b}" % name[0]
         end = node.next_sibling.start_byte if node.next_sibling else node.parent.end_byte
-        for blank in re.compile(rb"\\[ \t]").finditer(code, node.end_byte, end):
-            if node.parent.type not in ("string", "heredoc_body"):
-                edits[blank.span()] = b"' '"
+        end = max(end, node.end_byte + 2) if node.type not in (")", "))", "`") else end
+        for blank in re.compile(rb"\\([\t -&(-~])").finditer(code, node.end_byte, end):
+            if node.parent.type not in ("string", "heredoc_body", "simple_expansion", "expansion"):
+                edits[blank.span()] = b"'%b'" % blank[1]
     for (start, end), new in sorted(edits.items(), reverse=True):
         code = code[:start] + new + code[end:]
     return code
