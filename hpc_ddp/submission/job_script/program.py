@@ -122,6 +122,7 @@ def take(
             result.append("args", writer.write(argument, at), at)
         elif option:
             result.lists.get("args", [("", 0)]).pop()
+            result.values.pop("script" if option == "-c" else "", None)  # bash alone does nothing
     for key, words in launch.settings.items():
         for word in words:
             at = word.line or launch.line

@@ -170,8 +170,7 @@ class Sorter:
         """Set `lost` of statements that can't be taken over, and of those that need a variable or
         function of one; the conversion's `unknown` gets these names."""
         unknown = dict.fromkeys(self._of_nodes, "a loop")
-        chosen = (s for s in self._statements if s.launch and s.launch is self.launch)
-        outer = next(chosen, Statement("", (0, 0))).outer
+        outer = {id(s.launch): s.outer for s in self._statements if s.launch}.get(id(self.launch))
         for index, statement in enumerate(self._statements):
             if statement.launch and not statement.lost:
                 continue

@@ -72,6 +72,15 @@ def test_arguments_that_are_not_given_are_asked_for(line: str) -> None:
     assert (0, note) in conversion.notes
 
 
+def test_a_bash_without_its_text_is_no_program() -> None:
+    conversion = of_text('srun bash -c "$1"')
+    assert "script" not in conversion.settings()
+    assert conversion.group(3) == (
+        LOST,
+        "-c $1: it needs the job script's own arguments: write it into args",
+    )
+
+
 def test_a_default_of_an_argument_asks_for_it() -> None:
     conversion = of_text("srun python t.py ${1:-x}")
     assert conversion.settings()["args"] == ["x"]
