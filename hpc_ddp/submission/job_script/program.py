@@ -74,7 +74,7 @@ class ArgumentWriter:
                    if n in self.result.unknown]  # fmt: skip
         if word.code and uses_arguments(word.script) and not self.has_arguments:
             lacking.append("the job script's own arguments")
-        if re.fullmatch("<.*>", word.text):
+        if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text):
             lacking.append("a value of yours")
         if lacking:
             text = f"{option} {word.text}: it needs {lacking[0]}: write it into {key}"

@@ -35,7 +35,7 @@ Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 _REFUSED: Rules = (
     (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT$)", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
-    (r".*=[\"']?<[^<>\n|&;()]+>", _AROUND, "a placeholder: write your own"),
+    (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
     (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel)\s)|kill\s",
      _AROUND, "it deletes or ends something: setup or teardown, if needed"),
     (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),

@@ -127,6 +127,13 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
         (("eval \"srun -N1 bash -c 'python a.py'\"", "wait", "x"), 5, LOST, "behind a launch"),
         (("export A=<yours>", TRAIN), 4, TAKEN, "the launch"),
         (("srun --container-image=<image> \\", "python a.py"), 3, LOST, "write it into image"),
+        (
+            ("srun --environment=your_env python a.py",),
+            3,
+            LOST,
+            "a value of yours: write it into srun",
+        ),
+        (("export http_proxy=your_proxy", TRAIN), 3, LOST, "a placeholder"),
         (("ssh a ls", TRAIN), 3, LOST, "it runs something on other hosts"),
         (("A=$(ssh a ls)", f"X=$A {TRAIN}"), 4, LOST, "it needs A, of line 3"),
         (
