@@ -26,6 +26,7 @@ from hpc_ddp.submission.settings.user import home_folder
 
 @click.command("import")
 @click.argument("job_script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1)
 @click.option(
     "-o",
     "--output",
@@ -34,8 +35,8 @@ from hpc_ddp.submission.settings.user import home_folder
     help="Where to write it (default: hpc-ddp.toml beside JOB_SCRIPT).",
 )
 @click.option("--site", metavar="NAME", help="The site whose settings are left out.")
-def import_(job_script: Path, output: Path | None, site: str | None) -> None:
-    """Write hpc-ddp.toml for JOB_SCRIPT, a script for sbatch; the script is not run.
+def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: str | None) -> None:
+    """Write hpc-ddp.toml for JOB_SCRIPT, a script for sbatch, and its ARGS; it is not run.
 
     Beside each value is the line that it comes from. It prints what becomes of each line:
     taken over, set by hpc-ddp itself, or not taken over, with what to do. A file that is there is
@@ -47,7 +48,7 @@ def import_(job_script: Path, output: Path | None, site: str | None) -> None:
     text = _read(job_script)
     path = (output or job_script.parent / config.PROJECT_FILE).absolute()
     cwd, home = Path.cwd(), home_folder()
-    conversion = convert(text, cwd, path.parent)
+    conversion = convert(text, cwd, path.parent, args)
     of_site = config.load({"site": site} if site else {}, Path("/"), home)
     subtract_site(conversion, of_site.values)
     if site:

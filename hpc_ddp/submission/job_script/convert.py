@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
@@ -14,11 +16,17 @@ from hpc_ddp.submission.job_script.shell import Scope, Value, literal
 from hpc_ddp.submission.job_script.sorting import Sorter
 from hpc_ddp.submission.job_script.statements import Reader, Statement
 
+_LOGIN = (  # what a login shell reads: bash(1), INVOCATION
+    ". /etc/profile; for REPLY in ~/.bash_profile ~/.bash_login ~/.profile; do"
+    ' [ ! -r "$REPLY" ] || { . "$REPLY"; break; }; done'
+)
 
-def convert(text: str, cwd: Path, folder: Path) -> Conversion:
+
+def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -> Conversion:
     """Return the settings of a job script's text; none of it is run.
 
-    `cwd` is where it is submitted from, `folder` the one of the project file that is to be written.
+    `cwd` is where it is submitted from, `folder` the one of the project file that is to be written,
+    `arguments` are the script's own: ``$1`` and so on. A set-up line sets them, if one uses them.
     A configuration of Accelerate that it names is read. Raise UsageError where the parser of bash
     or of YAML is not installed.
     """
@@ -29,25 +37,33 @@ def convert(text: str, cwd: Path, folder: Path) -> Conversion:
     defaults: set[str] = set()
     for _ in range(2):  # a guess holds for the whole script: what the first reading guesses, too
         folders: dict[str, Value] = {"PWD": literal(start), "SLURM_SUBMIT_DIR": literal(str(cwd))}
-        scope = Scope(folders, numbers, guesses=guesses, defaults=defaults)
+        words = [literal(argument) for argument in arguments] or None
+        scope = Scope(folders, numbers, words, bool(words), guesses=guesses, defaults=defaults)
         reader = Reader(scope)
         reader.read(text)
     result = Conversion()
     take_directives(directives, result)
     converter = Sorter(reader, result, start)
-    first = text.splitlines()[:1]
-    if first and first[0].startswith("#!") and re.search(r"\s-\w*l", first[0]):
-        result.notes.append((1, "a login shell (-l): if the job needs its profile, setup ="
-                             ' ["source ~/.bash_profile"]'))  # fmt: skip
+    if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", text.partition("\n")[0]):
+        if "l" in shebang[1]:
+            result.append("setup", _LOGIN, 1)
+        if options := re.sub("-login|l", "", shebang[1]):
+            result.append("setup", f"set -{options}", 1)
     converter.take_statements()
     chosen = (s for s in reader.statements if s.launch and s.launch is converter.launch)
     statement = next(chosen, Statement("", (0, 0)))
     program.take(statement, result, directives, reader, cwd, folder)
     converter.check()
+    for key in {"setup", "teardown"} & result.lists.keys() if arguments else ():
+        if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line, _ in result.lists[key]):
+            result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
+    if any(map(str.isdigit, defaults)) or "job script's own arguments" in str(result.marks):
+        result.notes.append((0, "give the script's arguments: hpc-ddp import job.sbatch -- ARG…"))
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
     for name in sorted(guesses):
         result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
+    defaults -= {*"123456789"}
     if names := ", ".join(f"${name}" for name in sorted(defaults) if not is_of_hpc_ddp(name)):
         text = (
             f"{names}: the job has no variables of your shell: if you set one, write its value here"

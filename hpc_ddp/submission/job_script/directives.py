@@ -14,8 +14,9 @@ from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
 
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
-_PLACEHOLDER = re.compile(r"<.*>|\{.*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)"
-                          r"[-_]?(name)?|\[[a-z_ ]+\]|todo|changeme|.*\bxxx\b.*", re.I)  # fmt: skip
+_PLACEHOLDER = re.compile(
+    r"<.*>|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
+    r"|\[[a-z_ ]+\]|todo|changeme.*|.*\bxxx\b.*", re.I)  # fmt: skip
 _DECIDED = {
     "requeue": "a job is requeued until it has finished",
     "open-mode": "the output is appended to",
@@ -109,7 +110,7 @@ def take_directives(directives: Directives, result: Conversion) -> None:
         if group != TAKEN or name in _LATER or is_of_pyxis(name):
             continue
         if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
-            result.values[name] = operand, line
+            result.values[name] = operand.replace("%J", "%j"), line  # a batch script is no step
         elif name == "exclusive" and not operand:
             result.values[name] = True, line
         elif name == "signal":

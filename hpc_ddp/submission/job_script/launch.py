@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hpc_ddp.core.job.slurm_options import SBATCH, full_name
+from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal, separated
 
@@ -129,7 +130,7 @@ class Launch:
                          "&": [word, behind] if behind else [word],
                          "%": [joined(word, " ", behind) if behind else word]}  # fmt: skip
                 self.add(key, *(part for part in parts[kind] if part))
-            elif use != "later" and key != "workers":
+            elif use != "later" and key not in ("workers", "cpus"):
                 self.mark(word.line, OURS, f"{launcher} --{name}")
             if kind == "#":
                 number = scope.number(operand)
@@ -165,7 +166,8 @@ class Launch:
         """All words of which something is taken over."""
         lists = [word for words in self.settings.values() for word in words]
         program = [self.program] if self.program else []
-        return [*program, *self.args, *self.env.values(), *lists]
+        env = [word for name, word in self.env.items() if not is_of_hpc_ddp(name)]
+        return [*program, *self.args, *env, *lists]
 
 
 def is_of_pyxis(name: str) -> bool:

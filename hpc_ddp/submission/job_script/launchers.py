@@ -102,6 +102,8 @@ def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
         name = text.rsplit("/", 1)[-1]
         is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
         if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "env"):
+            if name == "time":
+                launch.mark(remaining[0].line, "", "time is left out: hpc-ddp status has the times")
             remaining.pop(0)
         elif handler := _python if is_python else _handler(name):
             remaining = handler(remaining, launch, scope)
@@ -163,11 +165,11 @@ def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 def _command(words: list[Word], launch: Launch) -> None:
     """Take a command that is no launcher as the program of each task, but for one that surely
-    trains nothing, as mkdir. Another launcher in its words is lost."""
+    trains nothing, as mkdir. Another launcher in its words is noted."""
     inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
     if any(re.fullmatch(inner, text) for word in words[1:] for text in word.text.split()):
-        text = f"{words[0].text} around another launcher: hpc-ddp starts the workers"
-        launch.mark(words[0].line, LOST, text)
+        text = f"{words[0].text} starts a launcher of its own in each task, as it is written"
+        launch.mark(words[0].line, "", f"{text}: its restarts and workers are not hpc-ddp's")
     if not _NO_TRAINING.fullmatch(words[0].text):
         launch.weight, launch.program, launch.args = 2, words[0], words[1:]
         launch.add("no-python", words[0])
@@ -176,9 +178,13 @@ def _command(words: list[Word], launch: Launch) -> None:
 def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take ``bash -c '…'``, whose text is a script of its own, or in a task ``bash file``."""
     at = next((i for i, w in enumerate(words[:3]) if re.fullmatch(r"-[a-z]*c", w.text)), 0)
-    if at:
-        launch.inner = words[at + 1] if at + 1 < len(words) else literal("")
-        launch.args = words[at + 3 :]
+    text = words[at + 1] if at + 1 < len(words) else literal("")
+    is_known = not launch.step or any(not p.is_code and p.text.strip() for p in text.parts)
+    if at and is_known:  # else bash reads it in the task
+        launch.inner, launch.args = text, words[at + 3 :]
+        if options := re.sub("[-c]", "", "".join(word.text for word in words[1 : at + 1])):
+            note = f'bash -{options}: left out: worker-setup = ["set -…", or "source …profile"]'
+            launch.mark(words[0].line, "", note)
     elif launch.step:
         _command(words, launch)
     return []
@@ -198,6 +204,8 @@ def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         if words[at].text == "run":
             text = f"{tool} run: what the image's runscript does is left out: it is exec here"
             launch.mark(words[0].line, LOST, text)
+        for word in words[1:at]:
+            launch.mark(word.line, "", f"{tool} {word.text} is left out: container = …")
         remaining = launch.take_options(words[at:], _IMAGE, scope)
         launch.settings["image"] = [remaining.pop(0)] if remaining else []
     launch.settings["container-tool"] = [literal(tool, words[0].line)]

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
 from hpc_ddp.submission.job_script.launch import Launch, is_of_pyxis
 from hpc_ddp.submission.job_script.launchers import accelerate_variable
-from hpc_ddp.submission.job_script.shell import Word, joined, literal, uses_arguments
+from hpc_ddp.submission.job_script.shell import Word, joined, literal
 from hpc_ddp.submission.job_script.statements import Reader, Statement
+from hpc_ddp.submission.job_script.syntax import uses_arguments
 
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
 _BRINGS_PYTHON = re.compile(
@@ -23,6 +24,7 @@ _BRINGS_PYTHON = re.compile(
     r"|aws-ofi|cmake|git)[^\s;&]*)(?:\s+|$))+$))",
     re.M,
 )
+_AT_THE_END = re.compile(r"\bPATH=[\"']?\$\{?PATH\}?:([^\s\"';:]+)")
 # Settings of a launch that are one word, and those that are true.
 _SINGLE = ("image", "container-tool", "container", "python", "max-restarts")
 _SETUP = ("setup", "node-setup", "worker-setup")
@@ -44,6 +46,7 @@ class ArgumentWriter:
     assigned: set[str]  # the variables that the batch script sets
     key: str = "setup"  # of the list of set-up lines
     count: int = 0  # arrays that set-up lines have so far
+    has_arguments: bool = False  # a set-up line sets the script's own
 
     def write(self, word: Word, at: int) -> str:
         """Return an argument of line `at`: with ``$NAME`` for variables, which ``expand`` gets.
@@ -64,6 +67,19 @@ class ArgumentWriter:
             self.result.append(self.key, line(name, word.bash()), at)
         self.expand([f"{name}[@]"], at)
         return f"${{{name}[@]}}"
+
+    def refuse(self, word: Word, key: str, line: int, option: str = "") -> bool:
+        """Return whether a word, behind an `option`, needs what is lost; then so is its `line`."""
+        lacking = [f"{n}, of {self.result.unknown[n]}" for n in word.names
+                   if n in self.result.unknown]  # fmt: skip
+        if word.code and uses_arguments(word.script) and not self.has_arguments:
+            lacking.append("the job script's own arguments")
+        if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text):
+            lacking.append("a value of yours")
+        if lacking:
+            text = f"{option} {word.text}: it needs {lacking[0]}: write it into {key}"
+            self.result.mark(word.line or line, word.line or line, LOST, text.strip())
+        return bool(lacking)
 
     def write_one(self, word: Word, at: int) -> str:
         """Return a word of line `at` that the shell does not split, with ``$NAME`` for variables,
@@ -91,27 +107,30 @@ def take(
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
     outer = (s for s in reader.statements if not s.inside)
-    writer = ArgumentWriter(result, {name for s in outer for name in (s.name, *s.sets)})
+    names = {name for s in outer for name in (s.name, *s.sets)}
+    writer = ArgumentWriter(result, names, has_arguments=reader.scope.are_set)
+    if launch.program and writer.refuse(launch.program, "script", launch.line):
+        launch.program, launch.args = None, []
     _take_program(launch, result, cwd, folder)
     _take_python(launch, result)
     if statement.inside:
         writer.key = "node-setup" if launch.kind else "worker-setup"
-    for argument in launch.args:
-        at = argument.line or launch.line
-        lacking = [f"{n}, of {result.unknown[n]}" for n in argument.names if n in result.unknown]
-        if argument.code and uses_arguments(argument.script):
-            lacking.append("the job script's own arguments")
-        if lacking:
-            text = f"{argument.text}: it needs {lacking[0]}: write it into args"
-            result.mark(at, at, LOST, text)
-        else:
+    for before, argument in zip([literal(""), *launch.args], launch.args, strict=False):
+        option = before.text if re.fullmatch(r"--?[A-Za-z][\w.-]*", before.text) else ""
+        if not writer.refuse(argument, "args", launch.line, option):
+            at = argument.line or launch.line
             result.append("args", writer.write(argument, at), at)
+        elif option:
+            result.lists.get("args", [("", 0)]).pop()
+            result.values.pop("script" if option == "-c" else "", None)  # bash alone does nothing
     for key, words in launch.settings.items():
         for word in words:
             at = word.line or launch.line
             if launch.kind and word.text.startswith("--mpi") and key == "srun":
-                continue  # the workers are torchrun's
-            if key in _TRUE:
+                launch.mark(at, OURS, "srun --mpi")  # the workers are torchrun's
+            elif writer.refuse(word, key, launch.line) or (key in _TRUE and not launch.program):
+                continue
+            elif key in _TRUE:
                 result.values[key] = True, at
             elif key in _SINGLE:
                 text = writer.write_one(word, at)
@@ -122,18 +141,26 @@ def take(
         at = word.line or launch.line
         if is_of_hpc_ddp(name):
             result.notes.append((at, f"{name} is hpc-ddp's in the workers"))
+        elif writer.refuse(word, f"env: {name}", launch.line):
+            continue
         elif not reader.scope.is_open and name not in writer.assigned and word.is_static:
             result.env[name] = word.text, at
         else:  # [env] comes before the set-up lines
             result.append("setup", f"export {name}={word.bash()}", at)
     busy = {launch.line, *(word.line for word in launch.words)}
+    ours: dict[int, list[str]] = {}
     for at, group, text in launch.marks:
         if group == LOST:
             result.mark(at or launch.line, at or launch.line, LOST, text)
         elif not group:
             result.notes.append((at, text))
-        elif at not in busy:
-            result.marks[at] = [(OURS, text)]
+        else:
+            ours.setdefault(at, []).append(text)
+    for at, texts in ours.items():
+        marks, reason = result.marks.get(at, []), ", ".join(texts)
+        lost = [(group, text) for group, text in marks if group == LOST]
+        of_launch = [(TAKEN, "the launch"), *marks, (TAKEN, f"hpc-ddp sets {reason}")]
+        result.marks[at] = of_launch if at in busy else [*lost, (OURS, reason)]
     if config := launch.options.get("config-file", (None, 0))[0]:
         _take_yaml(launch, config, result, cwd)
     _take_sizes(launch, result, directives, reader.scope.numbers)
@@ -172,6 +199,10 @@ def _take_python(launch: Launch, result: Conversion) -> None:
     """Leave among the launch's settings the Python that its path names or that set-up lines bring;
     take out any other: hpc-ddp finds that by itself."""
     python = launch.settings.pop("python", [literal("python", launch.line)])
+    for text, line in result.lists.get("setup", ()):
+        if launch.program and (end := _AT_THE_END.search(text)):
+            reason = f"PATH has {end[1]} at its end: if the script's torchrun, or Python, is there"
+            result.notes.append((line, f'{reason}: python = "{end[1]}/python"'))
     lists = {key: "\n".join(line for line, _ in result.lists.get(key, [])) for key in _SETUP}
     if "activate" in lists["setup"]:  # config.default_python
         lists["setup"] = ""
@@ -203,6 +234,11 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
         if is_of_pyxis(name) and name != "container-image"
     ]:
         launch.settings.setdefault("container-options", [])[:0] = options
+    tools = [word for word in launch.settings.get("container-tool", []) if word.text == "pyxis"]
+    tool_options = " ".join(word.text for word in launch.settings.get("container-options", []))
+    if tools and "--container-workdir" not in tool_options:
+        text = 'or container-options = ["--container-workdir=/its/own"]'
+        launch.mark(tools[0].line, "", f"the container starts in the job's folder, {text}")
 
 
 def _of_home(text: str) -> str:
@@ -280,3 +316,5 @@ def _take_sizes(
         if launch.cpus not in (None, cpus):
             text = f"srun --cpus-per-task={launch.cpus} beside {cpus} of the job: cpus-per-task = N"
             result.mark(line, line, LOST, text)
+    elif launch.cpus:
+        result.values["cpus-per-task"] = launch.cpus, line

@@ -12,16 +12,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.variables import OF_A_RANK
+from hpc_ddp.submission.job_script.syntax import Node, source
 
-Node = Any  # a tree_sitter.Node: the package is optional
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
-_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 # A job, or each of its workers, has these whatever its script does.
 OF_A_JOB = re.compile(
     rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
@@ -132,34 +129,6 @@ def names_in(code: str) -> list[str]:
     return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
 
 
-def parse(text: str) -> Node:
-    """Return the root of the syntax tree of a bash script; raise UsageError where the parser, or
-    that of YAML, is not installed."""
-    try:
-        import tree_sitter
-        import tree_sitter_bash
-        import yaml  # noqa: F401  which Accelerate's configuration needs
-    except ImportError:
-        raise UsageError(
-            "import needs a parser of bash, which is not installed; accepted: hpc-ddp[import]",
-            hint="pip install tree-sitter tree-sitter-bash pyyaml",
-        ) from None
-    language = tree_sitter.Language(tree_sitter_bash.language())
-    text = re.sub(r"(\\\n|[ \t])*$", "", text)  # a line that goes on, and does not
-    return tree_sitter.Parser(language).parse(text.encode()).root_node
-
-
-def source(node: Node) -> str:
-    """Return the text of a node; '' for None."""
-    return "" if node is None else node.text.decode()
-
-
-def uses_arguments(text: str) -> bool:
-    """Return whether some code uses the script's own arguments; those of awk or Python, in single
-    quotes, do not count."""
-    return bool(_ARGUMENTS.search(re.sub(r"'[^']*'", "", text)))
-
-
 @dataclass
 class Scope:
     """The variables of a script at one point.
@@ -170,7 +139,8 @@ class Scope:
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    arguments: Sequence[Word] | None = None  # of the function or bash -c that is read
+    arguments: Sequence[Word] | None = None  # of the script, function or bash -c that is read
+    are_set: bool = False  # the job has the script's, by a set-up line
     is_open: bool = False
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
@@ -285,7 +255,9 @@ class Scope:
         name = array[1] if array else (match[1] or match[2]) if match else ""
         assigned = self.values.get(name)
         is_given = len(self.arguments or ()) >= int(name or 0) if name.isdigit() else False
-        if name.isdigit() and self.arguments is not None and (is_given or not (match and match[3])):
+        if text in ("$#", "${#}") and self.arguments is not None:
+            yield Part(str(len(self.arguments)))
+        elif name.isdigit() and self.arguments is not None and (is_given or not match[3]):  # type: ignore[index]
             for word in self.arguments[int(name) - 1 : int(name)] if name != "0" else ():
                 yield from word.parts
         elif isinstance(assigned, list) and (array or not match or not match[3]):
@@ -316,7 +288,8 @@ class Scope:
             assigned = self.values[name]
             is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
             return is_empty and operator[0] == ":"
-        if self.is_open or OF_A_JOB.fullmatch(name):
+        is_gone = name.isdigit() and self.are_set and self.arguments is None
+        if self.is_open or OF_A_JOB.fullmatch(name) or is_gone:
             return False
         if self.arguments is None or not name.isdigit():
             self.defaults.add(name)
@@ -334,6 +307,7 @@ class Scope:
             return str(self.numbers.get(name, "?"))
 
         text = word.text if word else ""
+        text = re.sub(r"\$\{(\w+):?-[^}]*\}", lambda m: str(self.numbers.get(m[1], "?")), text)
         text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)
         text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
         text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)

@@ -35,9 +35,10 @@ Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 _REFUSED: Rules = (
     (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT$)", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
-    (r".*=[\"']?<[^<>\n|&;()]+>", _AROUND, "a placeholder: write your own"),
-    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel|ssh|pdsh|clush)\s)|kill\s",
+    (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
+    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel)\s)|kill\s",
      _AROUND, "it deletes or ends something: setup or teardown, if needed"),
+    (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),
     (r"(?!exit\b|wait\b|\w+=\$!$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
@@ -107,7 +108,7 @@ class Sorter:
         used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
         outer = [s for s in self._statements if not s.inside and s.launch is None]
         lines = " ".join([*texts, *(text for text, _ in self.result.env.values())])
-        names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", re.sub(r"(?<!\\)'[^']*'", "", lines))}
+        names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", re.sub(r"(?<!\\)'[^']*'", " ", lines))}
         names -= {n for s in self._statements for n in (s.name, *s.sets)} | self._kept
         names -= {*re.findall(r"\b(\w+)=", lines), *dict(self.result.lists.get("env-names", []))}
         self._defaults |= {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
@@ -151,10 +152,11 @@ class Sorter:
                 statement.lost = "a second launch: a job has one; submit this one as its own job"
         count = self.launch.nodes or (0 if self.launch.step else 1)
         if 0 < count < self._nodes and not self.launch.in_loop:
-            text = f"a launch on {count} of {self._nodes} nodes: hpc-ddp starts it on all of them"
-            self.result.notes.append((chosen.lines[0], text))
+            text = f"a launch on {count} of {self._nodes} nodes"
             if self.launch.step:
-                chosen.lost, self.launch = text, None
+                chosen.lost, self.launch = f"{text}: submit it as a job of its own: --nodes N", None
+            else:
+                self.result.notes.append((chosen.lines[0], f"{text}: hpc-ddp starts it on all"))
         if chosen.output:
             text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
             self.result.notes.append((chosen.lines[0], text))
@@ -168,9 +170,15 @@ class Sorter:
         """Set `lost` of statements that can't be taken over, and of those that need a variable or
         function of one; the conversion's `unknown` gets these names."""
         unknown = dict.fromkeys(self._of_nodes, "a loop")
+        outer = {id(s.launch): s.outer for s in self._statements if s.launch}.get(id(self.launch))
         for index, statement in enumerate(self._statements):
             if statement.launch and not statement.lost:
                 continue
+            is_decided = statement.lost or _first(_DECIDED, statement, is_after=True)
+            if not (self.launch or is_decided or statement.name) and index > self._at:
+                statement.lost = "behind a launch that is not taken over: setup or teardown"
+            if not statement.lost and statement.outer not in (None, outer):
+                statement.lost = "of a launch that is not taken over: setup, if needed"
             if not (statement.lost or statement.defines):
                 statement.lost = _first(_REFUSED, statement, index > self._at)
                 if not (self.launch or statement.lost) and _STEP.match(statement.text):
@@ -233,7 +241,7 @@ class Sorter:
         values = {name: s.assigned for name, s in self._assigned.items() if not s.exported}
         return not re.search(r">|\btee\b", statement.text) and any(
             (name in self._in_launch & self._commands)
-            or (is_of_hpc_ddp(name) and not name.startswith("SLURM"))
+            or (is_of_hpc_ddp(name) and not name.startswith("SLURM") and name not in self._needed)
             or (name in values.keys() - self._needed and not _is_known(values[name]))
             for name in statement.names
         )

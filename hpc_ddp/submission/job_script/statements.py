@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
-from hpc_ddp.submission.job_script import shell
-from hpc_ddp.submission.job_script.conditions import commands_of, reads_input, set_in, truth_of
+from hpc_ddp.submission.job_script import shell, syntax
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN
 from hpc_ddp.submission.job_script.launch import Launch
 from hpc_ddp.submission.job_script.launchers import read_launch
-from hpc_ddp.submission.job_script.shell import Node, Part, Scope, Word, parse, source
+from hpc_ddp.submission.job_script.shell import Part, Scope, Word
+from hpc_ddp.submission.job_script.syntax import Node, commands_of, set_in, source
 
 # A file that is sourced sets any variable; these set none that a job script asks for.
 _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
 _OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
 _ON_NODES = re.compile(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)")
 _FROM_ZERO = re.compile(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )")
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
 
@@ -48,6 +49,7 @@ class Statement:
     defines: str = ""
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # and not made of a part of a word
+    outer: Launch | None = None  # around the bash -c in whose text it stands
 
     @property
     def first(self) -> str:
@@ -56,7 +58,7 @@ class Statement:
     @property
     def names(self) -> set[str]:
         """The variables and functions that it may need, with some other words beside."""
-        quoted = re.sub(r"(?<!\\)'[^']*'", "", self.text)
+        quoted = re.sub(r"(?<!\\)'[^']*'", " ", self.text)
         called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", quoted)
         exported = quoted.split()[2:] if quoted.startswith("export -f") else []
         names = {*shell.names_in(quoted), *called, *exported}
@@ -94,7 +96,7 @@ class Reader:
 
     def read(self, text: str) -> None:
         """Read the text of a script, behind what was read before. Raises as `parse`."""
-        self._walk(parse(text))
+        self._walk(syntax.parse(text))
 
     def _walk(self, node: Node) -> None:
         """Read a node: one by one the lines of a block that has a launch, another by its type."""
@@ -141,11 +143,14 @@ class Reader:
             for name in statement.sets | self._set_by_functions(node):
                 self.scope.set(name, None)
             evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text)
+            if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text) and statement.first != "shift":
+                self.scope.arguments = None  # from here on only the job knows them
             if evaluates or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text)):
                 self.scope.is_open = True
             if statement.first != "cd" and re.search(r"(^|[\s;&])(cd|pushd|popd)\b", text):
                 self.scope.set("PWD", None)
-        if not (statement.launch or statement.defines) and shell.uses_arguments(text):
+        is_plain = not (statement.launch or statement.defines or self.scope.are_set)
+        if is_plain and syntax.uses_arguments(text):
             if self.scope.arguments is None:
                 statement.lost = statement.lost or _OF_ARGUMENTS
             elif statement.name and isinstance(statement.assigned, Word):
@@ -168,9 +173,8 @@ class Reader:
         if re.match(r"\w+\s+-\w*[Af]", text) or not has_names:
             self._add(node)
         elif "concatenation" in kinds and start:  # "a"b=$c"d" is not read as one word there
-            text = re.sub(r"=\$([A-Za-z_]\w*)", r"=${\1}", text[start.end() :])
             before, self._exports_all = self._exports_all, exported
-            self.read("\n" * node.start_point[0] + text)
+            self.read("\n" * node.start_point[0] + text[start.end() :])
             self._exports_all = before
         else:
             for child in node.named_children:
@@ -198,6 +202,8 @@ class Reader:
             return
         if first == "shift" and self.scope.arguments is not None:
             self.scope.arguments = self.scope.arguments[self.scope.number(words[-1]) or 1 :]
+            if self.scope.are_set:
+                self._add(node, words=words)
             self._resolve(node, "the arguments of a function")
             return
         if first == "cd":
@@ -214,12 +220,13 @@ class Reader:
         for child in before:
             assigned = self.scope.word(child.child_by_field_name("value"))
             launch.env[source(child.child_by_field_name("name"))] = replace(assigned, line=at)
-        if reads_input(around or node, node):
+        if syntax.reads_input(around or node, node):
             launch.mark(at, LOST, "its standard input: the program has none")
         if launch.inner is not None and self._has_launch(launch.inner.script, launch.step):
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
-            lost = _OF_ARGUMENTS if first in ("shift", "getopts") or not (words or before) else ""
+            is_of_arguments = first in ("shift", "getopts") and not self.scope.are_set
+            lost = _OF_ARGUMENTS if is_of_arguments or not (words or before) else ""
             self._add(around or node, words=words, output=output, lost=lost)
         else:
             if any(self.scope.is_stale(word) for word in launch.words):
@@ -231,16 +238,17 @@ class Reader:
         assert outer.inner is not None
         count = len(self.statements)
         word = self._name_outer_code(outer.inner, node)
-        text = word.script
-        for name in word.names:  # bash has put its value there
-            if re.search(rf"'[^']*\$\{{{name}\}}[^']*'", text):
-                reason = f"${name} in single quotes of bash -c: write it into args"
-                outer.mark(outer.inner.line, LOST, reason)
-        before, self.scope.arguments = self.scope.arguments, outer.args
+        code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"  # bash has put a value there
+        text = _QUOTED.sub(
+            lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
+        )
+        before = self.scope.arguments, self.scope.are_set
+        self.scope.arguments, self.scope.are_set = outer.args, False
         self._look_into(text, node, outer.step or self._place.step, outer.inner.line)
-        self.scope.arguments = before
+        self.scope.arguments, self.scope.are_set = before
         self._resolve(node, "the launch")
         for statement in self.statements[count:]:
+            statement.outer = outer if statement.inside else None
             if statement.launch is not None:
                 statement.launch.take_from(outer)
                 statement.output, statement.text = statement.output or output, source(node)
@@ -289,7 +297,7 @@ class Reader:
         scope.arguments = self.scope.arguments if arguments is None else arguments
         probe = Reader(scope)
         probe._place, probe._functions = _Place(step=step or self._place.step), self._functions
-        node = parse(part) if isinstance(part, str) else part
+        node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(node.child_by_field_name("body") or node):
             probe._command(command)
         least = 0 if isinstance(part, str) or probe._place.step else 1
@@ -330,9 +338,10 @@ class Reader:
         self._resolve(definition, f"the function {name}, read where it is called")
         self._resolve(node, f"calls {name}")
         self.statements = [s for s in self.statements if s is not statement]
-        before, self.scope.arguments = self.scope.arguments, words
+        before = self.scope.arguments, self.scope.are_set
+        self.scope.arguments, self.scope.are_set = words, False
         self._walk(definition.child_by_field_name("body"))
-        self.scope.arguments = before
+        self.scope.arguments, self.scope.are_set = before
 
     def _resolve(self, node: Node, text: str, group: str = TAKEN) -> None:
         """Note group and reason of the lines of a node that have none in `resolved` yet."""
@@ -348,9 +357,11 @@ class Reader:
     def _if_statement(self, node: Node) -> None:
         """Read the branch that is known to run; the whole is one statement where none is."""
         has_launch, chosen = self._has_launch(node), None
-        branches = list(_branches(node))
+        branches = list(syntax.branches_of(node))
         for condition, lines in branches:
-            is_true = True if condition is None else truth_of(condition, self.scope, has_launch)
+            is_true = (
+                True if condition is None else syntax.truth_of(condition, self.scope, has_launch)
+            )
             if is_true is None:
                 self._add(node, lost=_CHOOSES if has_launch else "")
                 return
@@ -384,17 +395,3 @@ class Reader:
         self._place = before
 
     _c_style_for_statement = _while_statement = _for_statement
-
-
-def _branches(node: Node) -> Iterable[tuple[Node | None, list[Node]]]:
-    """Yield condition and lines of each branch of an ``if``; an ``else`` has no condition."""
-    condition: Node | None = node.named_children[0]
-    lines: list[Node] = []
-    for child in node.named_children[1:]:
-        if child.type in ("elif_clause", "else_clause"):
-            yield condition, lines
-            lines = list(child.named_children)
-            condition = None if child.type == "else_clause" else lines.pop(0)
-        else:
-            lines.append(child)
-    yield condition, lines

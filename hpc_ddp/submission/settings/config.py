@@ -383,7 +383,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     names = {item.name for item in fields(JobSpec)}
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     job = {name: value for name, value in values.items() if name in names}
-    job |= {"script": str(script), "chdir": working_directory(cwd, settings.get("chdir", ""))}
+    name = settings.values["script"] if names_no_file else str(script)  # ./run.sh is not of PATH
+    job |= {"script": name, "chdir": working_directory(cwd, settings.get("chdir", ""))}
     if "template" in job:
         job["template"] = str(cwd / job["template"])
     if job.get("notify"):

@@ -131,6 +131,13 @@ def test_what_may_be_meant_otherwise_is_said(
     assert bool(warning) == bool(mistakes)
 
 
+def test_a_command_of_the_working_directory_keeps_its_dot(tmp_path: Path) -> None:
+    """It is not looked for by PATH."""
+    settings = Settings({"script": "./run.sh", "no-python": True, "python": sys.executable})
+    spec = plan.plan_new(settings, tmp_path, tmp_path / "runs").spec
+    assert (spec.script, spec.job_name) == ("./run.sh", "run")
+
+
 def test_an_old_python_is_refused_where_its_name_is_known(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     old = tmp_path / "python"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.convert import _LOGIN, convert
 from hpc_ddp.submission.job_script.project_file import is_code, subtract_site, table, to_toml
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -90,7 +90,8 @@ def test_a_task_for_each_worker_through_a_function_and_arrays() -> None:
         "gpus-per-node": "4",
         "gpu-request": "gpus-per-task",
         "launcher": "srun",
-        "setup": ["set -euo pipefail", "WORLD=$((SLURM_NNODES * 4))"],
+        "python": "python",
+        "setup": [_LOGIN, "set -euo pipefail", "WORLD=$((SLURM_NNODES * 4))"],
         "args": ["--epochs", "3", "--name", "two words", "--world", "$WORLD", "--seed", "1"],
         "expand": ["WORLD"],
         "srun": ["--mpi=pmix"],
@@ -226,7 +227,7 @@ def test_conditions_here_documents_and_eval() -> None:
 
 def test_arguments_of_the_script_are_reported() -> None:
     conversion = converted("arguments")
-    assert conversion.settings()["args"] == ["--config"]
+    assert conversion.settings()["args"] == []
     assert {conversion.group(line)[0] for line in (3, 4, 5, 6, 7, 9, 10)} == {LOST}
 
 
@@ -399,9 +400,7 @@ def test_a_line_stays_as_it_is(line: str) -> None:
         ("srun torchrun other.py || mail me", "how the launch ended"),
         ("echo yes | srun torchrun other.py", "its standard input"),
         ("timeout 1h srun torchrun other.py", "timeout before the launch"),
-        ("srun numactl -N 0 torchrun other.py", "numactl around another launcher"),
         ("srun torchrun --nnodes 1 other.py", "another number than the job's nodes"),
-        ("""srun bash -c "torchrun other.py '$(date)'\"""", "in single quotes of bash -c"),
     ],
 )
 def test_what_would_change_the_launch_is_reported(line: str, reason: str) -> None:
@@ -474,5 +473,5 @@ def test_the_number_of_a_node_in_a_loop() -> None:
         loop = f"for ((i = {start}; i < 2; i++)); do"
         conversion = of_text("#SBATCH --nodes=2", loop, *lines)
         args = conversion.settings()["args"]
-        assert args == (["--node"] if start else ["--node", "$SLURM_NODEID"])
+        assert args == ([] if start else ["--node", "$SLURM_NODEID"])
         assert (conversion.group(5)[0] == LOST) is bool(start)

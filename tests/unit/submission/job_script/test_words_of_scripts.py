@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.convert import _LOGIN, convert
+from hpc_ddp.submission.job_script.project_file import to_toml
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 
 HERE = Path("/home/me/project")
@@ -69,6 +71,31 @@ def of_text(*lines: str) -> Conversion:
         (("srun bash -c 'python train.py \"$@\"' x --lr 1",), {"args": ["--lr", "1"]}),
         (("f() { srun torchrun a.py ${1:-x}; }", "f"), {"args": ["x"]}),
         (("f() { A=$1; run $A; srun torchrun a.py; }", "f b"), {"setup": ["A=b", "run $A"]}),
+        # What a shell reads and sets by the words behind its name.
+        (("#SBATCH -o a.%J", TRAIN), {"output": "a.%j"}),
+        (("srun -n 2 -c 4 python train.py",), {"cpus-per-task": 4}),
+        (("#SBATCH -c 4", "srun -c 4 python train.py",), {"cpus-per-task": 4}),
+        # A dropped loop's variables are not set: their names are not exported.
+        (
+            ("F=()", "for h in $(ls); do F+=($(ssh $h x)); done", f"NCCL_X=$F {TRAIN}"),
+            {"env": None, "setup": ["F=()"], "script": "train.py"},
+        ),
+        # Values that the outer shell has put between single quotes.
+        (
+            ("A=$(date)", """srun bash -c "python train.py --a '$A' 'b c'\""""),
+            {"args": ["--a", "$A", "b c"], "expand": ["A"]},
+        ),
+        # A text that only the job knows is bash's, in the task.
+        (
+            ("A=$(cat x)", 'srun bash -c "$A"'),
+            {"script": "bash", "args": ["-c", "$A"], "expand": ["A"], "no-python": True},
+        ),
+        # A launch on one node leaves nothing behind.
+        (('srun -N1 -n1 -w a bash -c "make; python train.py"', "rm x"),
+         {"script": None, "setup": None, "worker-setup": None, "teardown": None}),
+        (('if [ "${SLURM_NNODES:-1}" -gt 1 ]; then', TRAIN, "fi"), {"script": "train.py"}),
+        (("export PMI_DEBUG=1", TRAIN), {"env": {"PMI_DEBUG": "1"}}),
+        (("srun uv run torchrun train.py",), {"script": "uv", "no-python": True}),
         # A default of what each job has stays bash.
         ((f"{TRAIN} ${{TMPDIR:-/tmp}}",), {"setup": ["ARGUMENTS_1=(${TMPDIR:-/tmp})"]}),
         # Quotes behind a variable, and a word that is the name of a column.
@@ -89,6 +116,34 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
         (("srun shifter python train.py",), 3, LOST, "image is not named"),
         (("N=$(date)", "srun -n $N python train.py"), 4, LOST, "srun --ntasks: only the job knows"),
         (("f() { echo $1; srun torchrun a.py; }", "f b"), 3, LOST, "arguments of its function"),
+        (('srun -N1 bash -c "make; python a.py"', TRAIN), 3, LOST, "a launch that is not taken"),
+        (
+            ("srun -N1 -n1 -w a python train.py",),
+            3,
+            LOST,
+            "1 of 2 nodes: submit it as a job of its",
+        ),
+        (("eval \"srun -N1 bash -c 'python a.py'\"", "wait", "x"), 4, OURS, "hpc-ddp waits"),
+        (("eval \"srun -N1 bash -c 'python a.py'\"", "wait", "x"), 5, LOST, "behind a launch"),
+        (("export A=<yours>", TRAIN), 4, TAKEN, "the launch"),
+        (("srun --container-image=<image> \\", "python a.py"), 3, LOST, "write it into image"),
+        (
+            ("srun --environment=your_env python a.py",),
+            3,
+            LOST,
+            "a value of yours: write it into srun",
+        ),
+        (("export http_proxy=your_proxy", TRAIN), 3, LOST, "a placeholder"),
+        (("ssh a ls", TRAIN), 3, LOST, "it runs something on other hosts"),
+        (("A=$(ssh a ls)", f"X=$A {TRAIN}"), 4, LOST, "it needs A, of line 3"),
+        (
+            ("srun -A a --mpi=b torchrun --nnodes 2 a.py",),
+            3,
+            TAKEN,
+            "the launch; hpc-ddp sets srun --account, torchrun --nnodes, srun --mpi",
+        ),
+        (("#SBATCH --comment='{\"a\": 1}'", TRAIN), 3, TAKEN, "--comment"),
+        (("#SBATCH -A changeme@gpu", TRAIN), 3, LOST, "is a placeholder"),
         (("go torchrun a.py", TRAIN), 3, LOST, "it may start a training"),
         (("go srun python a.py",), 3, LOST, "it may be the launch"),
         (("true", "exit 0"), 4, LOST, "here the job script ends"),
@@ -107,17 +162,58 @@ def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason:
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "time srun --account=a --ntasks=4 --cpus-per-task=2 --mem=0 --mpi=pmi2 --label --unbuffered"
+        " --export=ALL,NAME=1 --cpu-bind=none apptainer -q exec --nv --bind /b a.sif python"
+        " -W ignore train.py --lr 1",
+        "srun --nodes=2 --ntasks-per-node=1 --overlap --container-image=i --container-writable"
+        " --mpi=none bash -lc 'torchrun --nnodes=2 --nproc-per-node=3 --rdzv-backend=c10d"
+        " --max-restarts=1 --tee 3 --master-port 1 train.py --lr 1'",
+        "A=1 mpirun --np 4 --map-by node --bind-to core --mca b c python train.py --lr 1",
+        "srun torchrun \\\n --rdzv-backend=c10d --rdzv-endpoint=a --log-dir=b \\\n train.py --lr 1",
+        "accelerate launch --num-machines 2 --mixed-precision bf16 --dynamo-backend no"
+        " --config-file a.yaml train.py --lr 1",
+    ],
+)
+def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
+    """In the file, or in the report; not in the report's copies of the lines."""
+    result = of_text(line)
+    reasons = [reason for marks in result.marks.values() for _, reason in marks]
+    text = " ".join([to_toml(result, ""), *reasons, *(note for _, note in result.notes)]).lower()
+    renamed = {"export": "name", "container-image": "image", "config-file": "a.yaml", "lc": "-l"}
+    for option in re.findall(r"^time|(?<=\s-)-?[\w-]+", line):
+        name = renamed.get(option.strip("-"), option.strip("-").lower())
+        assert name.replace("-", "_") in text.replace("-", "_"), f"{option}: {text}"
+
+
+@pytest.mark.parametrize(
     ("lines", "note"),
     [
         (("A=${A:-x}", f"{TRAIN} $A"), "$A: the job has no variables of your shell"),
         ((f"{TRAIN} $DATA",), "$DATA: the job has no variables of your shell"),
         (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: the job has no variables of your shell"),
         (("A=(a b)", TRAIN, 'echo "${A[@]}"'), "$A is an array: teardown does not have it"),
+        (("time srun torchrun train.py",), "time is left out: hpc-ddp status has"),
+        (("srun bash -lc 'python train.py'",), "bash -l: left out"),
+        (("srun apptainer -q exec a.sif python train.py",), "apptainer -q is left out"),
+        (("srun --container-image=a python train.py",), "the container starts in the job's folder"),
+        (("srun numactl -N 0 torchrun other.py",), "numactl starts a launcher of its own"),
+        (("export PATH=$PATH:/x/bin", "srun torchrun a.py"), "PATH has /x/bin at its end: if"),
         (("srun torchrun_jsc train.py",), "torchrun_jsc is taken to be torchrun"),
     ],
 )
 def test_notes(lines: tuple[str, ...], note: str) -> None:
     assert any(text.startswith(note) for _, text in of_text(*lines).notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [("-x", ["set -x"]), ("-l", [_LOGIN]), ("--login", [_LOGIN]), ("-le", [_LOGIN, "set -e"])],
+)
+def test_options_of_the_shell_are_set_up_lines(options: str, lines: list[str]) -> None:
+    result = convert(f"#!/bin/bash {options}\n#SBATCH -N 2\n{TRAIN}\n", HERE, HERE).settings()
+    assert result["setup"] == lines
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
-"""Conditions whose truth follows from the script alone, and searches in a syntax tree of bash."""
+"""The syntax tree of a job script: searches in it, and conditions whose truth follows from it."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from hpc_ddp.submission.job_script.shell import Node, Scope, parse, source, uses_arguments
+from hpc_ddp.core.errors import UsageError
 
+if TYPE_CHECKING:
+    from hpc_ddp.submission.job_script.shell import Scope
+
+Node = Any  # a tree_sitter.Node: the package is optional
+_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 _OPERATORS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("=", "==", "-eq"), operator.eq),
     **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
@@ -15,6 +21,59 @@ _OPERATORS: dict[str, Callable[..., bool]] = {
 }
 # Commands that may set variables whose names are among their words.
 _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
+
+
+def parse(text: str) -> Node:
+    """Return the root of the syntax tree of a bash script; raise UsageError where the parser, or
+    that of YAML, is not installed."""
+    try:
+        import tree_sitter
+        import tree_sitter_bash
+        import yaml  # noqa: F401  which Accelerate's configuration needs
+    except ImportError:
+        raise UsageError(
+            "import needs a parser of bash, which is not installed; accepted: hpc-ddp[import]",
+            hint="pip install tree-sitter tree-sitter-bash pyyaml",
+        ) from None
+    language = tree_sitter.Language(tree_sitter_bash.language())
+    parser, before = tree_sitter.Parser(language), b""
+    text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a line that goes on, and does not
+    code = re.sub(r"=(<[\w .-]+>)(?=\s)", r"='\1'", text).encode()  # a placeholder, no redirection
+    while code != before:
+        root, before = parser.parse(code).root_node, code
+        code = _with_whole_words(root, code)
+    return root
+
+
+def _with_whole_words(root: Node, code: bytes) -> bytes:
+    """Return a script's text with ``${NAME}`` for ``$NAME``, and ``'x'`` for ``\\x``, where
+    tree-sitter-bash 0.25 sees the end of a word before it, without an error."""
+    nodes, edits = [*root.children], {}
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        name = re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte)
+        if name and node.type == "$" and node.parent.type != "simple_expansion":
+            edits[name.span()] = b"{%b}" % name[0]
+        end = node.next_sibling.start_byte if node.next_sibling else node.parent.end_byte
+        end = max(end, node.end_byte + 2) if node.type not in (")", "))", "`") else end
+        for blank in re.compile(rb"\\([\t -&(-~])").finditer(code, node.end_byte, end):
+            if node.parent.type not in ("string", "heredoc_body", "simple_expansion", "expansion"):
+                edits[blank.span()] = b"'%b'" % blank[1]
+    for (start, end), new in sorted(edits.items(), reverse=True):
+        code = code[:start] + new + code[end:]
+    return code
+
+
+def source(node: Node) -> str:
+    """Return the text of a node; '' for None."""
+    return "" if node is None else node.text.decode()
+
+
+def uses_arguments(text: str) -> bool:
+    """Return whether some code uses the script's own arguments; those of awk or Python, in single
+    quotes, do not count."""
+    return bool(_ARGUMENTS.search(re.sub(r"'[^']*'", "", text)))
 
 
 def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
@@ -27,7 +86,8 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
     """
     text = source(node).strip()
     match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
-    if not match or uses_arguments(text) or re.search(r"[&|<>()*?]", text.replace("$((", "")):
+    is_unknown = uses_arguments(text) and scope.arguments is None
+    if not match or is_unknown or re.search(r"[&|<>()*?]", text.replace("$((", "")):
         return {"true": True, "false": False}.get(text)
     words = scope.words(commands_of(parse(f": {match[1]} {match[3]}"))[0].named_children[1:])
     texts = [word.text for word in words]
@@ -54,6 +114,20 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
 def commands_of(node: Node) -> list[Node]:
     """Return all commands in a node, itself too, in order, but for those of substitutions."""
     return [inner for inner in _descend(node) if inner.type == "command"]
+
+
+def branches_of(node: Node) -> Iterable[tuple[Node | None, list[Node]]]:
+    """Yield condition and lines of each branch of an ``if``; an ``else`` has no condition."""
+    condition: Node | None = node.named_children[0]
+    lines: list[Node] = []
+    for child in node.named_children[1:]:
+        if child.type in ("elif_clause", "else_clause"):
+            yield condition, lines
+            lines = list(child.named_children)
+            condition = None if child.type == "else_clause" else lines.pop(0)
+        else:
+            lines.append(child)
+    yield condition, lines
 
 
 def set_in(node: Node) -> set[str]:

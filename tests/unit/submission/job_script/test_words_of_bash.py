@@ -1,0 +1,51 @@
+"""Words of a launch are those that bash makes of the same text."""
+
+from __future__ import annotations
+
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp.submission.job_script.convert import convert
+
+HERE = Path("/home/me/project")
+PARTS = (".x", "\\$", "/", "-y.", ",z=", "'q r'", '"s t"', '"u$B"', "$B", "${B}", "$A", "\\ ")
+SET = "A=1\nB='b c'\n"
+
+
+def of_bash(script: str) -> list[str]:
+    """Return the words that bash prints, each behind a NUL."""
+    bash = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    return bash.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize("start", PARTS)
+def test_words_are_those_of_bash(start: str) -> None:
+    words = " ".join(start + "".join(more) for n in range(4) for more in product(PARTS, repeat=n))
+    result = convert(f"#!/bin/bash\n{SET}srun python train.py {words}\n", HERE, HERE)
+    assert result.settings()["args"] == of_bash(f"{SET}printf '%s\\0' {words}")
+
+
+@pytest.mark.parametrize(
+    "line", ["C={0}", "export C={0}", "C=({0})", "declare C={0}", "C=a; C+={0}"]
+)
+@pytest.mark.parametrize("word", ["x$A/b$B/c", "$A-$B.d$A,", '"$A"/$B/$A:e', '"a "\\$A" b "c'])
+def test_values_are_those_of_bash(line: str, word: str) -> None:
+    lines = f"{SET}{line.format(word)}\n"
+    args = convert(f'#!/bin/bash\n{lines}srun python train.py "${{C[@]}}"\n', HERE, HERE)
+    assert args.settings()["args"] == of_bash(f"{lines}printf '%s\\0' \"${{C[@]}}\"")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ['"$A\\$B"', '"${A}\\$B"', '"$(echo)\\$B"', '"`echo`\\$B"', '"$((1))\\$B\\ c"', "$A\\\\b"],
+)
+def test_words_with_escapes_in_quotes_stay(word: str) -> None:
+    lines = f"{SET}C=({word} '\\ d')\n"
+    kept = "printf '%s\\0' \"${C[@]}\""
+    setup = convert(f"#!/bin/bash\n{lines}{kept}\nsrun python t.py\n", HERE, HERE).settings()[
+        "setup"
+    ]
+    assert of_bash("\n".join(setup)) == of_bash(f"{lines}{kept}")
