@@ -354,13 +354,11 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
 
 def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
     """Train with each feature once, print the table, and end the command: exit code 1 where a
-    feature does not work. From then on runs of this process may use accelerators, and the training
-    gets Ctrl-C and SIGTERM as a notice.
+    feature does not work. The training gets Ctrl-C and SIGTERM as a notice.
 
     Raise UsageError for a refused setting, HpcDdpError where the training can't be started or tried
     no feature, and OSError where a file can't be written or read.
     """
-    os.environ[backends.SHOW_DEVICES] = "1"  # unlike a dry run, this one is about them
     prepared = launch_preflight.first_contact(settings, Path.cwd(), runs_root(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
     forward = Forward().install()

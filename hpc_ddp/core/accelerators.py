@@ -19,6 +19,9 @@ CPU_ONLY = (
     "a dry run has CPUs and gloo only, and the script names a GPU or NCCL: start() and run.device,"
     " or torch.cuda.is_available(), name what is there"
 )
+# A developer's switch, docs/testing.md: not empty, a dry run may use accelerators; "shared", its
+# workers share them.
+SHOW_DEVICES = "HPC_DDP_DRY_RUN_DEVICES"
 HIDES_ALL = ("-1", "NoDevFiles")  # such an entry ends a list; the second is an old Slurm's
 
 

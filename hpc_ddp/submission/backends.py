@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
-from hpc_ddp.core.accelerators import hiding_env
+from hpc_ddp.core.accelerators import SHOW_DEVICES, hiding_env
 from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env, installed_python
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import written_by_owner
@@ -40,7 +40,6 @@ from hpc_ddp.submission.script.render import (
 
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
 
-SHOW_DEVICES = "HPC_DDP_DRY_RUN_DEVICES"  # not empty: a dry run may use accelerators
 PICKLE = "supervisor.pkl"  # of submitit's task
 # The template's blocks before and after srun.
 SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("teardown", "verdict")

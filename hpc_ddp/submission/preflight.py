@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.accelerators import VENDORS, device_files, visible
+from hpc_ddp.core.accelerators import SHOW_DEVICES, VENDORS, device_files, visible
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.core.journal.journal import last_event
@@ -67,7 +67,8 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
     """Write the run of a training that tries each feature once, on all of this allocation or
     machine, and return it, ready to start.
 
-    Without GPUs two workers per node train on the CPU. `cwd` is the working directory of the
+    Without GPUs two workers per node train on the CPU. From then on runs of this process may use
+    accelerators. `cwd` is the working directory of the
     settings, `root` the folder of the runs.
 
     Raises
@@ -75,6 +76,7 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
     UsageError
         a setting is refused, or the run's folder can't be written
     """
+    os.environ.setdefault(SHOW_DEVICES, "1")  # unlike a dry run, this one is about them
     values = _values(settings) | {"job-name": "first-contact", "max-restarts": 8}
     if "SLURM_JOB_ID" in os.environ:
         values |= {"backend": "salloc", "nodes": os.environ.get("SLURM_NNODES", "1")}

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_ddp.core import accelerators
+from hpc_ddp.core.accelerators import SHOW_DEVICES
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.process.environment import DistEnv
 
@@ -282,6 +283,10 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
     # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
     sees_own = visible == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     first = 0 if sees_own else info.local_rank * per_worker
+    if os.environ.get(SHOW_DEVICES) == "shared" and visible >= per_worker:
+        first %= visible // per_worker * per_worker
+        # NCCL refuses a device that two ranks of one host have.
+        os.environ.setdefault("NCCL_HOSTID", f"rank-{info.rank}")
     if first + per_worker > visible:
         needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
         words = hiding_words()

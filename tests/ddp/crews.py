@@ -17,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 
 from hpc_ddp.core.run_folder import RunFolder
-from tests.devices import DEVICE, device_env, reports_of, skip_unless_fitting
+from tests.devices import DEVICE, device_env, reports_of
 from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S, is_pending, wait_until
 
@@ -140,7 +140,6 @@ class Crew:
 
         A world size of 0 is one process to which nobody says anything of ranks.
         """
-        skip_unless_fitting(self.zygote.device, world_size)
         self.attempt += 1
         (self.run.logs / f"attempt-{self.attempt}").mkdir()
         # Served here, as by torchrun's agent: a port that is free now may be taken by the time

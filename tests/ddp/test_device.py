@@ -18,6 +18,7 @@ from crews import Zygote, crews_of
 from tests.devices import DEVICE, HAS_SIM_RECORD, ROOT, device_env, reports_of
 from tests.skips import skip_or_fail
 
+KIND = "cuda" if DEVICE == "cuda" else "sim"
 CHECKS = ROOT / "tests" / "device" / "checks.py"
 
 
@@ -36,6 +37,15 @@ def make_sim_crew(stand_in: Zygote, tmp_path: Path) -> Iterator[Callable[[str], 
     yield from crews_of(stand_in, tmp_path / "sim")
 
 
+@pytest.fixture
+def make_device_crew(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[str], Any]]:
+    """What makes crews on a GPU of this machine with ``DEVICE=cuda``, else on the stand-in."""
+    process = request.getfixturevalue("zygote" if DEVICE == "cuda" else "stand_in")
+    yield from crews_of(process, tmp_path / "device")
+
+
 def test_the_stand_in_has_the_cpus_numbers_and_reports_mistakes(stand_in: object) -> None:
     env = {**os.environ, **device_env("sim")} | {"SIM_DEVICES": "2"}
     done = subprocess.run([sys.executable, str(CHECKS)], env=env, capture_output=True, text=True)
@@ -44,12 +54,12 @@ def test_the_stand_in_has_the_cpus_numbers_and_reports_mistakes(stand_in: object
 
 
 def test_stopped_and_killed_it_ends_with_the_cpus_bits(
-    make_crew: Callable[[str], Any], make_sim_crew: Callable[[str], Any]
+    make_crew: Callable[[str], Any], make_device_crew: Callable[[str], Any]
 ) -> None:
     """DDP with dropout and batch norm; saves go through pinned memory."""
     on_cpu = make_crew("cpu")
     on_cpu.go(2)
-    crew = make_sim_crew("device")
+    crew = make_device_crew("device")
     stopped = crew.launch(2, "--at", "5", "--signal", str(int(signal.SIGTERM)), "--ranks", "1")
     assert stopped.wait() == [0, 0], stopped.output()
     saved = ("--save-every-steps", "3", "--wait", str(crew.run.checkpoints / "step-15"))
@@ -61,24 +71,24 @@ def test_stopped_and_killed_it_ends_with_the_cpus_bits(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_half_precision_a_kill_leaves_the_same_bits(
-    make_sim_crew: Callable[[str], Any], precision: str
+    make_device_crew: Callable[[str], Any], precision: str
 ) -> None:
     words = ("--precision", precision, "--save-every-steps", "4")
-    whole = make_sim_crew("whole")
+    whole = make_device_crew("whole")
     whole.go(2, *words, script="run_update.py")
-    killed = make_sim_crew("killed")
+    killed = make_device_crew("killed")
     assert any(killed.launch(2, *words, "--kill-at", "7", script="run_update.py").wait())
     killed.go(2, *words, script="run_update.py")
     assert killed.weights == whole.weights
 
 
 def test_each_way_of_sharing_a_model_trains_and_goes_on(
-    make_sim_crew: Callable[[str], Any], tmp_path: Path
+    make_device_crew: Callable[[str], Any], tmp_path: Path
 ) -> None:
     """Tensor parallel first: its optimizer has DTensors and plain ones; then sharded, offloaded."""
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 14)
     text = ("--text", str(tmp_path / "text"), "--batch-size", "16", "--epochs", "2")
-    crew = make_sim_crew("ways")
+    crew = make_device_crew("ways")
     ways = (
         (2, ("--parallel", "tp"), "2"),
         (2, ("--parallel", "fsdp", "--offload"), "5"),
@@ -140,11 +150,11 @@ def losses_of(crew: Any, *words: str, script: str, **env: str) -> list[str]:
 
 
 def test_random_numbers_of_ranks_that_share_a_layer_go_on(
-    make_sim_crew: Callable[[str], Any],
+    make_device_crew: Callable[[str], Any],
 ) -> None:
     """torch would give all ranks rank 0's at a process's first one."""
-    whole = losses_of(make_sim_crew("once"), "--epochs", "2", script=DROPOUT, **COUNTED)
-    crew = make_sim_crew("twice")
+    whole = losses_of(make_device_crew("once"), "--epochs", "2", script=DROPOUT, **COUNTED)
+    crew = make_device_crew("twice")
     parts = [
         line
         for epochs in ("1", "2")
@@ -156,23 +166,25 @@ def test_random_numbers_of_ranks_that_share_a_layer_go_on(
     assert len(set(last)) == 2  # one for each pair of ranks that share the model
 
 
-def test_a_stage_may_draw_alone(make_sim_crew: Callable[[str], Any]) -> None:
+def test_a_stage_may_draw_alone(make_device_crew: Callable[[str], Any]) -> None:
     """torch would wait for all ranks of the run at its first random number."""
-    assert losses_of(make_sim_crew("stages"), "--pp", "2", script=DROPOUT, **COUNTED)
+    assert losses_of(make_device_crew("stages"), "--pp", "2", script=DROPOUT, **COUNTED)
 
 
-def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str], Any]) -> None:
+def test_an_error_of_a_loader_worker_is_told_once(make_device_crew: Callable[[str], Any]) -> None:
     """The worker's thread that lends memory to pin may fail as well, when the rank has left."""
-    crew = make_sim_crew("loader")
+    crew = make_device_crew("loader")
     launch = crew.launch(1, "--workers", "2", "--bad-sample", "9")
     assert launch.wait() == [1]
     (failed,) = crew.events("failed")
     assert failed["error"] == "ValueError: no sample 9"
 
 
-def test_a_late_error_of_the_device_is_told_as_it_is(make_sim_crew: Callable[[str], Any]) -> None:
+def test_a_late_error_of_the_device_is_told_as_it_is(
+    make_device_crew: Callable[[str], Any],
+) -> None:
     """A kernel fails behind the host, in the first step: the next wait for the device raises."""
-    crew = make_sim_crew("late")
+    crew = make_device_crew("late")
     launch = crew.launch(1, script="late_device_error.py")
     assert launch.wait() == [1], launch.output()
     (failed,) = crew.events("failed")
@@ -188,11 +200,13 @@ def test_a_deterministic_run_has_no_sums_in_switches(crew: Any) -> None:
     assert output.count("NCCL_COLLNET_ENABLE=1 lets NCCL add up in switches") == 1
 
 
-def test_ranks_with_and_without_a_device_are_told(make_sim_crew: Callable[[str], Any]) -> None:
+def test_ranks_with_and_without_a_device_are_told(make_device_crew: Callable[[str], Any]) -> None:
     """Else one waits in Gloo's group and the other in its device's, for ever."""
-    launch = make_sim_crew("mixed").launch(2, script="mixed_devices.py", nodes=("n1", "n2"))
+    launch = make_device_crew("mixed").launch(2, script="mixed_devices.py", nodes=("n1", "n2"))
     assert launch.wait() == [1, 1], launch.output()
-    assert launch.output().count("error: rank 1 on n2 has cpu, and the other ranks have sim") == 2
+    assert (
+        launch.output().count(f"error: rank 1 on n2 has cpu, and the other ranks have {KIND}") == 2
+    )
 
 
 # --- models that no device has as a whole -----------------------------------------------------
@@ -234,14 +248,14 @@ def test_a_model_is_shared_out_before_a_device_has_it(
     ],
 )
 def test_a_model_in_parts_goes_on_where_it_was(
-    make_sim_crew: Callable[[str], Any], make_crew: Callable[[str], Any], words: tuple[str, ...]
+    make_device_crew: Callable[[str], Any], make_crew: Callable[[str], Any], words: tuple[str, ...]
 ) -> None:
-    crew = make_sim_crew("parts")
+    crew = make_device_crew("parts")
     crew.go(2, *words, "--epochs", "1", script="large_model.py")
     # Less than the optimizer's state, which has to stay on the CPU when it is read, too.
     room = ("--limit", str(5 * BLOCK_BYTES)) if "--offload" in words else ()
     crew.go(2, *words, *room, "--epochs", "2", script="large_model.py")
-    undisturbed = make_sim_crew("undisturbed")
+    undisturbed = make_device_crew("undisturbed")
     undisturbed.go(2, *words, "--epochs", "2", script="large_model.py")
     assert _result(crew) == _result(undisturbed)
     if words == ("--meta", "--tp", "2"):  # one start of torch on the CPU is enough
@@ -265,24 +279,28 @@ def test_a_restore_without_room_does_not_blame_the_checkpoint(
     assert "this program's objects" not in launch.output()
 
 
-def test_a_tensor_without_numbers_is_named(make_sim_crew: Callable[[str], Any]) -> None:
-    launch = make_sim_crew("lost").launch(1, "--meta", "--lose", "shift", script="large_model.py")
+def test_a_tensor_without_numbers_is_named(make_device_crew: Callable[[str], Any]) -> None:
+    launch = make_device_crew("lost").launch(
+        1, "--meta", "--lose", "shift", script="large_model.py"
+    )
     assert launch.wait() == [2]
     assert "nothing gives numbers to shift of a Block" in launch.output()
 
 
-def test_an_average_comes_before_the_model_is_sharded(make_sim_crew: Callable[[str], Any]) -> None:
-    launch = make_sim_crew("late").launch(1, "--late-average", script="large_model.py")
+def test_an_average_comes_before_the_model_is_sharded(
+    make_device_crew: Callable[[str], Any],
+) -> None:
+    launch = make_device_crew("late").launch(1, "--late-average", script="large_model.py")
     assert launch.wait() == [2]
     assert "run.ema was called after run.fully_shard" in launch.output()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_loss_may_travel_in_bf16_between_stages(
-    make_sim_crew: Callable[[str], Any], ranks: int
+    make_device_crew: Callable[[str], Any], ranks: int
 ) -> None:
     """With a batch norm, that the ranks of one stage share, in the last one alone."""
-    output = make_sim_crew("stages").go(ranks, script="pipeline_loss.py")
+    output = make_device_crew("stages").go(ranks, script="pipeline_loss.py")
     losses = [line.split()[1:] for line in output.splitlines() if line.startswith("LOSS")]
     assert losses == [losses[0]] * ranks
     assert losses[0][0] == "torch.float32"
@@ -290,8 +308,8 @@ def test_a_loss_may_travel_in_bf16_between_stages(
     assert output.count("AUTOCASTS False False True True") == ranks
 
 
-def test_a_loss_may_be_a_dtensor(make_sim_crew: Callable[[str], Any]) -> None:
-    crew = make_sim_crew("dtensor")
+def test_a_loss_may_be_a_dtensor(make_device_crew: Callable[[str], Any]) -> None:
+    crew = make_device_crew("dtensor")
     crew.go(2, script="dtensor_loss.py")
     assert crew.events("metrics")[-1]["loss"] == 3.0
 
@@ -303,14 +321,14 @@ def test_complex_weights_are_trained(make_crew: Callable[[str], Any]) -> None:
     assert output.count("WEIGHTS equal and moved") == 2
 
 
-def test_what_lies_on_the_device_comes_back_there(make_sim_crew: Callable[[str], Any]) -> None:
-    crew = make_sim_crew("kept")
+def test_what_lies_on_the_device_comes_back_there(make_device_crew: Callable[[str], Any]) -> None:
+    crew = make_device_crew("kept")
     crew.go(2, "1", script="objects_with_tensors.py")
     output = crew.go(2, "2", script="objects_with_tensors.py")
     kept = [line for line in output.splitlines() if line.startswith("KEPT")]
-    whole = make_sim_crew("whole").go(2, "2", script="objects_with_tensors.py")
+    whole = make_device_crew("whole").go(2, "2", script="objects_with_tensors.py")
     assert kept == [line for line in whole.splitlines() if line.startswith("KEPT")]
-    assert [line.split()[1:3] for line in kept] == [["sim", "sim"]] * 2
+    assert [line.split()[1:3] for line in kept] == [[KIND, KIND]] * 2
 
 
 # --- a step waits for nothing --------------------------------------------------------------------
@@ -331,10 +349,10 @@ def test_what_lies_on_the_device_comes_back_there(make_sim_crew: Callable[[str],
     ],
 )
 def test_a_step_does_not_wait_for_its_device(
-    make_sim_crew: Callable[[str], Any], words: tuple[str, ...], most: int | None
+    make_device_crew: Callable[[str], Any], words: tuple[str, ...], most: int | None
 ) -> None:
     """Also where it journals a loss."""
-    output = make_sim_crew("waits").go(2, *words, script="count_waits.py")
+    output = make_device_crew("waits").go(2, *words, script="count_waits.py")
     (line,) = (line.split() for line in output.splitlines() if line.startswith("WAITS"))
     waits, looks, steps = map(int, line[1::2])
     assert steps == 64
@@ -350,9 +368,9 @@ def test_a_step_does_not_wait_for_its_device(
     ],
 )
 def test_an_evaluation_has_the_first_ranks_buffers_without_a_wait(
-    make_sim_crew: Callable[[str], Any], ranks: int, words: tuple[str, ...], waits: int
+    make_device_crew: Callable[[str], Any], ranks: int, words: tuple[str, ...], waits: int
 ) -> None:
-    check_buffers(make_sim_crew("buffers"), ranks, words, waits)
+    check_buffers(make_device_crew("buffers"), ranks, words, waits)
 
 
 def test_on_the_cpu_an_evaluation_has_the_first_ranks_buffers(
@@ -383,8 +401,8 @@ def check_buffers(crew: Any, ranks: int, words: tuple[str, ...], waits: int) -> 
     ("words", "name"), [((), "all_reduce"), (("--sharded",), "reduce_scatter")]
 )
 def test_gradients_that_accumulate_travel_once(
-    make_sim_crew: Callable[[str], Any], words: tuple[str, ...], name: str
+    make_device_crew: Callable[[str], Any], words: tuple[str, ...], name: str
 ) -> None:
-    output = make_sim_crew("once").go(2, *words, "--accumulate", "8", script="count_waits.py")
+    output = make_device_crew("once").go(2, *words, "--accumulate", "8", script="count_waits.py")
     (flight,) = (line for line in output.splitlines() if line.startswith("FLIGHT"))
     assert 0 < flight.count(name) < 64  # micro-batches

@@ -1,8 +1,13 @@
-"""Prints how often the host has waited for the stand-in device in the steps of a training."""
+"""Prints how often the host has waited for its device in the steps of a training.
+
+The stand-in device of tests/device counts its waits; torch warns of those for a GPU of NVIDIA.
+"""
 
 import argparse
 import pickle
 import sys
+import traceback
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -27,8 +32,23 @@ args = parser.parse_args()
 metrics.EVERY_S = metrics.SELDOM_S = 0.0  # a line of the journal after each step, but the first
 worker.LOOK_EVERY = 1 if args.look else 1 << 40
 
-C: Any = sys.modules["sim.backend"].C
-C.set_stream_delay(0)  # with a line each step, a late device would be waited for
+WAIT = "called a synchronizing CUDA operation"
+stand_in: Any = sys.modules.get("sim.backend")
+warned: list[str] = []
+
+
+def count_waits() -> int:
+    return int(stand_in.C.waits()) if stand_in else sum(WAIT in text for text in warned)
+
+
+def keep_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    warned.append(str(message))
+    if WAIT in str(message):
+        traceback.print_stack()
+
+
+if stand_in:
+    stand_in.C.set_stream_delay(0)  # with a line each step, a late device would be waited for
 now = start(precision=args.precision, save_every=None, save_every_steps=args.save_every_steps)
 now._consensus._device = torch.device("cpu")  # it waits for the work of an exchange ago
 torch.manual_seed(0)
@@ -49,6 +69,9 @@ batches = now.loader(
 )
 now.track(model=model, optimizer=optimizer, scheduler=scheduler)
 counts: list[int] = []
+warnings.simplefilter("always")
+warnings.showwarning = keep_warning
+torch.set_warn_always(True)
 for _ in now.epochs(1):
     for x, y in batches:
         with now.autocast():
@@ -65,8 +88,10 @@ for _ in now.epochs(1):
             # torch 2.9 puts AdamW's count of steps on the default device, and waits for it.
             for state in optimizer.state.values():
                 state["step"] = state["step"].cpu()
-        counts.append(C.waits())
+        counts.append(count_waits())
         if len(counts) == 2:
+            if not stand_in:
+                torch.cuda.set_sync_debug_mode("warn")
             looks = -now._consensus.exchanges
 looks += now._consensus.exchanges
 now.print(f"WAITS {counts[-2] - counts[1]} LOOKS {looks} STEPS {len(counts)}")
