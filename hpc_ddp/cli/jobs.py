@@ -6,7 +6,6 @@ Its commands let HpcDdpError and OSError through: `main.Group` prints them and s
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import subprocess
