@@ -105,3 +105,11 @@ def test_a_failure_is_journaled_and_ends_quickly(crew: Any) -> None:
 
     launch = crew.launch(1, "--at", "3", "--exit", "7")
     assert launch.wait() == [7]
+
+
+def test_a_fatal_signal_in_compiled_code_shows_the_stack_of_python(crew: Any) -> None:
+    launch = crew.launch(1, "--at", "3", "--signal", str(int(signal.SIGSEGV)))
+    assert launch.wait() == [-signal.SIGSEGV]
+    fatal, _, stacks = launch.output().partition("Current thread")
+    assert "Fatal Python error: Segmentation fault" in fatal
+    assert 'training.py", line' in stacks

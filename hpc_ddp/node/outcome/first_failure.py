@@ -27,6 +27,8 @@ _ABORTED = re.compile(  # but for the lines of a C++ stack, which name the watch
 )
 # NCCL's watchdog meets such errors of the rank's own kernels, and ends the process for them.
 _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: (?!.*(?:CUDA|HIP) error: ).*")
+# As faulthandler prints it for a fatal signal: where the thread was that got it.
+_CRASHED = re.compile(r"^Current thread .*:\n\s+(File .*)", re.M)
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -124,7 +126,8 @@ def reason_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> di
     """Return the fields ``error`` and ``last_line`` of a worker's failure, as `Failure` has them.
 
     The error is that of `error_of`, which has the parameters, too. The last line, by which the
-    worker may have said why it ended, is '' if there is an error, and after a signal.
+    worker may have said why it ended, is '' if there is an error; after a signal it is the line of
+    the script, or of a library, that the signal came in, '' where that is not known.
     """
     error = error_of(failure, run, folder)
     return _with_last_line(failure["code"], error, folder.rank_log(failure["rank"]))
@@ -138,7 +141,7 @@ def reason_of_agent(code: int, error: str, folder: NodeFolder) -> dict[str, str]
 
 
 def _with_last_line(code: int, error: str, log: Path) -> dict[str, str]:
-    lines = [] if error or code < 0 else _last_lines(log)
+    lines = [] if error else _last_lines(log) if code >= 0 else _crash_lines(log)
     return {"error": error, "last_line": next(reversed(lines), "")}
 
 
@@ -179,6 +182,13 @@ def _last_lines(log: Path) -> list[str]:
     at most 500 characters. [] where there is no such log."""
     lines = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2].splitlines()
     return [line.strip()[:500] for line in lines if line.strip()][-10:]
+
+
+def _crash_lines(log: Path) -> list[str]:
+    """Return the lines of Python in which a worker got fatal signals since its last start, [] where
+    there is no such log."""
+    text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
+    return [line[:500] for line in _CRASHED.findall(text)]
 
 
 def _error_line(log: Path) -> str:

@@ -7,6 +7,7 @@ time that may be short.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import os
 import sys
@@ -67,8 +68,11 @@ class FailureHook:
 
     def install(self) -> None:
         """Take over; again after init_process_group, which puts a hook of its own around ours
-        that would hold back what we print until we return."""
+        that would hold back what we print until we return. A signal that ends the process in
+        compiled code, as SIGSEGV, prints the Python stacks from then on."""
         sys.excepthook = self
+        if not faulthandler.is_enabled():
+            faulthandler.enable(2)  # the descriptor: sys.stderr may have none, as in a notebook
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
