@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 
 from hpc_ddp.core.run_folder import RunFolder
@@ -95,6 +96,14 @@ class Launch:
         assert not reports_of(self.output())
         return codes
 
+    def wait_for_kill(self) -> None:
+        """Wait for the end of all ranks, which kill themselves in one step. On a GPU one of them
+        may meet its peers' end before."""
+        codes = self.wait()
+        accepted = {-signal.SIGKILL} | ({1} if self.zygote.device == "cuda" else set())
+        assert -signal.SIGKILL in codes, self.output()
+        assert accepted >= set(codes), self.output()
+
     def ended(self) -> bool:
         """Tell whether no rank runs any more (not waited for, they stay as zombies)."""
         stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in self.pids)
@@ -148,8 +157,8 @@ class Crew:
         logs = [self.base / f"{self.attempt}-{rank}.log" for rank in range(max(world_size, 1))]
         workers = []
         for rank, log in enumerate(logs):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-            ranks |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": store.port}
+            ranks = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": store.port}
+            ranks |= place_on_node(self.zygote.device, rank, world_size)
             ranks |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
             ranks = ranks if world_size else {}
             ours = {"HPC_DDP_RUN": self.run.path, "HPC_DDP_ATTEMPT": self.attempt}
@@ -173,6 +182,14 @@ class Crew:
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         return [event for event in raw_events(self.run.path) if event["event"] in names]
+
+
+def place_on_node(device: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Return the variables by which a rank finds its GPU; where ranks share GPUs, each is one of
+    several nodes, also to NCCL."""
+    count = torch.accelerator.device_count() if device == "cuda" else world_size
+    place = {"LOCAL_RANK": rank % max(count, 1), "LOCAL_WORLD_SIZE": min(count, world_size)}
+    return place if count >= world_size else {**place, "NCCL_HOSTID": f"node-{rank // count}"}
 
 
 def ends(output: str) -> list[str]:

@@ -38,7 +38,8 @@ class Pair:
         return output
 
     def after(self, crew: Any, ranks: int) -> str:
-        output: str = crew.go(ranks, *self.argv.split(), script=self._after)
+        argv = ("-1", self._after, *self.argv.split())
+        output: str = crew.go(ranks, *argv, script="sigterm_at_step.py")
         return output
 
     def stopped(self, crew: Any, ranks: int) -> str:

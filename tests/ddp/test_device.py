@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from crews import Zygote, crews_of
 
+from hpc_ddp.node.outcome.first_failure import abort_reason
 from tests.devices import DEVICE, HAS_SIM_RECORD, ROOT, device_env, reports_of
 from tests.skips import skip_or_fail
 
@@ -64,7 +65,7 @@ def test_stopped_and_killed_it_ends_with_the_cpus_bits(
     assert stopped.wait() == [0, 0], stopped.output()
     saved = ("--save-every-steps", "3", "--wait", str(crew.run.checkpoints / "step-15"))
     killed = crew.launch(2, *saved, "--at", "17", "--signal", str(int(signal.SIGKILL)))
-    assert killed.wait() == [-signal.SIGKILL] * 2, killed.output()
+    killed.wait_for_kill()
     crew.go(2)
     assert crew.weights == on_cpu.weights
 
@@ -186,7 +187,13 @@ def test_a_late_error_of_the_device_is_told_as_it_is(
     """A kernel fails behind the host, in the first step: the next wait for the device raises."""
     crew = make_device_crew("late")
     launch = crew.launch(1, script="late_device_error.py")
-    assert launch.wait() == [1], launch.output()
+    (code,) = launch.wait()
+    if (
+        DEVICE == "cuda" and code == -signal.SIGABRT
+    ):  # met where torch frees memory, and can't raise
+        assert abort_reason(launch.logs[0]).startswith("CUDA error: device-side assert")
+        return
+    assert code == 1, launch.output()
     (failed,) = crew.events("failed")
     assert failed["error"].startswith("torch.AcceleratorError: CUDA error: device-side")
     assert "that is no number" not in launch.output()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def test_a_plain_script_has_the_best_model(crew: Any) -> None:
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_killed_behind_the_loop_it_exports_the_same(crew: Any, moment: str) -> None:
     launch = crew.launch(2, "--kill", moment, script="best_epoch.py")
-    assert launch.wait() == [-signal.SIGKILL] * 2
+    launch.wait_for_kill()
     output = crew.go(2, script="best_epoch.py")
     assert "BEST 8" in output
     assert [event["step"] for event in crew.events("finished")] == [12]

@@ -16,7 +16,10 @@ def interrupted(crew: Any, how: signal.Signals, *argv: str) -> bytes:
     """Let four ranks be signalled in step 9 of 21, and others go on; return the weights."""
     ranks = "1" if how is signal.SIGTERM else "0123"
     first = crew.launch(4, *argv, "--at", "9", "--signal", str(int(how)), "--ranks", ranks)
-    assert first.wait() == [0 if how is signal.SIGTERM else -how] * 4, first.output()
+    if how is signal.SIGTERM:
+        assert not any(first.wait()), first.output()
+    else:
+        first.wait_for_kill()
     crew.go(4, *argv)
     weights: bytes = crew.weights
     return weights
@@ -75,7 +78,7 @@ def test_killed_between_micro_batches_it_does_the_step_again(
     # Four steps an epoch. The signal comes after the first of step 7's micro-batches.
     saved = ("--wait", str(killed.run.checkpoints / "step-5"))
     launch = killed.launch(3, *argv, *saved, "--at", "7", "--signal", str(int(signal.SIGKILL)))
-    assert launch.wait() == [-signal.SIGKILL] * 3, launch.output()
+    launch.wait_for_kill()
     killed.go(3, *argv, *(("--workers", "1") if stream else ()))
     assert [event["step"] for event in killed.events("restored")] == [5]
     assert [event["step"] for event in killed.events("finished")] == [8]

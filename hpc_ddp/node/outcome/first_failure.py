@@ -22,7 +22,7 @@ JOURNALED_S = 60.0  # how long before its end a worker may have journaled its er
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
 _ABORTED = re.compile(  # but for the lines of a C++ stack, which name the watchdog as well
     r"^(?!.*(?:frame #|Exception raised from)).*(?:ProcessGroupNCCL|Watchdog caught|c10::Dist"
-    rf"|watchdog thread terminated|(?:CUDA|HIP) error during|{MISMATCH.pattern}).*$",
+    rf"|what\(\): |watchdog thread terminated|(?:CUDA|HIP) error during|{MISMATCH.pattern}).*$",
     re.M,
 )
 # NCCL's watchdog meets such errors of the rank's own kernels, and ends the process for them.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -88,7 +89,20 @@ def join(
             f"MPI knows of {dist.get_world_size()} processes, and {info.world_size} were started",
             hint="leave out the backend: torchrun's workers are none of MPI's",
         )
+    _name_ranks(device, info.world_size)
     return open_control(info, timeout)
+
+
+def _name_ranks(device: torch.device, world_size: int) -> None:
+    """Set the ranks of the default group in the options of its backend.
+
+    Before torch 2.14 NCCL's has them for the first group of a process only. A mesh that splits a
+    later one, as of a second `start`, ends the process by SIGSEGV (pytorch/pytorch#191952).
+    """
+    backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+    with suppress(RuntimeError):  # a backend without options
+        if not getattr(backend.options, "global_ranks_in_group", [0]):
+            backend.options.global_ranks_in_group = list(range(world_size))
 
 
 def _store_of(timeout: timedelta) -> dict[str, Any]:

@@ -114,6 +114,7 @@ def test_a_failure_names_rank_node_and_error() -> None:
 
 
 MISMATCH = "[enforce fail at /gloo/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8 vs 4. Is"
+ASSERT = "CUDA error: device-side assert triggered"
 CRASH = """Fatal Python error: Segmentation fault
 
 Thread 0x7f (most recent call first):
@@ -138,6 +139,7 @@ USAGE = "train.py: error: argument --backend: invalid choice: 'gloo2' (choose fr
         ),
         (1, "error: of a library\n" + "line\n" * 10 + "no data\n\n", "", "no data"),
         (-6, f"terminate called\n  what():  {MISMATCH}\n", MISMATCH, ""),
+        (-6, f"terminate called\n  what():  {ASSERT}\nSearch for it\n{CRASH}", ASSERT, ""),
         (-11, "no word of it\n", "", ""),
         (-11, f"{CRASH}\nExtension modules: numpy\n", "", 'File "/x/train.py", line 3 in step'),
         (-6, f"terminate called\n{CRASH}", "", 'File "/x/train.py", line 3 in step'),

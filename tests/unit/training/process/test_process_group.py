@@ -30,6 +30,7 @@ def meet_in(monkeypatch: pytest.MonkeyPatch, store: HashStore) -> None:
     PrefixStore("default_pg", store).set("default", "of torch")
     monkeypatch.setattr(process_group, "rendezvous", lambda url, timeout: iter([(store, 1, 2)]))
     monkeypatch.setattr(process_group, "_compare_devices", lambda store, info, device: None)
+    monkeypatch.setattr(process_group, "_name_ranks", lambda device, world_size: None)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,16 @@ def test_a_group_of_workers_with_several_devices_is_bound_to_none(
     assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
     # The newer NCCL backend binds itself: torch's own choice by that variable is the other one.
     assert os.environ.get("TORCH_DIST_USE_NCCL2") == (None if count == 1 else "0")
+
+
+def test_the_default_groups_backend_has_its_ranks() -> None:
+    """Else a mesh that splits a process's second group ends by SIGSEGV, up to torch 2.13."""
+    process_group.join(DistEnv(), [torch.device("cpu")], None)
+    try:
+        backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert backend.options.global_ranks_in_group == [0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_variable_for_the_unbound_nccl_is_torchs() -> None:
