@@ -17,6 +17,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process import run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from tests.children import start_child
+from tests.devices import device_env
 from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S, wait_until
 
@@ -31,7 +32,7 @@ def command(job: str, ranks: int, *argv: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     env = {name: text for name, text in os.environ.items() if not name.startswith("HPC_DDP_")}
-    return env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return env | {"OMP_NUM_THREADS": "1"} | device_env()
 
 
 def start(where: Path, job: str, ranks: int, *argv: str) -> subprocess.Popen[str]:

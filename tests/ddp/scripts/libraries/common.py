@@ -37,6 +37,10 @@ parser.add_argument("--accumulate", type=int, default=1, help="Lightning's batch
 parser.add_argument("--part", help="a part of the library that the script uses")
 parser.add_argument("--order", default="shuffle", help="or another one of the script's")
 args = parser.parse_args()
+KIND = "cuda" if torch.cuda.is_available() else "cpu"  # the tests hide a GPU but with DEVICE=cuda
+if KIND == "cuda":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 RANK = int(os.environ.get("RANK", 0))
 OPTIONS = {"save_every_steps": args.save_every_steps}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
-from common import OPTIONS, args, disturb, leave_weights
+from common import KIND, OPTIONS, args, disturb, leave_weights
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from hpc_ddp.integrations.accelerate import Stop
@@ -28,7 +28,7 @@ class Buckets(Sampler[list[int]]):
 
 
 settings = DataLoaderConfiguration(dispatch_batches=args.order.startswith("dispatch") or None)
-accelerator = Accelerator(cpu=True, dataloader_config=settings)
+accelerator = Accelerator(cpu=KIND == "cpu", dataloader_config=settings)
 stop = Stop(accelerator, **OPTIONS)
 set_seed(1)
 model = torch.nn.Sequential(

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from common import OPTIONS, args, disturb, leave_weights
+from common import KIND, OPTIONS, args, disturb, leave_weights
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
@@ -21,12 +21,14 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 # A scale that grows until a gradient overflows, and a step is skipped.
-scaler = torch.amp.GradScaler("cpu", growth_interval=2)
-half: Any = [MixedPrecision("16-mixed", "cpu", scaler)]
+scaler = torch.amp.GradScaler(KIND, growth_interval=2)
+half: Any = [MixedPrecision("16-mixed", KIND, scaler)]
+local = int(os.environ["LOCAL_WORLD_SIZE"])
 fabric = L.Fabric(
-    accelerator="cpu",
+    accelerator=KIND,
     strategy="ddp",
-    devices=int(os.environ["WORLD_SIZE"]),
+    devices=local,
+    num_nodes=int(os.environ["WORLD_SIZE"]) // local,
     plugins=half if args.part == "half" else None,
 )
 stop = Stop(fabric, **OPTIONS)

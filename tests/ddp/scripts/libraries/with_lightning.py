@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from common import OPTIONS, args, disturb, leave_weights
+from common import KIND, OPTIONS, args, disturb, leave_weights
 from lightning.pytorch import callbacks
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -107,9 +107,11 @@ source = Stream(samples) if args.order == "stream" else data
 sampler = StatefulDistributedSampler(data, 1, 0) if args.order == "counted" else None
 loader = kind(source, args.batch_size, shuffle=args.order == "shuffle", sampler=sampler)
 model = Line(Widths())
+local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 trainer = L.Trainer(
-    accelerator="cpu",
-    devices=int(os.environ.get("WORLD_SIZE", 1)),
+    accelerator=KIND,
+    devices=local,
+    num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
     strategy="ddp" if "RANK" in os.environ else "auto",
     max_epochs=args.epochs,
     accumulate_grad_batches=args.accumulate,

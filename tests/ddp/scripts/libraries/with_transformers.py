@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import OPTIONS, RANK, args, disturb, leave_weights
+from common import KIND, OPTIONS, RANK, args, disturb, leave_weights
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -66,7 +66,7 @@ settings = TrainingArguments(
     report_to="none",
     disable_tqdm=True,
     ddp_find_unused_parameters=False,  # else DDP never packs anew
-    use_cpu=True,
+    use_cpu=KIND == "cpu",
     seed=1,
     **(options | ORDERS[args.order.removesuffix("-odd")] | ast.literal_eval(args.settings)),
 )
