@@ -106,8 +106,11 @@ class Launch:
 
     def ended(self) -> bool:
         """Tell whether no rank runs any more (not waited for, they stay as zombies)."""
-        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in self.pids)
-        return all(stat.split()[0] == "Z" for stat in stats)
+        return all(self.has_ended(rank) for rank in range(len(self.pids)))
+
+    def has_ended(self, rank: int) -> bool:
+        stat = Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2]
+        return stat.split()[0] == "Z"
 
     def await_delivery(self, number: int) -> None:
         """Return once no rank has the signal still before it."""

@@ -13,8 +13,11 @@ from crews import Crew, Zygote, crews_of
 
 from hpc_ddp.core.checkpoints import published, step_of, verify
 from hpc_ddp.core.run_folder import RunFolder
+from tests.devices import DEVICE
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1", "TOKENIZERS_PARALLELISM": "false"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+if DEVICE != "cuda":
+    OFFLINE["ACCELERATE_USE_CPU"] = "1"
 LIBRARIES = ("transformers", "lightning", "accelerate", "dcp")
 MODULES = {
     "transformers": "transformers.trainer",

@@ -13,7 +13,7 @@ stop = StopPoint(save_every=None)
 device = torch.accelerator.current_accelerator(check_available=True)
 kind = device.type if device else "cpu"
 if device:
-    torch.accelerator.set_device_index(int(os.environ["RANK"]))
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group()
 mesh = init_device_mesh(kind, (2,))
 for _ in range(3):
