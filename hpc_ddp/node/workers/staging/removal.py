@@ -42,8 +42,7 @@ def _end_child(pid: int) -> None:
 
 def remove_parcel(run: RunFolder) -> None:
     """Remove the parcel of a run; that of an array stays. Nothing is raised for a disk."""
-    if not run.is_task:
-        shutil.rmtree(run.path / PARCEL, ignore_errors=True)
+    shutil.rmtree(run.path / PARCEL, ignore_errors=True)
 
 
 def call(action: str) -> None:

@@ -289,12 +289,12 @@ def test_copies_go_where_one_node_has_none(packed: Stage) -> None:
 
 def test_all_tasks_use_the_tree_that_was_brought(packed: Stage) -> None:
     """The label may change between their starts, by a keeper of the array, or an install."""
+    assert packed.call("bring", packed.python, "other-1").returncode == 1
     tree, part = _bring(packed), packed.part
     (packed.parcel.parcel / "label").write_text("part other-1 1 1\n")
     code = "import sys; print(sys.prefix)"
     done = packed.call("run", packed.python, "-c", code, HPC_DDP_BROUGHT=part)
     assert done.stdout.startswith(str(tree))
-    assert packed.call("bring", packed.python, part).returncode == 1
 
 
 def test_jobs_of_a_run_have_folders_of_their_own(packed: Stage) -> None:
