@@ -470,26 +470,29 @@ def test_a_job_that_is_no_sweep_is_played(
     assert not run.cancelled.exists()
 
 
-def test_a_dry_run_on_a_full_disk_can_be_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def planned_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """The run that `dry_run.main` is to play; signals stay as they are."""
     run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
     run.job_json.write_text(JobSpec("train.py").to_json())
     monkeypatch.setenv("HPC_DDP_RUN", str(run.path))
-    monkeypatch.setattr(RunFolder, "claim_attempt", raise_disk_full)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    return run
+
+
+@pytest.mark.usefixtures("planned_run")
+def test_a_dry_run_on_a_full_disk_can_be_continued(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RunFolder, "claim_attempt", raise_disk_full)
     assert dry_run.main(["python", "train.py"]) == CAN_GO_ON
     assert "No space left on device" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("planned_run")
 def test_an_error_of_a_dry_run_has_its_hint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
-    run.job_json.write_text(JobSpec("train.py").to_json())
-    monkeypatch.setenv("HPC_DDP_RUN", str(run.path))
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)
-
     def refuse(*_: object) -> None:
         raise UsageError("the budget is used up", hint="--max-gpu-hours 3")
 
