@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -37,14 +38,13 @@ from hpc_ddp.node.outcome.verdict import (
     silent_nodes,
     too_many_silent,
 )
-from hpc_ddp.node.workers.staging.removal import remove_parcel
+from hpc_ddp.node.workers.staging.removal import PARCEL
 from hpc_ddp.slurm_text import Job
 
 APART = (
     "WARNING: no process group was formed: unless the script joins its {count} workers by other"
     " means, each of them has trained alone"
 )
-LIMITS = ("--budget-gpu-hours)", "max-requeues)")  # the ends of reasons to give up
 
 # --- before an attempt ---------------------------------------------------------------------
 
@@ -147,9 +147,12 @@ def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: s
     the copy of the environment, which may be at fault where an attempt that has `staged` Python
     (`AttemptFolder.staged`) ends the run, or was short of the memory that the copy has taken. The
     limits of the budget and of requeues hold. A finished run's parcel is removed."""
+    parcel = run.path / PARCEL  # that of an array is not here, and stays
     if decided.cause == Cause.FINISHED:
-        remove_parcel(run)
-    is_over = decided.why.endswith(LIMITS)
+        shutil.rmtree(parcel, ignore_errors=True)
+    requeues = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
+    most = facts.most_requeues if facts.spec.max_requeues is None else facts.spec.max_requeues
+    is_over = over_budget(facts.spec, facts.gpu_hours) or requeues >= min(most, facts.most_requeues)
     is_killed = facts.failure is not None and facts.failure.error == oom.KILLED
     is_doubtful = (decided.action == Action.GIVE_UP and not is_over) or (
         is_killed and "staged-memory" in staged and decided.action != Action.NONE
@@ -161,7 +164,7 @@ def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: s
         run.unstaged.write_text(f"{text} (to allow it again: rm {run.unstaged})")
     except OSError:  # then this might come again without end
         return decided
-    remove_parcel(run)
+    shutil.rmtree(parcel, ignore_errors=True)
     why = f"{decided.why}; next it starts without the copy of --stage"
     return decided if is_over else Verdict(decided.cause, Action.REQUEUE, why)
 

@@ -69,6 +69,7 @@ def _judge_stage(
 
 
 LOST = {"records": (record_of("n1"),), "spec": JobSpec("t.py", max_failures=0)}
+SPENT = {"spec": JobSpec("t.py", budget_gpu_hours=1), "gpu_hours": 2.0}
 HOPELESS = event_of(
     "preflight", ok=False, hopeless=True, bad_nodes=[], why="import torch", report={}
 )
@@ -96,9 +97,10 @@ def test_the_copy_ends_no_run(run: RunFolder, changes: dict[str, Any]) -> None:
         (STAGED, {"records": (record_of("n1"),)}),
         (STAGED, {"cancelled": True}),
         (STAGED, {**LOST, "spec": JobSpec("t.py", max_requeues=0)}),
-        (STAGED, {"spec": JobSpec("t.py", budget_gpu_hours=1), "gpu_hours": 2.0}),
+        (STAGED, SPENT),
+        (STAGED, {**SPENT, "events": (HOPELESS,)}),
     ],
-    ids=["unstaged", "requeued", "cancelled", "limit", "budget"],
+    ids=["unstaged", "requeued", "cancelled", "limit", "budget", "unfit"],
 )
 def test_another_end_is_judged_as_ever(
     run: RunFolder, staged: set[str], changes: dict[str, Any]
