@@ -23,7 +23,7 @@ key=$(printf %s "$run" | sha256sum)
 key=${SLURM_JOB_ID:-0}-${key:0:16} # another job of the run may be on this node
 plain='^[A-Za-z0-9/._+@,:=-]+$' # of paths that sed and a link take as they are
 places=("${TMPDIR:-/tmp}" /tmp /dev/shm)
-name=none tree='' folder='' why=''
+name='' tree='' folder='' why=''
 
 say() { echo "hpc-ddp: ${SLURMD_NODENAME:-$(uname -n)}: $1" >&2; }
 
@@ -124,7 +124,8 @@ read_label() {
         { why='the environment has changed: this attempt notes anew what it opens'; return 1; }
     read -r name sum size <<<"${parts[0]}"
     read -r caches caches_sum caches_size <<<"${parts[1]}"
-    [[ $name == "$1" && $name =~ $plain && $name != */* && $size =~ ^[0-9]+$ && $caches_size =~ ^[0-9]*$ ]] && return
+    [[ $name == "$1" && $name =~ $plain && $name != */* &&
+        $size =~ ^[0-9]+$ && $caches_size =~ ^[0-9]*$ ]] && return
     why="$parcel/label is damaged, or has just changed"
     return 1
 }
@@ -237,14 +238,14 @@ mark_attempt() {
 
 # Becomes Python for a task, from the tree where there is one.
 start() {
-    local program=$python place='a disk, and none of the memory of the job' disk size
+    local program=$python disk size
     local mark=$HPC_DDP_RUN/unstaged rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
     why='there is no parcel yet: this attempt notes what it opens'
     [ "$HPC_DDP_BROUGHT" != no ] || remove "$key*"
     [[ ${HPC_DDP_BROUGHT:-no} == no ]] || name=$HPC_DDP_BROUGHT why='the copy has gone'
     if [ -e "$mark" ]; then
         why=$(<"$mark")
-    elif [[ $name != none || $4 == supervisor ]] && find_folder 0 && lock_folder; then
+    elif [[ $name || $4 == supervisor ]] && find_folder 0 && lock_folder; then
         if read -r disk size 2>/dev/null <"$folder/$name.complete" &&
             find_near "$folder/$name" && mark_attempt; then
             tree=$folder/$name program=$near
@@ -254,8 +255,7 @@ start() {
     fi
     # Where a node has not got it, `bring` has said so.
     if [[ $2 != preflight.checks && ${rank:-0} == 0 && $HPC_DDP_BROUGHT != no ]]; then
-        [ "$disk" != memory ] || place='the memory of the job'
-        [ -z "$tree" ] || why="$folder has taken $size MB of $place"
+        [ -z "$tree" ] || why="$folder has taken $size MB of $disk"
         say "$why; Python starts from ${tree:-where it is}"
     fi
     umask "$user_umask"

@@ -155,7 +155,7 @@ def test_python_starts_from_the_tree(packed: Stage) -> None:
     tree = str(packed.tree)
     assert all(word.startswith(tree) for word in words)
     assert "Python starts from" in line
-    assert "none of the memory of the job" in line
+    assert " MB of disk; " in line
     assert line.count("\n") == 1
 
 
