@@ -144,7 +144,7 @@ class DryRun:
             return ""
         with suppress(OSError, IndexError):  # without ``timeout``, or of a damaged label
             part = label.read_text().split()[1]
-            argv = ["timeout", str(BRING_S), *removal.NEAR, "bring", self.command[0], part]
+            argv = ["timeout", str(BRING_S), *removal.STAGE_SH, "bring", self.command[0], part]
             bringing = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL)
             while bringing.poll() is None and not self.notified:
                 time.sleep(0.1)
@@ -204,7 +204,7 @@ class DryRun:
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
         start = [sys.executable]
         if self.spec.stage:
-            start = [*removal.NEAR, "run", self.command[0], "-E", "-s"]
+            start = [*removal.STAGE_SH, "run", self.command[0], "-E", "-s"]
         if self.spec.launcher != "torchrun":
             argv = [*start, node, "supervisor", "worker", *self.command]
         else:

@@ -148,14 +148,9 @@ class Keeper:
         with suppress(FileNotFoundError):  # the compiler has just removed one
             files = settled_files(folder)
             name = f"compiled-{processor()}"  # and the number of files: tasks of an array share it
-            counts = [
-                int(line.split("-")[2])
-                for line in label
-                if f" {name}-" in line and self._is_whole(line)
-            ]
-            if len(files) <= max(counts, default=0):
+            parts = [line for line in label if f" {name}-" in line and self._is_whole(line)]
+            if len(files) <= max((int(line.split("-")[2]) for line in parts), default=0):
                 return label
-            name += f"-{len(files)}"
 
             def pack(draft: Path) -> None:
                 with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as tar:
@@ -163,7 +158,7 @@ class Keeper:
                         tar.add(path, os.path.relpath(path, folder))
 
             sizes = [status.st_size for status in files.values()]
-            return [self._write_part(name, "compile caches", sizes, pack)]
+            return [self._write_part(f"{name}-{len(files)}", "compile caches", sizes, pack)]
         return label
 
     def _is_whole(self, line: str) -> bool:

@@ -1,21 +1,19 @@
-"""Removes what ``--stage`` has made: a node's tree at an attempt's end, and a run's parcel."""
+"""Removes what ``--stage`` has made on a node: the tree, at an attempt's end."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 from hpc_ddp.core.attempt_env import OPENED_FILES, AttemptEnv
-from hpc_ddp.core.run_folder import RunFolder
 
 PARCEL = "stage"  # a folder of the run
 # A user's BASH_ENV, and functions that a profile exports, are not read.
-NEAR = ("bash", "-p", str(Path(__file__).with_name("stage.sh")))
-LOCK = 9  # the descriptor by which a task of `NEAR` has locked the run's folder on its node
+STAGE_SH = ("bash", "-p", str(Path(__file__).with_name("stage.sh")))
+LOCK = 9  # the descriptor by which a task of `STAGE_SH` has locked the run's folder on its node
 REMOVE_S = 5.0
 
 
@@ -40,12 +38,7 @@ def _end_child(pid: int) -> None:
             os.waitpid(pid, 0)
 
 
-def remove_parcel(run: RunFolder) -> None:
-    """Remove the parcel of a run; that of an array stays. Nothing is raised for a disk."""
-    shutil.rmtree(run.path / PARCEL, ignore_errors=True)
-
-
 def call(action: str) -> None:
-    """Have `NEAR` remove something, within `REMOVE_S`; nothing is raised."""
+    """Have `STAGE_SH` remove something, within `REMOVE_S`; nothing is raised."""
     with suppress(OSError, subprocess.SubprocessError):
-        subprocess.run([*NEAR, action], timeout=REMOVE_S, check=False)
+        subprocess.run([*STAGE_SH, action], timeout=REMOVE_S, check=False)

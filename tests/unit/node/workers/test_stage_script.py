@@ -26,7 +26,7 @@ if sys.argv[1] == "workers.staging.keeper":
     time.sleep(600)
 sys.path.insert(0, {str(REPO)!r})
 from hpc_ddp.node.workers.staging import removal
-removal.NEAR = ("bash", "-p", sys.argv[2])
+removal.STAGE_SH = ("bash", "-p", sys.argv[2])
 print("up", flush=True)
 removal.leave_tree(is_hurried=sys.stdin.read(1) == "n")
 """
