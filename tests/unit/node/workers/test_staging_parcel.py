@@ -39,6 +39,17 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path, Environment(tmp_path))
 
 
+@pytest.fixture
+def kernel(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An old file in the compile caches of the node."""
+    path = stage.folder / "compile" / "kernel"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    os.utime(path, (1, 1))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path.parent))
+    return path
+
+
 def part(stage: Stage) -> Path:
     (path,) = (path for path in stage.parcel.parcel.glob("environment-*") if not path.suffix)
     return path
@@ -83,13 +94,8 @@ def test_an_environment_behind_a_link_that_was_turned_is_packed_anew(stage: Stag
 
 @pytest.mark.parametrize("step", ["write_json", "write_whole", "processor"])
 def test_a_keeper_that_is_killed_at_a_step_leaves_no_old_code(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, step: str
+    stage: Stage, kernel: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    compiled = stage.folder / "compile" / "kernel"
-    compiled.parent.mkdir(parents=True)
-    compiled.touch()
-    os.utime(compiled, (1, 1))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled.parent))
     pack(stage)
     lines = label(stage)
     edit(stage.site / "pkg" / "__init__.py")
@@ -97,7 +103,6 @@ def test_a_keeper_that_is_killed_at_a_step_leaves_no_old_code(
     def kill(*words: object) -> None:
         raise SystemExit
 
-    os.utime(compiled, (2, 2))
     with monkeypatch.context() as patch:
         patch.setattr(keeper, step, kill)
         with pytest.raises(SystemExit):
@@ -345,17 +350,12 @@ def test_an_entry_of_the_compile_caches_travels_whole_and_settled(
 
 
 def test_a_cache_file_that_vanishes_leaves_the_label_of_the_environment(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, kernel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = stage.folder / "compile" / "kernel"
-    compiled.parent.mkdir(parents=True)
-    compiled.touch()
-    os.utime(compiled, (1, 1))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled.parent))
     add = tarfile.TarFile.add
 
     def remove(tar: tarfile.TarFile, name: str, arcname: str) -> None:
-        compiled.unlink()
+        kernel.unlink()
         add(tar, name, arcname)
 
     monkeypatch.setattr(tarfile.TarFile, "add", remove)
