@@ -266,7 +266,7 @@ def test_the_folder_of_compile_caches_is_the_users_alone(packed: Stage) -> None:
         assert path.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_refused_parcel_is_not_made_again(stage: Stage) -> None:
+def test_an_unstaged_run_notes_nothing(stage: Stage) -> None:
     (stage.run / "unstaged").write_text("so it is")
     (stage.run / "lib" / "node.py").write_text(
         "import os; print('HPC_DDP_OPENED_FILES' in os.environ)"
