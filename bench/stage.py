@@ -84,6 +84,28 @@ def make_environment(folder: Path) -> None:
     program.chmod(0o755)
 
 
+@contextmanager
+def fast_disk(top: Path) -> Iterator[None]:
+    """Have a file system of a disk, in memory, as the node's at `top`/near; then remove `top`. A
+    tmpfs would count as memory of a job, and that of a dry run is not known."""
+    image, near = top / "memory" / "disk", top / "near"
+    for folder in (image.parent, near):
+        folder.mkdir()
+    try:
+        for words in (
+            ["mount", "-t", "tmpfs", "-o", "size=12g", "tmpfs", image.parent],
+            ["truncate", "-s", "12g", image],
+            ["mkfs.ext4", "-q", "-m", "0", image],
+            ["mount", "-o", "loop", image, near],
+        ):
+            subprocess.run([*map(str, words)], check=True)
+        yield
+    finally:
+        for folder in (near, image.parent):
+            subprocess.run(["umount", folder])
+        shutil.rmtree(top, ignore_errors=True)
+
+
 class Start:
     """A dry run up to its first step."""
 
@@ -92,7 +114,6 @@ class Start:
         argv += ["--run", str(run)] if run else [str(SCRIPT), *ARGS]
         before = mount.read() if mount.counts.exists() else (0, 0)
         env = {**os.environ, "HPC_DDP_RUNS": str(runs), "TMPDIR": str(runs.parent / "near")}
-        env["SLURM_MEM_PER_NODE"] = "20000"  # MB; a tmpfs counts as memory of the job
         self.process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
         self.run = run or self.wait(lambda: [*runs.glob("*/*/journal")])[0].parent
         number = len([*self.run.glob("logs/attempt-*")]) if run else 0
@@ -125,13 +146,8 @@ class Start:
 
 def main() -> None:
     top = Path(tempfile.mkdtemp(prefix="stage-"))
-    (top / "near").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16g", "tmpfs", top / "near"], check=True)
-    try:
+    with fast_disk(top):
         lines = measure(top, sys.argv[1])
-    finally:
-        subprocess.run(["umount", top / "near"])
-        shutil.rmtree(top, ignore_errors=True)
     today = datetime.date.today().isoformat()
     text = "\n".join([f"# {today}: {os.cpu_count()} cores", "", *lines, ""])
     print(text)
