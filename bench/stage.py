@@ -5,7 +5,9 @@ FUSE_PYTHON is a Python with the package mfusepy (`slow_mount.py`). A standalone
 conda and uv build it, is made of links to this one's files, and served by the slow mount. A dry run
 of jobs/digits.py takes its Python from there. So does the parcel: after attempt 0 it is moved
 behind the mount. A start is the time from the journal's `started` to `first_step`; before each cold
-one the mount is new, so that the kernel has nothing of it.
+one the mount is new, so that the kernel has nothing of it. Attempt 0 and the unstaged start, of
+some 20 minutes each, run side by side, each with a mount: they wait for the file server, not for
+the processor.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,11 +43,10 @@ SEQUENTIAL = 200e6
 class Mount:
     """The slow mount of a folder."""
 
-    def __init__(self, python: str, top: Path) -> None:
-        self.python, self.real, self.path = python, top / "real", top / "mnt"
-        self.counts = top / "counts"
-        for folder in (self.real, self.path):
-            folder.mkdir()
+    def __init__(self, python: str, real: Path, path: Path) -> None:
+        self.python, self.real, self.path = python, real, path
+        self.counts = path.with_suffix(".counts")
+        path.mkdir()
 
     @contextmanager
     def up(self) -> Iterator[None]:
@@ -82,6 +84,28 @@ def make_environment(folder: Path) -> None:
     program.chmod(0o755)
 
 
+@contextmanager
+def fast_disk(top: Path) -> Iterator[None]:
+    """Have a file system of a disk, in memory, as the node's at `top`/near; then remove `top`. A
+    tmpfs would count as memory of a job, and that of a dry run is not known."""
+    image, near = top / "memory" / "disk", top / "near"
+    for folder in (image.parent, near):
+        folder.mkdir()
+    try:
+        for words in (
+            ["mount", "-t", "tmpfs", "-o", "size=12g", "tmpfs", image.parent],
+            ["truncate", "-s", "12g", image],
+            ["mkfs.ext4", "-q", "-m", "0", image],
+            ["mount", "-o", "loop", image, near],
+        ):
+            subprocess.run([*map(str, words)], check=True)
+        yield
+    finally:
+        for folder in (near, image.parent):
+            subprocess.run(["umount", folder])
+        shutil.rmtree(top, ignore_errors=True)
+
+
 class Start:
     """A dry run up to its first step."""
 
@@ -90,7 +114,6 @@ class Start:
         argv += ["--run", str(run)] if run else [str(SCRIPT), *ARGS]
         before = mount.read() if mount.counts.exists() else (0, 0)
         env = {**os.environ, "HPC_DDP_RUNS": str(runs), "TMPDIR": str(runs.parent / "near")}
-        env["SLURM_MEM_PER_NODE"] = "20000"  # MB; a tmpfs counts as memory of the job
         self.process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
         self.run = run or self.wait(lambda: [*runs.glob("*/*/journal")])[0].parent
         number = len([*self.run.glob("logs/attempt-*")]) if run else 0
@@ -123,13 +146,8 @@ class Start:
 
 def main() -> None:
     top = Path(tempfile.mkdtemp(prefix="stage-"))
-    (top / "near").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16g", "tmpfs", top / "near"], check=True)
-    try:
-        lines = measure(top, Mount(sys.argv[1], top))
-    finally:
-        subprocess.run(["umount", top / "near"])
-        shutil.rmtree(top, ignore_errors=True)
+    with fast_disk(top):
+        lines = measure(top, sys.argv[1])
     today = datetime.date.today().isoformat()
     text = "\n".join([f"# {today}: {os.cpu_count()} cores", "", *lines, ""])
     print(text)
@@ -145,16 +163,25 @@ def start(words: list[str], run: Path | None, mount: Mount, name: str, label: st
     return begun
 
 
-def measure(top: Path, mount: Mount) -> list[str]:
+def measure(top: Path, fuse_python: str) -> list[str]:
     """Return the table's lines."""
-    make_environment(mount.real / "env")
-    near, far = (str(folder / "env" / "bin" / "python3") for folder in (mount.real, mount.path))
+    real = top / "real"
+    real.mkdir()
+    make_environment(real / "env")
+    mount, other = (Mount(fuse_python, real, top / name) for name in ("mnt", "other"))
+    near, far, farther = (
+        str(folder / "env" / "bin" / "python3") for folder in (real, mount.path, other.path)
+    )
     rows: dict[str, list[Start]] = {"local": [], "unstaged": [], "staged": []}
-    with mount.up():
+    with mount.up(), other.up(), ThreadPoolExecutor() as pool:
+        words = ["--python", farther]
+        unstaged = pool.submit(start, words, None, other, "far", "unstaged")
         first = start(["--stage", "--python", far], None, mount, "runs", "attempt 0, noting")
         run = first.run
         first.wait((run / "stage" / "label").exists)
         first.stop()
+        rows["unstaged"].append(unstaged.result())
+        rows["unstaged"][-1].stop()
     stage = run / "stage"
     shutil.move(stage, mount.real / "stage")
     stage.symlink_to(mount.path / "stage")
@@ -164,9 +191,6 @@ def measure(top: Path, mount: Mount) -> list[str]:
         with mount.up():
             rows["staged"].append(start([], run, mount, "runs", "staged"))
             rows["staged"][-1].stop()
-    with mount.up():
-        rows["unstaged"].append(start(["--python", far], None, mount, "far", "unstaged"))
-        rows["unstaged"][-1].stop()
     return table(rows, first, mount.real / "stage")
 
 

@@ -25,7 +25,7 @@ INTERACTIVE = "HPC_DDP_INTERACTIVE"
 # rank 0, that the first step is done; the tree from which its Python has started; the end of the
 # folder, in PYTHONPATH, that has Python note.
 OPENED_FILES, FIRST_STEP = "HPC_DDP_OPENED_FILES", "first step"
-NEAR, HOOK = "HPC_DDP_NEAR", "/hpc_ddp/node/workers/staging"
+NEAR, HOOK = "HPC_DDP_NEAR", "/hpc_ddp/node/workers/staging/hook"
 
 
 # What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,

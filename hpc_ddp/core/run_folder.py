@@ -151,6 +151,12 @@ class RunFolder:
         return self.path / "cancelled"
 
     @property
+    def unstaged(self) -> Path:
+        """The file that exists once an attempt has ended from the copy of ``--stage``, with that
+        reason: no later one of the run, or of this task alone, starts from a copy."""
+        return self.path / "unstaged"
+
+    @property
     def early_links(self) -> Path:
         """The file of the jobs of a chain that ended in their set-up lines, each with the job that
         it had queued."""

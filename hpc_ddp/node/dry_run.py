@@ -122,9 +122,13 @@ class DryRun:
         self.run.journal("batch", attempt.number).write(Started(**info))
         environ = self._environ(attempt)
         if self.spec.stage:
-            environ["HPC_DDP_BROUGHT"] = "yes" if self._bring(environ) else "no"
-        if not self.spec.preflight or self._preflight(attempt.number, environ):
-            self._train(attempt, environ)
+            environ["HPC_DDP_BROUGHT"] = self._bring(environ)
+        try:
+            if not self.spec.preflight or self._preflight(attempt.number, environ):
+                self._train(attempt, environ)
+        finally:
+            if self.spec.stage:
+                removal.call("remove")
         facts, decided = judge(self.run, attempt, environ, job=None, goes_on=not self.notified)
         if decided.cause == Cause.FAILED and facts.failure and NO_GPU.search(facts.failure.error):
             say(CPU_ONLY)
@@ -132,11 +136,22 @@ class DryRun:
             notify_of_end(self.run, facts, decided, decided.exit_code)
         return decided
 
-    def _bring(self, environ: dict[str, str]) -> bool:
-        """Unpack the parcel of ``--stage``; return whether it is there. Raise OSError without a
-        ``timeout`` command."""
-        argv = ["timeout", str(BRING_S), "bash", str(removal.SCRIPT), "bring", self.command[0]]
-        return subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL).returncode == 0
+    def _bring(self, environ: dict[str, str]) -> str:
+        """Unpack the parcel of ``--stage`` until a notice; return HPC_DDP_BROUGHT, as ``stage.sh``
+        has it."""
+        label = self.run.whole / removal.PARCEL / "label"
+        if self.run.unstaged.exists() or not label.exists():
+            return ""
+        with suppress(OSError, IndexError):  # without ``timeout``, or of a damaged label
+            part = label.read_text().split()[1]
+            argv = ["timeout", str(BRING_S), *removal.STAGE_SH, "bring", self.command[0], part]
+            bringing = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL)
+            while bringing.poll() is None and not self.notified:
+                time.sleep(0.1)
+            bringing.terminate()
+            if bringing.wait() == 0:
+                return part
+        return "no"
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
         """Test the nodes, journal and print the outcome, and return whether they are fit for the
@@ -189,7 +204,7 @@ class DryRun:
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
         start = [sys.executable]
         if self.spec.stage:
-            start = ["bash", str(removal.SCRIPT), "run", self.command[0], "-E", "-s"]
+            start = [*removal.STAGE_SH, "run", self.command[0], "-E", "-s"]
         if self.spec.launcher != "torchrun":
             argv = [*start, node, "supervisor", "worker", *self.command]
         else:

@@ -51,7 +51,7 @@ from hpc_ddp.node.watch.attempt_watch import AttemptWatch
 from hpc_ddp.node.watch.local_notice import LocalNotice
 from hpc_ddp.node.watch.log_offsets import Growth
 from hpc_ddp.node.watch.signals import Signals
-from hpc_ddp.node.workers.staging.removal import leaving_tree
+from hpc_ddp.node.workers.staging.removal import leave_tree
 
 POLL_EVERY_S = 1.0
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; a process that still runs then hangs
@@ -357,18 +357,15 @@ class Supervisor:
             time.sleep(0.2)
 
 
-@leaving_tree()
 def main(argv: list[str]) -> int:
-    """Supervise a launch: a name in `LAUNCHES`, ``torchrun`` or ``worker``, then its command.
-
-    The command begins with the job's Python; in a step of the batch script, and in a staged
-    environment, this process's own takes its place: the same one within its wrapper or stage.
-    Return the task's exit code: that of `Supervisor.run`, or 1 after a printed error.
-    """
+    """Supervise a launch: a name in `LAUNCHES`, then its command, which begins with the job's
+    Python; in a step of the batch script, and with ``--stage``, this process's own takes its place.
+    Return the code of `Supervisor.run`, or 1 after a printed error."""
     kind, *command = argv
     is_by_script = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
     if (is_by_script or "HPC_DDP_NEAR" in os.environ) and sys.executable:
         command[:1] = [sys.executable]
+    supervisor: Supervisor | None = None
     try:
         raise_file_limit()
         try:
@@ -380,10 +377,12 @@ def main(argv: list[str]) -> int:
             raise OSError(f"its place in the job is unknown: {error!r}") from error
         if launch.peers:
             warn_of_wrapper(os.environ)
-        return Supervisor(place, launch).run()
+        return (supervisor := Supervisor(place, launch)).run()
     except OSError as error:
         say(f"this node can't take part: {error}")
         return 1
+    finally:
+        leave_tree(is_hurried=bool(supervisor and supervisor.notice))
 
 
 def submitit_main(kind: str, command: list[str]) -> None:

@@ -25,7 +25,7 @@ def test_a_requeued_job_starts_from_the_parcel(hpc: Hpc, tmp_path: Path) -> None
     assert prefixes[0] == {f"prefix {sys.prefix}"}
     (line,) = prefixes[1]
     assert line.startswith(f"prefix {near}/")
-    for text in ("there is no parcel yet", "the next start reads", "none of the memory of"):
+    for text in ("there is no parcel yet", "the next start reads", " MB of disk; Python starts"):
         assert job.output().count(text) == 1, job.output()
     assert [*near.iterdir()] == []
     assert not (job.run.path / "stage").exists()

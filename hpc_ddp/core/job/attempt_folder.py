@@ -152,9 +152,10 @@ class AttemptFolder:
         return self.path / "secret"
 
     @property
-    def staged(self) -> Path:
-        """Exists once a Python of the attempt has started from the copy of ``--stage``."""
-        return self.path / "staged"
+    def staged(self) -> set[str]:
+        """Where Pythons of the attempt have started from a copy of ``--stage``: ``staged-memory``,
+        ``staged-disk``."""
+        return {path.name for path in self.path.glob("staged-*")}
 
     @property
     def port_taken(self) -> Path:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
+from hpc_ddp.node.outcome import oom
 from hpc_ddp.node.outcome.end_message import GIVEN_UP, notify
 from hpc_ddp.node.outcome.verdict import (
     AttemptFacts,
@@ -36,7 +38,7 @@ from hpc_ddp.node.outcome.verdict import (
     silent_nodes,
     too_many_silent,
 )
-from hpc_ddp.node.workers.staging.removal import remove_parcel
+from hpc_ddp.node.workers.staging.removal import PARCEL
 from hpc_ddp.slurm_text import Job
 
 APART = (
@@ -133,32 +135,38 @@ def judge(
     )
     decided = decide(facts)
     if spec.stage:
-        decided = judge_stage(run, facts, decided, attempt.staged.exists())
+        decided = judge_stage(run, facts, decided, attempt.staged)
     if decided.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
         decided = replace(decided, why=APART.format(count=len(nodes) * spec.workers_per_node))
     _record(run, attempt, facts, decided, goes_on)
     return facts, decided
 
 
-def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, is_staged: bool) -> Verdict:
-    """Return the verdict `decided` of a run with ``--stage``, or that it goes on, where the copy of
-    the environment may be at fault: the attempt `is_staged`, and has ended as failed, or without a
-    word, before a step. No later attempt is staged then. A finished run's parcel is removed.
-
-    The limits of the budget and of requeues hold.
-    """
-    if decided.cause == Cause.FINISHED and not run.is_task:
-        remove_parcel(run)
-    is_early = decided.cause in (Cause.FAILED, Cause.NODE_LOST) and facts.step is None
-    if not (is_staged and is_early) or facts.lost_nodes:
-        return decided
-    remove_parcel(run, is_refused=True)
+def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: set[str]) -> Verdict:
+    """Return the verdict `decided` of a run with ``--stage``, or once that the run goes on without
+    the copy of the environment, which may be at fault where an attempt that has `staged` Python
+    (`AttemptFolder.staged`) ends the run, or was short of the memory that the copy has taken. The
+    limits of the budget and of requeues hold. A finished run's parcel is removed."""
+    parcel = run.path / PARCEL  # that of an array is not here, and stays
+    if decided.cause == Cause.FINISHED:
+        shutil.rmtree(parcel, ignore_errors=True)
     requeues = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
     most = facts.most_requeues if facts.spec.max_requeues is None else facts.spec.max_requeues
-    if over_budget(facts.spec, facts.gpu_hours) or requeues >= min(most, facts.most_requeues):
+    is_over = over_budget(facts.spec, facts.gpu_hours) or requeues >= min(most, facts.most_requeues)
+    is_killed = facts.failure is not None and facts.failure.error == oom.KILLED
+    is_doubtful = (decided.action == Action.GIVE_UP and not is_over) or (
+        is_killed and "staged-memory" in staged and decided.action != Action.NONE
+    )
+    if not staged or not is_doubtful or run.unstaged.exists():
         return decided
+    try:
+        text = "an attempt has ended from the copy of --stage"
+        run.unstaged.write_text(f"{text} (to allow it again: rm {run.unstaged})")
+    except OSError:  # then this might come again without end
+        return decided
+    shutil.rmtree(parcel, ignore_errors=True)
     why = f"{decided.why}; next it starts without the copy of --stage"
-    return Verdict(decided.cause, Action.REQUEUE, why)
+    return decided if is_over else Verdict(decided.cause, Action.REQUEUE, why)
 
 
 def _record(

@@ -499,3 +499,50 @@ def test_an_error_of_a_dry_run_has_its_hint(
     monkeypatch.setattr(dry_run, "check_budget", refuse)
     assert dry_run.main(["python", "train.py"]) == UsageError.exit_code
     assert "used up\nhpc-ddp: hint: --max-gpu-hours 3" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tool", "is_notified", "expected"),
+    [
+        ("exit 0", False, "tree-1"),
+        ("exit 1", False, "no"),
+        ("exec sleep 600", True, "no"),
+        (None, False, "no"),
+    ],
+    ids=["there", "failed", "a notice", "without timeout"],
+)
+def test_a_copy_is_brought_until_a_notice(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tool: str | None,
+    is_notified: bool,
+    expected: str,
+) -> None:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    local_run = _local(run=run, command=["python"], notified=is_notified)
+    assert local_run._bring({}) == ""
+    (run.path / "stage").mkdir()
+    (run.path / "stage" / "label").write_text("part tree-1 1 1\n")
+    if tool:
+        (tmp_path / "timeout").write_text(f"#!/bin/sh\n{tool}\n")
+        (tmp_path / "timeout").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}" if tool else str(tmp_path)
+    monkeypatch.setenv("PATH", path)
+    assert local_run._bring({"PATH": path}) == expected
+    run.unstaged.touch()
+    assert local_run._bring({"PATH": path}) == ""
+
+
+def test_an_attempt_that_can_not_go_on_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("hpc_ddp.node.workers.staging.removal.call", calls.append)
+    monkeypatch.setattr(DryRun, "_train", lambda *words: raise_disk_full())
+    run = _run(tmp_path, stage=True, preflight=False)
+    local_run = _local(
+        run=run, spec=JobSpec.from_json(run.job_json.read_bytes()), nodes=["local-0"]
+    )
+    with pytest.raises(OSError, match="space"):
+        local_run.attempt()
+    assert calls == ["remove"]

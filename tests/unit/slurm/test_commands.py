@@ -266,7 +266,7 @@ def test_paths_of_a_staged_environment_are_those_of_the_installed_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a worker submits may run on another node, and after the tree was removed."""
-    folder, hook = "/tmp/near-0/ab", "/runs/r/lib/hpc_ddp/node/workers/staging"
+    folder, hook = "/tmp/near-0/ab", "/runs/r/lib/hpc_ddp/node/workers/staging/hook"
     tree = f"{folder}/environment-1"
     of_a_task = {
         "HPC_DDP_OPENED_FILES": f"{folder}/opened-r-1",

@@ -20,12 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_ddp.core.attempt_env import FIRST_STEP, OPENED_FILES
+from hpc_ddp.core.attempt_env import FIRST_STEP, NEAR, OPENED_FILES
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.console.units import byte_count
 from hpc_ddp.core.file_io import make_private, read_json, write_json, write_whole
+from hpc_ddp.node.net.place import node_index
 from hpc_ddp.node.workers.staging.mirror import Mirror, mirror_of
-from hpc_ddp.node.workers.staging.removal import PARCEL, remove_leftovers
+from hpc_ddp.node.workers.staging.removal import PARCEL, call
 from hpc_ddp.node.workers.worker import COMPILE_CACHE, die_with_parent
 
 POLL_S = 0.5
@@ -146,9 +147,9 @@ class Keeper:
             return label
         with suppress(FileNotFoundError):  # the compiler has just removed one
             files = settled_files(folder)
-            last = max((status.st_mtime_ns for status in files.values()), default=0)
-            name = f"compiled-{processor()}-{len(files)}x{last}"
-            if not files or any(f" {name}-" in line and self._is_whole(line) for line in label):
+            name = f"compiled-{processor()}"  # and the number of files: tasks of an array share it
+            parts = [line for line in label if f" {name}-" in line and self._is_whole(line)]
+            if len(files) <= max((int(line.split("-")[2]) for line in parts), default=0):
                 return label
 
             def pack(draft: Path) -> None:
@@ -157,16 +158,13 @@ class Keeper:
                         tar.add(path, os.path.relpath(path, folder))
 
             sizes = [status.st_size for status in files.values()]
-            return [self._write_part(name, "compile caches", sizes, pack)]
+            return [self._write_part(f"{name}-{len(files)}", "compile caches", sizes, pack)]
         return label
 
     def _is_whole(self, line: str) -> bool:
-        """Return whether a part is there as a line of the label has it. It is read only where
-        ``stage.sh`` could not unpack it on this node."""
+        """Return whether a part is there, of the size that a line of the label has."""
         with suppress(OSError, ValueError):
-            _, name, checksum, size = line.split()
-            if self.record.with_name(f"{name}.refused").exists():
-                return checksum_of(self.parcel / name) == (checksum, size)
+            _, name, _, size = line.split()
             return str((self.parcel / name).stat().st_size) == size
         return False
 
@@ -196,8 +194,11 @@ def is_current(label: list[str]) -> bool:
     """Return whether the environment has not changed since a label was written; False for [].
     `stage.sh` compares the same."""
     stamps = [line.split(" ", 2)[1:] for line in label if line.startswith("stamp ")]
+    spelled = [line[8:] for line in label if line.startswith("spelled ")]
+    real = [line[5:] for line in label if line.startswith("real ")]
     with suppress(OSError):
-        return bool(stamps) and all(str(int(os.stat(p).st_mtime)) == s for s, p in stamps)
+        is_same = all(str(int(os.stat(path).st_mtime)) == seconds for seconds, path in stamps)
+        return bool(stamps) and is_same and [*map(os.path.realpath, spelled)] == real
     return False
 
 
@@ -224,7 +225,10 @@ def is_enough(
     now = Mirror(mirror.roots, mirror.written)
     for path in packed if checks_files else ():
         now.add(path)
-    return not checks_files or all(now.files.get(path) == pair for path, pair in packed.items())
+    count = checks_files and sum(now.files.get(path) != pair for path, pair in packed.items())
+    if count and NEAR in os.environ:
+        say(f"this attempt runs {count} files as they were before; a requeue takes the new ones")
+    return not count
 
 
 def checksum_of(path: Path) -> tuple[str, str]:
@@ -263,13 +267,12 @@ def main(argv: Sequence[str]) -> int:
     return 0 after a look at what is left there. Raise KeyError outside of a task of ``stage.sh``.
     """
     die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that its draft is removed
     if os.getppid() != int(argv[0]):  # it has ended already
         return 0
     record, run = Path(os.environ[OPENED_FILES]), Path(__file__).resolve().parents[5]
-    remove_leftovers(record.parent)
-    index = os.environ.get("HPC_DDP_NODE_INDEX") or os.environ.get("SLURM_NODEID")
-    if index not in (None, "0"):
-        return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that its draft is removed
-    keep(Keeper(run / PARCEL, record))
+    call("clean")
+    with suppress(OSError, KeyError, ValueError):  # a host that is none of the job's nodes
+        if node_index(os.environ) == 0:
+            keep(Keeper(run / PARCEL, record))
     return 0

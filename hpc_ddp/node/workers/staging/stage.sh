@@ -1,15 +1,16 @@
-#!/bin/bash
+#!/bin/bash -p
 # Brings the files of a Python environment that an attempt has opened close to this node, and starts
 # Python there: docs/decisions/019-stage.md. In bash, since each start of a Python asks a slow disk
 # hundreds of times.
 #
-#   stage.sh bring PYTHON         unpacks the run's parcel on this node; its code is 0 for success
+#   stage.sh bring PYTHON NAME    unpacks part NAME of the run's parcel; its code is 0 for success
 #   stage.sh run PYTHON WORD...   becomes that Python, or PYTHON itself, with these words
-#   stage.sh remove               removes what the run has on this node, unless a task uses it
-#   stage.sh clean                removes what was left there by any run an hour ago or earlier
+#   stage.sh remove               removes what the job has on this node, unless a task uses it
+#   stage.sh hide                 does so later: no task finds it from now on
+#   stage.sh clean                removes what was left there by any job an hour ago or earlier
 #
-# HPC_DDP_BROUGHT is yes for tasks of an attempt in which all nodes have it, no where one has not.
-# Where something is wrong, PYTHON starts from where it is, after one line that says why.
+# HPC_DDP_BROUGHT is NAME where all nodes of the attempt have it, no where one has not, empty where
+# there is no parcel. Where something is wrong, PYTHON starts from where it is, and one line says so.
 set +o posix # of POSIXLY_CORRECT: a redirection that fails would end this shell
 action=$1 python=$2
 shift $(($# < 2 ? $# : 2))
@@ -19,10 +20,10 @@ here=$(cd "${BASH_SOURCE[0]%/*}" && pwd -P)
 run=${here%/lib/hpc_ddp/*}
 parcel=$run/stage
 key=$(printf %s "$run" | sha256sum)
-key=${key:0:16}
+key=${SLURM_JOB_ID:-0}-${key:0:16} # another job of the run may be on this node
 plain='^[A-Za-z0-9/._+@,:=-]+$' # of paths that sed and a link take as they are
 places=("${TMPDIR:-/tmp}" /tmp /dev/shm)
-name=none tree='' folder='' why='' is_refused=''
+name='' tree='' folder='' why=''
 
 say() { echo "hpc-ddp: ${SLURMD_NODENAME:-$(uname -n)}: $1" >&2; }
 
@@ -33,7 +34,7 @@ find_top() {
     local owner mode size
     top=$1/hpc-ddp-near-$EUID
     [[ $top =~ $plain && -d $1 ]] || return
-    read -r disk free size < <(stat -f -c '%T %a %S' "$1")
+    read -r free size disk < <(stat -f -c '%a %S %T' "$1")
     ((free *= size))
     case $disk in
         ext2/ext3 | xfs | btrfs | zfs | f2fs | tmpfs | ramfs | overlayfs) ;;
@@ -45,21 +46,23 @@ find_top() {
     [[ $(stat -c '%u %f' "$top" 2>/dev/null) == "$EUID 4"?c0 ]] # a folder of mode 0700
 }
 
-# Sets `folder` to the run's on this node: the one with the tree, else the first with twice the room
+# Sets `folder` to the job's on this node: the one with the tree, else the first with twice the room
 # for $1 bytes from which a program can be started. In memory, which an overlay may be as well, they
 # may be a quarter of what is free, and of the job's memory, which must be known.
 find_folder() {
-    local place top disk free memory
+    local place top free memory
     for place in "${places[@]}"; do
         find_top "$place" && folder=$top/$key && [ -e "$folder/$name.complete" ] && return
     done
     memory=$((SLURM_MEM_PER_NODE > 0 ? SLURM_MEM_PER_NODE : SLURM_MEM_PER_CPU * SLURM_CPUS_ON_NODE))
     for place in "${places[@]}"; do
         find_top "$place" make || continue
-        folder=$top/$key in_memory=no
+        folder=$top/$key
         if [[ $disk == @(tmpfs|ramfs|overlayfs) ]]; then
-            in_memory=yes
+            disk=memory
             ((free = (free < memory << 20 ? free : memory << 20) / 2))
+        else
+            disk=disk
         fi
         ((free > 2 * $1 + (64 << 20))) && mkdir -p "$folder" && can_execute && return
         rmdir "$folder" "$top" 2>/dev/null
@@ -99,15 +102,10 @@ open_part() {
     return 1
 }
 
-# Reads the label of the parcel: the parts, and the times by which the environment is as it was.
+# Reads the label of the parcel, whose tree must be $1, and compares the environment with it.
 read_label() {
     local kind first rest times='' real=''
     parts=() stamps=() spelled=() rewritten=() direct=()
-    if [ ! -e "$parcel/label" ]; then
-        why='there is no parcel yet: this attempt notes what it opens'
-        [ ! -e "$parcel/refused" ] || is_refused=yes why="$(<"$parcel/refused")"
-        return 1
-    fi
     [ -z "$PYTHONHOME" ] || { why='PYTHONHOME is set'; return 1; }
     open_part label || return
     while read -r kind first rest; do
@@ -126,8 +124,9 @@ read_label() {
         { why='the environment has changed: this attempt notes anew what it opens'; return 1; }
     read -r name sum size <<<"${parts[0]}"
     read -r caches caches_sum caches_size <<<"${parts[1]}"
-    [[ $name =~ $plain && $name != */* && $size =~ ^[0-9]+$ && $caches_size =~ ^[0-9]*$ ]] && return
-    name=none why="$parcel/label is damaged"
+    [[ $name == "$1" && $name =~ $plain && $name != */* &&
+        $size =~ ^[0-9]+$ && $caches_size =~ ^[0-9]*$ ]] && return
+    why="$parcel/label is damaged, or has just changed"
     return 1
 }
 
@@ -155,7 +154,7 @@ unpack() {
 find_near() {
     local path=$python
     [[ $path == */* ]] || path=$(type -P "$python")
-    [[ $path == /* ]] || path=$PWD/$path
+    [[ $path == /* ]] || path=$(pwd -P)/$path
     near=$1$path
     [ -x "$near" ] || near=$1$(cd "${path%/*}" && pwd -P)/${path##*/}
     [ -x "$near" ] || { why="$path is not in the parcel"; return 1; }
@@ -173,7 +172,7 @@ unpack_tree() {
     # Python may look for its own library where it was installed, not beside itself.
     cat "${direct[@]}" /dev/null >/dev/null 2>&1
     [ -z "$why" ] && find_near "$folder/$name" &&
-        echo "$in_memory" >"$folder/$name.complete" && return
+        echo "$disk $((size / 1000000))" >"$folder/$name.complete" && return
     rm -rf "${folder:?}/$name"
     return 1
 }
@@ -181,14 +180,10 @@ unpack_tree() {
 # Unpacks on this node what the parcel has, once for all tasks.
 bring() {
     local processor
-    read_label || { [ "${SLURM_PROCID:-0}" = 0 ] || exit 1; return 1; } # said once
+    read_label "$1" || { [ "${SLURM_PROCID:-0}" = 0 ] || exit 1; return 1; } # said once
     find_folder $((size + caches_size)) && lock_folder || return
     exec 8>>"$folder/unpacking" && flock 8 || return
-    rm -f "$folder/$name.refused"
-    if [ ! -e "$folder/$name.complete" ] && ! unpack_tree; then
-        printf %s "$why" >"$folder/$name.refused"
-        return 1
-    fi
+    [ -e "$folder/$name.complete" ] || unpack_tree || return
     # Code that was compiled for one kind of processor may not run on another.
     processor=$(grep -Em2 '^(model name|flags|Features)' /proc/cpuinfo | cksum)
     if [[ $caches == *"-${processor%% *}-"* && ! -e $folder/compile ]]; then
@@ -226,67 +221,70 @@ has_user_folder() {
 # Has the Pythons of this task note what they open, and one process of the node keep the parcel.
 note_files() {
     mkdir -p "$folder/compile" # by torch it would be of the script's umask
-    export HPC_DDP_OPENED_FILES=$folder/opened-${HPC_DDP_RUN##*/}-$HPC_DDP_ATTEMPT
-    export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # which has a sitecustomize.py
+    export HPC_DDP_OPENED_FILES=$folder/opened-$HPC_DDP_ATTEMPT
+    export PYTHONPATH=$here/hook${PYTHONPATH:+:$PYTHONPATH} # which has a sitecustomize.py
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}/triton}
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}
     (flock -n 6 && exec nice -n 19 "$program" -E -s "$1" workers.staging.keeper $$) \
-        6>>"$folder/keeper-${HPC_DDP_NODE_INDEX:-${SLURM_NODEID:-0}}" 9<&- &
+        6>>"$folder/keeper-$HPC_DDP_NODE_INDEX" 9<&- &
     export HPC_DDP_KEEPER=$! # a child of the supervisor, which ends it
 }
 
 # Marks the attempt as one that has used a tree, for its verdict.
 mark_attempt() {
-    local mark=$HPC_DDP_RUN/logs/attempt-$HPC_DDP_ATTEMPT/staged
+    local mark=$HPC_DDP_RUN/logs/attempt-$HPC_DDP_ATTEMPT/staged-$disk
     [ -e "$mark" ] || { : >"$mark"; } 2>/dev/null || { why="$mark can't be written"; return 1; }
 }
 
 # Becomes Python for a task, from the tree where there is one.
 start() {
-    local program=$python place='a disk, and none of the memory of the job'
-    read_label && [ "$HPC_DDP_BROUGHT" = yes ] || name=none
-    if [[ $name != none || ($4 == supervisor && -z $is_refused) ]] && find_folder 0 && lock_folder; then
-        if [ -e "$folder/$name.complete" ] && find_near "$folder/$name" && mark_attempt; then
+    local program=$python disk size
+    local mark=$HPC_DDP_RUN/unstaged rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
+    why='there is no parcel yet: this attempt notes what it opens'
+    [ "$HPC_DDP_BROUGHT" != no ] || remove "$key*"
+    [[ ${HPC_DDP_BROUGHT:-no} == no ]] || name=$HPC_DDP_BROUGHT why='the copy has gone'
+    if [ -e "$mark" ]; then
+        why=$(<"$mark")
+    elif [[ $name || $4 == supervisor ]] && find_folder 0 && lock_folder; then
+        if read -r disk size 2>/dev/null <"$folder/$name.complete" &&
+            find_near "$folder/$name" && mark_attempt; then
             tree=$folder/$name program=$near
             use_tree
         fi
         [ "$4" != supervisor ] || note_files "$3"
     fi
     # Where a node has not got it, `bring` has said so.
-    if [[ $2 != preflight.checks && ${SLURM_PROCID:-0} == 0 && $HPC_DDP_BROUGHT != no ]]; then
-        [ "$(cat "$tree.complete" 2>/dev/null)" != yes ] || place='the memory of the job'
-        if [ "$tree" ]; then
-            say "Python starts from $folder, which has taken $((size / 1000000)) MB of $place"
-        else
-            say "${why:-the parcel was not unpacked}; Python starts from where it is"
-        fi
+    if [[ $2 != preflight.checks && ${rank:-0} == 0 && $HPC_DDP_BROUGHT != no ]]; then
+        [ -z "$tree" ] || why="$folder has taken $size MB of $disk"
+        say "$why; Python starts from ${tree:-where it is}"
     fi
     umask "$user_umask"
     exec "$program" "$@"
 }
 
-# Removes folder $1 of a run, unless a task uses it. By its new name no task finds it meanwhile.
+# Removes folder $1 of a job, unless a task uses it. By its new name no task finds it meanwhile.
 remove_folder() {
-    { exec 8<"$1" && flock -n 8 && [ "$1" -ef /proc/self/fd/8 ] && mv "$1" "$1.$$" && rm -rf "$1.$$"
+    { exec 8<"$1" && flock -n 8 && [ "$1" -ef /proc/self/fd/8 ] && mv "$1" "$1.$$" &&
+        { [ "$action" = hide ] || rm -rf "$1.$$"; }
     } 2>/dev/null
     exec 8<&-
 }
 
-# Removes the folder of this run, or with $1, minutes, those of all runs not used for as long.
+# Removes the folders of the name $1, a pattern, for which find's tests hold.
 remove() {
-    local place top disk free path pattern=${1:+*}
+    local place top disk free path
     for place in "${places[@]}"; do
         find_top "$place" || continue
         while read -r path; do
             remove_folder "$path"
-        done < <(find "$top" -mindepth 1 -maxdepth 1 ${1:+-mmin "+$1"} -name "${pattern:-$key}")
+        done < <(find "$top" -mindepth 1 -maxdepth 1 -name "$@")
         rmdir "$top" 2>/dev/null
     done
 }
 
 case $action in
-    bring) bring || { say "${why:-$folder fails}; Python starts from where it is" && exit 1; } ;;
+    bring) bring "$@" || { say "${why:-$folder fails}; Python starts from where it is" && exit 1; } ;;
     run) start "$@" ;;
-    remove) remove ;;
-    clean) remove 60 ;;
+    remove | hide) remove "$key*" ;;
+    clean) remove '*' -mmin +60 ;;
 esac

@@ -56,49 +56,84 @@ def test_hours_are_measured_for_a_budget_only(
     )
 
 
-def _judge_stage(run: RunFolder, is_staged: bool = True, **changes: Any) -> tuple[Action, str, str]:
-    """Return action and reason of an attempt that has failed, and what its parcel has then."""
-    parcel = run.path / "stage"
-    parcel.mkdir()
-    (parcel / "label").touch()
+STAGED = {"staged-disk"}
+
+
+def _judge_stage(
+    run: RunFolder, staged: set[str] = STAGED, **changes: Any
+) -> tuple[Action, str, bool]:
+    """Return action and reason of an attempt, and whether its run is unstaged from now on."""
     facts = replace(BASE, **{"events": (), "records": failed_records(), **changes})
-    decided = gather_facts.judge_stage(run, facts, decide(facts), is_staged)
-    return decided.action, decided.why, " ".join(path.name for path in parcel.glob("*"))
+    decided = gather_facts.judge_stage(run, facts, decide(facts), staged)
+    return decided.action, decided.why, run.unstaged.exists()
 
 
 LOST = {"records": (record_of("n1"),), "spec": JobSpec("t.py", max_failures=0)}
+SPENT = {"spec": JobSpec("t.py", budget_gpu_hours=1), "gpu_hours": 2.0}
 HOPELESS = event_of(
     "preflight", ok=False, hopeless=True, bad_nodes=[], why="import torch", report={}
 )
+LATE = {"events": (event_of("first_step", step=1),), "spec": JobSpec("t.py", max_failures=0)}
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, LOST, {"events": (HOPELESS,)}], ids=["failed", "lost", "unfit"]
+    "changes",
+    [{}, LOST, {"events": (HOPELESS,)}, LATE],
+    ids=["failed", "lost", "unfit", "after a step"],
 )
-def test_an_early_end_from_the_copy_is_not_the_runs(
-    run: RunFolder, changes: dict[str, Any]
-) -> None:
-    action, why, parcel = _judge_stage(run, **changes)
-    assert (action, parcel) == (Action.REQUEUE, "refused")
+def test_the_copy_ends_no_run(run: RunFolder, changes: dict[str, Any]) -> None:
+    (run.path / "stage").mkdir()
+    action, why, is_unstaged = _judge_stage(run, **changes)
+    assert (action, is_unstaged) == (Action.REQUEUE, True)
     assert why.endswith("; next it starts without the copy of --stage")
+    assert not (run.path / "stage").exists()
+    assert _judge_stage(run, **changes)[0] == Action.GIVE_UP  # once per run
 
 
 @pytest.mark.parametrize(
-    "changes", [{"events": (event_of("first_step", step=1),)}, {"is_staged": False}], ids=str
+    ("staged", "changes"),
+    [
+        (set(), {}),
+        (STAGED, {"records": (record_of("n1"),)}),
+        (STAGED, {"cancelled": True}),
+        (STAGED, {**LOST, "spec": JobSpec("t.py", max_requeues=0)}),
+        (STAGED, SPENT),
+        (STAGED, {**SPENT, "events": (HOPELESS,)}),
+    ],
+    ids=["unstaged", "requeued", "cancelled", "limit", "budget", "unfit"],
 )
-def test_another_end_is_judged_as_ever(run: RunFolder, changes: dict[str, Any]) -> None:
-    assert _judge_stage(run, **changes)[2] == "label"
+def test_another_end_is_judged_as_ever(
+    run: RunFolder, staged: set[str], changes: dict[str, Any]
+) -> None:
+    facts = replace(BASE, **{"events": (), "records": failed_records(), **changes})
+    action, _, is_unstaged = _judge_stage(run, staged, **changes)
+    assert (action, is_unstaged) == (decide(facts).action, False)
 
 
-def test_a_limit_of_requeues_holds_for_the_copy_too(run: RunFolder) -> None:
-    spec = JobSpec("t.py", max_requeues=0)
-    action, _, parcel = _judge_stage(run, spec=spec)
-    assert (action, parcel) == (Action.GIVE_UP, "refused")
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_copy_in_memory_goes_where_memory_is_short(run: RunFolder, kind: str) -> None:
+    records = failed_records(error="out of memory: killed by the kernel", code=-9)
+    events = (event_of("first_step", step=1),)
+    action, _, is_unstaged = _judge_stage(run, {f"staged-{kind}"}, records=records, events=events)
+    assert (action, is_unstaged) == (Action.REQUEUE, kind == "memory")
+
+
+def test_a_task_marks_itself_and_leaves_the_parcel(run: RunFolder) -> None:
+    task, sister = run.task(0).make(), run.task(1)
+    (run.path / "stage").mkdir()
+    assert _judge_stage(task)[2]
+    assert (run.path / "stage").exists()
+    assert not sister.unstaged.exists()
+
+
+def test_a_run_that_can_not_be_marked_is_judged_as_ever(run: RunFolder) -> None:
+    run.unstaged.symlink_to("no/such/folder")
+    assert _judge_stage(run)[0] == Action.GIVE_UP
 
 
 def test_a_finished_run_has_no_parcel(run: RunFolder) -> None:
     done = (event_of("finished", step=2), *BASE.events)
     (run.path / "stage").mkdir()
     facts = replace(BASE, events=done)
-    assert gather_facts.judge_stage(run, facts, decide(facts), True).cause == Cause.FINISHED
+    assert gather_facts.judge_stage(run, facts, decide(facts), STAGED).cause == Cause.FINISHED
     assert not (run.path / "stage").exists()

@@ -26,10 +26,9 @@ if sys.argv[1] == "workers.staging.keeper":
     time.sleep(600)
 sys.path.insert(0, {str(REPO)!r})
 from hpc_ddp.node.workers.staging import removal
-removal.SCRIPT = Path(sys.argv[2])
-with removal.leaving_tree():
-    print("up", flush=True)
-    sys.stdin.read(1)
+removal.STAGE_SH = ("bash", "-p", sys.argv[2])
+print("up", flush=True)
+removal.leave_tree(is_hurried=sys.stdin.read(1) == "n")
 """
 
 
@@ -43,7 +42,7 @@ def _wrap(stage: Stage, name: str, lines: str) -> dict[str, str]:
 
 
 def _bring(stage: Stage, **environ: str) -> Path:
-    done = stage.call("bring", stage.python, **environ)
+    done = stage.call("bring", stage.python, stage.part, **environ)
     assert done.returncode == 0, done.stderr
     return stage.tree
 
@@ -55,17 +54,17 @@ def test_a_tree_that_no_longer_starts_is_left_out(packed: Stage) -> None:
     python.unlink()
     python.write_bytes(b"\x7fELF" + bytes(100))
     python.chmod(0o755)
-    done = packed.call("run", packed.python, "-c", "print('up')", HPC_DDP_BROUGHT="yes")
+    done = packed.call("run", packed.python, "-c", "print('up')", HPC_DDP_BROUGHT=packed.part)
     assert (done.returncode, done.stdout) == (0, "up\n")
     assert "does not start" in done.stderr
 
 
 def test_a_start_from_the_tree_marks_its_attempt(packed: Stage) -> None:
-    mark = packed.run / "logs" / "attempt-0" / "staged"
+    logs = packed.run / "logs" / "attempt-0"
     packed.call("run", packed.python, "-c", "", HPC_DDP_BROUGHT="no")
-    assert not mark.exists()
+    assert not [*logs.glob("staged-*")]
     packed.start()
-    assert mark.exists()
+    assert len([*logs.glob("staged-*")]) == 1
 
 
 def test_a_start_that_can_not_be_marked_is_not_staged(packed: Stage) -> None:
@@ -114,7 +113,7 @@ def _finds_folder(stage: Stage, place: str, size: int, environ: dict[str, str]) 
 
 def test_a_task_unpacks_nothing(packed: Stage) -> None:
     """Inside a preflight or a rendezvous it would be late."""
-    done = packed.call("run", packed.python, "-c", "print('up')", HPC_DDP_BROUGHT="yes")
+    done = packed.call("run", packed.python, "-c", "print('up')", HPC_DDP_BROUGHT=packed.part)
     assert done.stdout == "up\n"
     assert not [*packed.near.glob("*/*/environment-*")]
 
@@ -127,7 +126,7 @@ def test_a_dead_reader_does_not_stop_the_unpacking(packed: Stage) -> None:
         'exec $real "$@"'
     )
     environ = packed.environ | _wrap(packed, "tee", lines)
-    argv: list[str | Path] = ["bash", packed.script, "bring", packed.python]
+    argv: list[str | Path] = ["bash", packed.script, "bring", packed.python, packed.part]
     task = subprocess.Popen(argv, env=environ, start_new_session=True)
     try:
         task.wait(timeout=60)
@@ -156,7 +155,7 @@ def test_the_last_supervisor_of_a_node_removes_the_tree(packed: Stage) -> None:
     tree = _bring(packed)
     words = ("-E", "-s", packed.run / "lib" / "node.py", "supervisor", packed.script)
     argv: list[str | Path] = ["bash", packed.script, "run", packed.python, *words]
-    environ = packed.environ | {"HPC_DDP_BROUGHT": "yes"}
+    environ = packed.environ | {"HPC_DDP_BROUGHT": packed.part}
     pipe = subprocess.PIPE
     tasks = [
         subprocess.Popen(argv, env=environ, text=True, stdin=pipe, stdout=pipe) for _ in range(2)
@@ -178,7 +177,7 @@ def test_a_tree_stays_for_another_start_of_the_attempt(packed: Stage) -> None:
     tree = _bring(packed)
     (packed.run / "logs" / "attempt-0" / "port-taken").touch()
     words = ("-E", "-s", packed.run / "lib" / "node.py", "supervisor", packed.script)
-    packed.call("run", packed.python, *words, HPC_DDP_BROUGHT="yes")
+    packed.call("run", packed.python, *words, HPC_DDP_BROUGHT=packed.part)
     assert tree.exists()
 
 
@@ -196,7 +195,7 @@ def test_leftovers_are_removed_whatever_they_are(
         os.utime(top / name, (1e9, 1e9))
     descriptor = os.open(top / "locked", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    removal.remove_leftovers(top / "own")
+    removal.call("clean")
     os.close(descriptor)
     assert sorted(path.name for path in top.iterdir()) == ["locked", "young"]
 
@@ -267,9 +266,8 @@ def test_the_folder_of_compile_caches_is_the_users_alone(packed: Stage) -> None:
         assert path.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_refused_parcel_is_not_made_again(stage: Stage) -> None:
-    (stage.run / "stage").mkdir()
-    (stage.run / "stage" / "refused").write_text("so it is")
+def test_an_unstaged_run_notes_nothing(stage: Stage) -> None:
+    (stage.run / "unstaged").write_text("so it is")
     (stage.run / "lib" / "node.py").write_text(
         "import os; print('HPC_DDP_OPENED_FILES' in os.environ)"
     )
@@ -281,3 +279,53 @@ def test_a_refused_parcel_is_not_made_again(stage: Stage) -> None:
 def test_tars_own_options_are_not_used(packed: Stage) -> None:
     words, _ = packed.start("import pkg; print(pkg.__file__)", TAR_OPTIONS="--exclude=*.py")
     assert Path(words[0]).is_file()
+
+
+def test_copies_go_where_one_node_has_none(packed: Stage) -> None:
+    tree = _bring(packed)
+    packed.call("run", packed.python, "-c", "", HPC_DDP_BROUGHT="no")
+    assert not tree.exists()
+
+
+def test_all_tasks_use_the_tree_that_was_brought(packed: Stage) -> None:
+    """The label may change between their starts, by a keeper of the array, or an install."""
+    assert packed.call("bring", packed.python, "other-1").returncode == 1
+    tree, part = _bring(packed), packed.part
+    (packed.parcel.parcel / "label").write_text("part other-1 1 1\n")
+    code = "import sys; print(sys.prefix)"
+    done = packed.call("run", packed.python, "-c", code, HPC_DDP_BROUGHT=part)
+    assert done.stdout.startswith(str(tree))
+
+
+def test_jobs_of_a_run_have_folders_of_their_own(packed: Stage) -> None:
+    tree = _bring(packed)
+    packed.call("remove", SLURM_JOB_ID="7")
+    assert tree.exists()
+    assert packed.call("bring", packed.python, packed.part, SLURM_JOB_ID="7").returncode == 0
+    assert len([*packed.near.glob("*/*/environment-*.complete")]) == 2
+    packed.call("remove", SLURM_JOB_ID="7")
+
+
+def test_a_tree_is_only_hidden_after_a_notice(packed: Stage) -> None:
+    (packed.run / "lib" / "node.py").write_text(SUPERVISOR)
+    tree = _bring(packed)
+    words = ("-E", "-s", packed.run / "lib" / "node.py", "supervisor", packed.script)
+    argv: list[str | Path] = ["bash", packed.script, "run", packed.python, *words]
+    environ = packed.environ | {"HPC_DDP_BROUGHT": packed.part}
+    subprocess.run(argv, env=environ, input=b"n", check=True, stdout=subprocess.PIPE)
+    assert not tree.exists()
+    assert [*packed.near.glob(f"*/*/{tree.name}")]
+    packed.call("remove")
+    assert [*packed.near.iterdir()] == []
+
+
+def test_functions_of_a_profile_are_not_run(packed: Stage) -> None:
+    shell = ["bash", "-p", str(packed.script), "bring", str(packed.python), packed.part]
+    environ = packed.environ | {"BASH_FUNC_stat%%": "() { exit 9; }"}
+    assert subprocess.run(shell, env=environ).returncode == 0
+
+
+def test_rank_0_of_an_mpi_speaks(packed: Stage) -> None:
+    """What starts its tasks on other nodes is the first task of a step of Slurm's."""
+    environ = {"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1"}
+    assert packed.call("run", packed.python, "-c", "", **environ).stderr == ""

@@ -72,7 +72,12 @@ class Stage:
     def folder(self) -> Path:
         """The run's folder on this node, as `stage.sh` names it."""
         key = subprocess.run(["sha256sum"], input=str(self.run).encode(), capture_output=True)
-        return self.near / f"hpc-ddp-near-{os.geteuid()}" / key.stdout.decode()[:16]
+        return self.near / f"hpc-ddp-near-{os.geteuid()}" / f"0-{key.stdout.decode()[:16]}"
+
+    @property
+    def part(self) -> str:
+        """The name of the tree in the parcel."""
+        return (self.parcel.parcel / "label").read_text().split(None, 2)[1]
 
     @property
     def tree(self) -> Path:
@@ -83,7 +88,7 @@ class Stage:
         """Run a Python that notes what it opens."""
         self.folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         self.folder.parent.chmod(0o700)
-        env = self.environ | {"PYTHONPATH": str(STAGING)}
+        env = self.environ | {"PYTHONPATH": str(STAGING / "hook")}
         env |= {"HPC_DDP_OPENED_FILES": str(self.parcel.record)}
         subprocess.run([self.python, "-c", code], env=env, check=True, capture_output=True)
 
@@ -96,8 +101,11 @@ class Stage:
         what is printed about the start."""
         text, state = "", {}
         if (self.run / "stage" / "label").exists():
-            brought = self.call("bring", self.python, **environ)
-            text, state = brought.stderr, {"HPC_DDP_BROUGHT": "no" if brought.returncode else "yes"}
+            brought = self.call("bring", self.python, self.part, **environ)
+            text, state = (
+                brought.stderr,
+                {"HPC_DDP_BROUGHT": "no" if brought.returncode else self.part},
+            )
         done = self.call("run", self.python, "-c", code, **(environ | state))
         assert done.returncode == 0, done.stderr
         return done.stdout.split(), text + done.stderr
@@ -147,7 +155,7 @@ def test_python_starts_from_the_tree(packed: Stage) -> None:
     tree = str(packed.tree)
     assert all(word.startswith(tree) for word in words)
     assert "Python starts from" in line
-    assert "none of the memory of the job" in line
+    assert " MB of disk; " in line
     assert line.count("\n") == 1
 
 
@@ -289,7 +297,7 @@ def test_an_unpacking_that_was_killed_is_begun_anew(packed: Stage) -> None:
 
 
 def test_tasks_of_a_node_unpack_once(packed: Stage) -> None:
-    argv = ["bash", str(packed.script), "bring", str(packed.python)]
+    argv = ["bash", str(packed.script), "bring", str(packed.python), packed.part]
     tasks = [subprocess.Popen(argv, env=packed.environ) for _ in range(3)]
     assert [task.wait(timeout=60) for task in tasks] == [0, 0, 0]
     assert len([*packed.folder.glob("environment-*")]) == 2  # and its mark
@@ -377,8 +385,8 @@ def test_a_tree_in_use_is_not_removed(packed: Stage) -> None:
     code = "import sys, time; print('up', flush=True); sys.stdin.read(1)"
     argv = ["bash", str(packed.script), "run", str(packed.python), "-c", code]
     pipe = subprocess.PIPE
-    packed.call("bring", packed.python)
-    environ = packed.environ | {"HPC_DDP_BROUGHT": "yes"}
+    packed.call("bring", packed.python, packed.part)
+    environ = packed.environ | {"HPC_DDP_BROUGHT": packed.part}
     with subprocess.Popen(argv, env=environ, stdin=pipe, stdout=pipe) as task:
         assert task.stdout
         task.stdout.readline()
@@ -412,11 +420,11 @@ def test_links_stay_in_the_tree_where_both_ends_are_in_it(tmp_path: Path) -> Non
 
 
 def test_the_system_is_no_part_of_an_environment() -> None:
-    sys.path.insert(0, str(STAGING))
+    sys.path.insert(0, str(STAGING / "hook"))
     try:
-        from hpc_ddp.node.workers.staging.sitecustomize import is_of_system
+        from hpc_ddp.node.workers.staging.hook.sitecustomize import is_of_system
     finally:
-        sys.path.remove(str(STAGING))
+        sys.path.remove(str(STAGING / "hook"))
     outside = ("/usr", "/usr/lib/python3/dist-packages", "/", "relative")
     assert all(map(is_of_system, outside))
     assert not any(map(is_of_system, ("/home/u/env", "/usr/local/lib/python3.11/site-packages")))

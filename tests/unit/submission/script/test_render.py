@@ -373,7 +373,7 @@ def _play_stage(
     bring = bring.replace("$real_sleep", shutil.which("sleep") or "sleep")
     script.write_text(f"echo $1 >>{tmp_path}/calls\n[ $1 = bring ] || exit\n{bring}\n")
     (tmp_path / "run" / "stage").mkdir()
-    (tmp_path / "run" / "stage" / "label").touch()
+    (tmp_path / "run" / "stage" / "label").write_text("part p-1 1 1\n")
     (tmp_path / "bin" / "srun").write_text(
         '#!/bin/sh\nuntil [ $1 = bash ]; do shift; done; exec "$@"'
     )
@@ -390,10 +390,10 @@ def _play_stage(
 @pytest.mark.parametrize(
     ("bring", "is_brought", "text"),
     [
-        ("", "yes", ""),
+        ("", "p-1", ""),
         ("exit 1", "no", ""),
         (f"{SETTLED}kill -USR2 $BATCH; exec $real_sleep 600", "no", "batch warned"),
-        ("exec $real_sleep 600", "no", "no copy after 1 s; Python starts from where it is"),
+        ("exec $real_sleep 600", "no", "no copy in 1 s; to try it again: rm "),
     ],
 )
 def test_the_parcel_is_brought_within_a_time(
@@ -409,6 +409,22 @@ def test_the_parcel_is_brought_within_a_time(
     assert f"brought: {is_brought}" in output
     assert text in output
     assert calls == "bring\nremove\n"  # the last at the exit
+    assert (tmp_path / "run" / "unstaged").exists() == ("no copy" in text)
+
+
+def test_an_unstaged_run_brings_nothing(
+    stage: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "unstaged").touch()
+    (tmp_path / "run" / "unstaged").chmod(0o644)
+    assert _play_stage(tmp_path, stage, "")[1] == "remove\n"
+
+
+def test_no_removal_is_waited_for() -> None:
+    text = _render(stage=True, preflight=True).whole()
+    removals = [line for line in text.splitlines() if '"${near[@]}" remove' in line]
+    assert removals
+    assert all("timeout -k" in line for line in removals)
 
 
 def test_a_chain_has_its_next_job_before_the_parcel_is_brought() -> None:
