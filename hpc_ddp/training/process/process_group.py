@@ -96,8 +96,9 @@ def join(
 def _name_ranks(device: torch.device, world_size: int) -> None:
     """Set the ranks of the default group in the options of its backend.
 
-    Up to torch 2.13 (2.15 is cured) NCCL's has them for the first group of a process only. A mesh that splits a
-    later one, as of a second `start`, ends the process by SIGSEGV (pytorch/pytorch#191952).
+    Up to torch 2.13 (2.15 is cured) NCCL's has them for the first group of a process only. A mesh
+    that splits a later one, as of a second `start`, ends the process by SIGSEGV
+    (pytorch/pytorch#191952).
     """
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
     with suppress(RuntimeError):  # a backend without options
