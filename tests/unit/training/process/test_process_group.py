@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -180,10 +181,13 @@ def test_a_group_of_workers_with_several_devices_is_bound_to_none(
     assert os.environ.get("TORCH_DIST_USE_NCCL2") == (None if count == 1 else "0")
 
 
-def test_the_default_groups_backend_has_its_ranks() -> None:
-    """Else a mesh that splits a process's second group ends by SIGSEGV, up to torch 2.13."""
+def test_the_default_group_has_its_ranks_and_errors_are_printed() -> None:
+    """Else a mesh that splits a process's second group ends by SIGSEGV, up to torch 2.13; and an
+    error before the run's folder is open ends the process without a word."""
+    hook = sys.excepthook
     process_group.join(DistEnv(), [torch.device("cpu")], None)
     try:
+        assert sys.excepthook is hook
         backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
         assert backend.options.global_ranks_in_group == [0]
     finally:
