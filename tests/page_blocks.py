@@ -28,6 +28,7 @@ _NUMBER = re.compile(
 )
 _DAY = re.compile(r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b")
 # Of the test cluster: it has no reverse names, and only pretends to have GPUs.
+_CLUSTER = re.compile(r"\bhd\d+\b")  # of the process of pytest that has it
 NOISE = re.compile(r"^\[W.*(?:hostname of the client socket|socket\.cpp).*\n?", re.M)
 
 
@@ -81,7 +82,8 @@ def same(shown: str, printed: str) -> bool:
 
 
 def _plain(text: str) -> list[str]:
-    text = _DAY.sub("DAY", _NUMBER.sub("0", _RUN_ID.sub("RUN", NOISE.sub("", text))))
+    text = _CLUSTER.sub("CLUSTER", _RUN_ID.sub("RUN", NOISE.sub("", text)))
+    text = _DAY.sub("DAY", _NUMBER.sub("0", text))
     text = re.sub(
         r"goodput 0[ %]*:.*", "goodput", text
     )  # which parts there are depends on the moment
