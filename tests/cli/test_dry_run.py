@@ -146,7 +146,7 @@ def test_a_killed_worker_is_recovered_from(tmp_path: Path) -> None:
     os.kill(pid_in(pid), signal.SIGKILL)
     assert job.end() == 0, job.printed()
     assert [event["cause"] for event in job.events("verdict")] == ["failed", "finished"]
-    assert "rank 2 on local-" in job.printed()
+    assert "rank 2 on local-" in job.printed(), job.printed()
 
 
 @pytest.mark.parametrize(
