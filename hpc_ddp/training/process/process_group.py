@@ -102,7 +102,7 @@ def _name_ranks(device: torch.device, world_size: int) -> None:
     (pytorch/pytorch#191952).
     """
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
-    with suppress(RuntimeError):  # a backend without options
+    with suppress(RuntimeError, AttributeError):  # a backend without options; 2.9 lacks the name
         if not getattr(backend.options, "global_ranks_in_group", [0]):
             backend.options.global_ranks_in_group = list(range(world_size))
 

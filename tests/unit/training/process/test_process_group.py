@@ -373,3 +373,10 @@ def test_the_group_of_a_library_is_left_standing(monkeypatch: pytest.MonkeyPatch
     control: Any = SimpleNamespace(barrier=lambda: calls.append("all are here"))
     leave(control, torch.device("cpu"), then_exit=True, destroys=False)
     assert calls == ["all are here"]
+
+
+def test_a_backend_may_lack_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch 2.9 each but Gloo and NCCL does: MPI, and those of other vendors."""
+    world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    process_group._name_ranks(torch.device("cpu"), 2)
