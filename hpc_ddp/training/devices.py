@@ -153,6 +153,26 @@ def name(device: torch.device) -> str:
     return str(tell(device)) if tell else ""
 
 
+def is_used(device: torch.device) -> bool:
+    """Return whether this process has opened an accelerator of a device's type; False for the
+    CPU."""
+    if not is_accelerator(device):
+        return False
+    tell = getattr(torch.get_device_module(device), "is_initialized", None)
+    return bool(tell()) if tell else True
+
+
+def tell_slices_apart(device: torch.device, rank: int) -> None:
+    """Have NCCL take a rank whose device is a slice of a GPU (MIG) for one on a host of its own,
+    unless the user has named hosts; call it before the group is made.
+
+    NCCL knows a slice by its GPU alone, and refuses two ranks of a host on one
+    (https://github.com/NVIDIA/nccl/issues/1716).
+    """
+    if " MIG " in name(device):
+        os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
+
+
 def mark(device: torch.device, *, timed: bool = False) -> torch.Event:
     """Return an event that is recorded in the current stream of an accelerator; a `timed` one has a
     time."""

@@ -223,11 +223,12 @@ def clip_(
     norm = _norm([reduced(grad) for grad in grads], dims, device)
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     # The gradients themselves: `reduced` returns a copy of one whose sum over ranks is pending.
-    local_grads = [_local(grad) for grad in grads]
-    # Once for each device: offloaded gradients are on the CPU, where each copy would be waited for.
-    factors = {place: factor.to(place) for place in {grad.device for grad in local_grads}}
-    for grad in local_grads:
-        grad.mul_(factors[grad.device])
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in map(_local, grads):
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    # Once for each: offloaded gradients are on the CPU, where each copy would be waited for.
+    for (place, dtype), local_grads in groups.items():
+        torch._foreach_mul_(local_grads, factor.to(place, dtype))
     return norm
 
 

@@ -87,7 +87,6 @@ class Average(AveragedModel):
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
-        self.n_averaged = self.n_averaged.cpu()  # made on torch's default device
         self._decay = decay
 
     @torch.no_grad()
@@ -96,6 +95,7 @@ class Average(AveragedModel):
 
         Raise ValueError for a model with another number of tensors; nothing is averaged then.
         """
+        self.n_averaged = self.n_averaged.cpu()  # it may have moved with the weights
         for shards in (self.module, model):  # an evaluation may have gathered them
             reshard(shards)
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

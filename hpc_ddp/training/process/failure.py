@@ -90,6 +90,10 @@ class FailureHook:
         try:
             self.report(error, "".join(traceback.format_exception(kind, error, trace)))
         finally:
+            # torch's hook, around ours until `install` is called again, prints as we return.
+            if isinstance(sys.stderr, io.StringIO):
+                with suppress(OSError):
+                    os.write(2, sys.stderr.getvalue().encode())
             os._exit(code)
 
     def report(self, error: BaseException, text: str) -> None:

@@ -77,15 +77,14 @@ def join(
     timeout = timeout_beyond(hang_after_s)
     if uses_agent_store:
         _met_at_agents.append(info)
-    hook = sys.excepthook
     if info.launched:
         options = _store_of(timeout) if backend != "mpi" else {}
         if options:
             _compare_devices(options["store"], info, device)
+            devices.tell_slices_apart(device, info.rank)
         dist.init_process_group(backend, timeout=timeout, **options, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
-    sys.excepthook = hook  # torch's own, around it, would hold back what it prints until it returns
     if dist.get_world_size() != info.world_size:  # MPI asks its own launcher
         raise HpcDdpError(
             f"MPI knows of {dist.get_world_size()} processes, and {info.world_size} were started",
@@ -103,7 +102,7 @@ def _name_ranks(device: torch.device, world_size: int) -> None:
     (pytorch/pytorch#191952).
     """
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
-    with suppress(AttributeError, RuntimeError):  # a backend without options
+    with suppress(RuntimeError, AttributeError):  # a backend without options; 2.9 lacks the name
         if not getattr(backend.options, "global_ranks_in_group", [0]):
             backend.options.global_ranks_in_group = list(range(world_size))
 

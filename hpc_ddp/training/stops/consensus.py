@@ -180,8 +180,9 @@ class StopConsensus:
 
     def _wait_for_device(self) -> None:
         """Wait for what the device had been given by the last exchange, about 0.2 s ago; it has at
-        least a step of work left then."""
-        if devices.is_accelerator(self._device):
+        least a step of work left then. A device that the process has not opened, as beside a
+        library's training on the CPU, stays closed."""
+        if devices.is_used(self._device):
             if self._queued is not None and not self._queued.query():
                 self._queued.synchronize()
             self._queued = devices.mark(self._device)

@@ -78,7 +78,9 @@ class Metrics:
                 record.write(f"{FIRST_STEP}\n")  # for the keeper of --stage
         self._samples += samples
         head = {"step": position.step, "total_steps": total_steps, "epoch": position.epoch}
-        self._latest = {**head, **values}
+        # A graph's next run may write over a loss, or take its memory away, before it is read.
+        copies = {n: v.clone() if torch.is_tensor(v) else v for n, v in values.items()}
+        self._latest = {**head, **copies}
         if time.monotonic() >= self._due:
             self._begin_line()
         if self._line is not None and self._line.is_over():

@@ -63,7 +63,7 @@ shards: dict[str, Any] = {"units": [net[0]], "offload": args.offload}
 model = now.fully_shard(net, **shards) if args.sharded else now.wrap(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-average = now.ema(model) if args.average else None
+average = now.ema(model).to(now.device) if args.average else None
 batches = now.loader(
     TensorDataset(torch.randn(512, 8), torch.randint(2, (512,))), 4, accumulate=args.accumulate
 )

@@ -11,16 +11,18 @@ from hpc_ddp.training import start
 
 
 class Center:
-    """A running mean, as of DINO's outputs."""
+    """A running mean, as of DINO's outputs, and a conjugate that is not computed yet."""
 
     def __init__(self, device: torch.device) -> None:
         self.mean = torch.zeros(4, device=device)
+        self.phase = torch.tensor([1 + 2j]).to(device)
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
-        return {"means": [self.mean]}
+        return {"means": [self.mean], "conjugates": [self.phase.conj()]}
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
-        (self.mean,) = state["means"]
+        (self.mean,), (conjugate,) = state["means"], state["conjugates"]
+        self.phase = conjugate.conj()
 
 
 class Drawn(Dataset[torch.Tensor]):
@@ -50,5 +52,8 @@ for _ in run.epochs(int(sys.argv[1])):
         average.update_parameters(model)
         run.step()
 rate = optimizer.param_groups[0]["lr"]
-print("KEPT", center.mean.device.type, rate.device.type, center.mean.sum().item(), flush=True)
+phase = center.phase.cpu().resolve_conj().item()
+print(
+    "KEPT", center.mean.device.type, rate.device.type, center.mean.sum().item(), phase, flush=True
+)
 run.finish()

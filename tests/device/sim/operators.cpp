@@ -265,6 +265,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   lock.unlock();  // the CPU's kernel may start threads
   at::AutoDispatchBelowADInplaceOrView below;
   const auto numbers = is_later && to_host ? at::empty_strided(to.sizes(), to.strides(), target.options()) : target;
+  if (is_later && to_host) {  // torch conjugates and negates on the host, where nothing is yet
+    source._set_conj(to.is_conj());
+    source._set_neg(to.is_neg());
+  }
   numbers.copy_(source);
   if (is_later)
     start_copy(host, to_host ? numbers : source, to_host, lane, when);
@@ -363,5 +367,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name : {"convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
+
+// They see the views of a copy as they are; torch's fallback would copy them first, for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace sim

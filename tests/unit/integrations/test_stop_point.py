@@ -6,20 +6,25 @@ import atexit
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hpc_ddp.core.checkpoints import published
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.integrations import StopPoint, stop_point
 from hpc_ddp.integrations.stop_point import check_step
+from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import library
 from hpc_ddp.training.process import member
 from hpc_ddp.training.stops.signals import NOTICE
 from tests.raw_events import raw_events
 from unit.training.checkpoint.fakes import claim_run
+from unit.training.fakes import give_gpus
 
 
 class QuietNotices:
@@ -95,6 +100,21 @@ def test_position_and_facts_come_back_as_they_were(
     assert (later.facts, later._own_facts) == ({"batches": 2}, {"batches": -2})
     (line,) = named(run, "metrics")
     assert (line["step"], line["total_steps"], line["loss"]) == (3, 3, 0.5)
+
+
+def test_the_device_is_that_of_the_scripts_group(
+    run: RunFolder, exits: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current one of a script that has not set it is the first, which no other rank needs."""
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    places: list[torch.device] = []
+    monkeypatch.setattr(devices, "is_used", lambda device: True)
+    monkeypatch.setattr(devices, "mark", places.append)
+    give_gpus(monkeypatch, 4)
+    stop = make()
+    stop.step()
+    assert places == [torch.device("cuda", 3)]
 
 
 def test_a_notice_stops_once_it_is_saved(run: RunFolder, exits: list[Any]) -> None:

@@ -202,6 +202,8 @@ def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tens
 def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
     """Begin to copy a tensor into its memory, which has as many numbers, in the current stream of
     its device."""
+    # torch takes an asynchronous copy's conjugate on the host, perhaps before the copy is there.
+    numbers = numbers.resolve_conj().resolve_neg()
     if len(segments) == 1:
         segments[0].view(numbers.shape).copy_(numbers, non_blocking=True)
         return

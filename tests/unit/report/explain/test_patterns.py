@@ -162,6 +162,11 @@ def test_slurms_reasons_have_plain_words(written: Written, reason: str, words: s
             "bad environment",
             "more workers on the node than GPUs",
         ),
+        (
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 98000",
+            "bad environment",
+            "two ranks had one GPU",
+        ),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "gpu failed", "GPU"),
         (
             "hpc_ddp.core.errors.HpcDdpError: the weights have NaN or infinity in them; it came at",

@@ -42,6 +42,20 @@ def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
     assert weight.grad.to_local().tolist() == pytest.approx([0.75] * 4)
 
 
+def test_gradients_are_scaled_in_one_call_for_each_type(two_ranks: None) -> None:
+    """A kernel for each would keep the host busy."""
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(9)]
+    weights.append(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 3.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dtensor.clip_(weights, 1.5, ParallelDims(0, 2, pp=2), CPU)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("aten::_foreach_mul_") == 2
+    sizes = [weight.grad.square().sum().item() for weight in weights if weight.grad is not None]
+    assert sum(sizes) == pytest.approx(1.5**2, rel=0.01)
+
+
 def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The change lasts for the step only: a checkpoint may be resumed where all are of one kind."""
     first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))

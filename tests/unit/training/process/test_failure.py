@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,16 @@ def test_a_forked_process_records_no_failure(
     hook(type(error), error, None)  # and the process goes on
     assert "ConnectionResetError: by peer" in capsys.readouterr().err
     assert not (tmp_path / "rank-0.jsonl").exists()
+
+
+def test_an_error_before_the_run_is_open_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of a connection between ranks: torch's hook is around ours as soon as there is a group,
+    and shows what is printed once ours has returned."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    FailureHook(DistEnv(), "n1")(ValueError, ValueError("too early"), None)
+    assert codes == [1]
+    assert "ValueError: too early" in capfd.readouterr().err

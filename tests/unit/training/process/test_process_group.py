@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import os
-import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -171,23 +170,44 @@ def test_a_group_of_workers_with_several_devices_is_bound_to_none(
     monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append(values))
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "")
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
+    monkeypatch.setattr(devices, "name", lambda device: "NVIDIA H200")
+    for variable in ("TORCH_DIST_USE_NCCL2", "NCCL_HOSTID"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
     meet_in(monkeypatch, HashStore())
     gpus = [torch.device("cuda", index) for index in range(count)]
     process_group.join(DistEnv(1, 1, 2, 2, launched=True), gpus, None)
     assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
     # The newer NCCL backend binds itself: torch's own choice by that variable is the other one.
     assert os.environ.get("TORCH_DIST_USE_NCCL2") == (None if count == 1 else "0")
+    assert "NCCL_HOSTID" not in os.environ
 
 
-def test_the_default_group_has_its_ranks_and_errors_are_printed() -> None:
-    """Else a mesh that splits a process's second group ends by SIGSEGV, up to torch 2.13; and an
-    error before the run's folder is open ends the process without a word."""
-    hook = sys.excepthook
+def test_slices_of_a_gpu_are_told_apart_before_the_group_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL refuses two ranks of one host on a GPU, as which it takes its slices."""
+    hosts: list[str | None] = []
+    monkeypatch.setattr(devices, "name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: hosts.append(os.environ.get("NCCL_HOSTID"))
+    )
+    monkeypatch.setattr(dist, "new_group", lambda **values: values)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    monkeypatch.delenv("NCCL_HOSTID")
+    meet_in(monkeypatch, HashStore())
+    for name in ("rank-1", "of the user"):
+        process_group.join(DistEnv(1, 0, 2, 2, launched=True), [CUDA], None)
+        assert hosts.pop() == name
+        monkeypatch.setenv("NCCL_HOSTID", "of the user")
+
+
+def test_the_default_groups_backend_has_its_ranks() -> None:
+    """Else a mesh that splits a process's second group ends by SIGSEGV, up to torch 2.13."""
     process_group.join(DistEnv(), [torch.device("cpu")], None)
     try:
-        assert sys.excepthook is hook
         backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
         assert backend.options.global_ranks_in_group == [0]
     finally:
@@ -353,3 +373,10 @@ def test_the_group_of_a_library_is_left_standing(monkeypatch: pytest.MonkeyPatch
     control: Any = SimpleNamespace(barrier=lambda: calls.append("all are here"))
     leave(control, torch.device("cpu"), then_exit=True, destroys=False)
     assert calls == ["all are here"]
+
+
+def test_a_backend_may_lack_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch 2.9 each but Gloo and NCCL does: MPI, and those of other vendors."""
+    world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    process_group._name_ranks(torch.device("cpu"), 2)

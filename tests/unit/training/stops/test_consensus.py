@@ -72,6 +72,14 @@ def test_saves_are_due_by_steps_and_by_time() -> None:
     assert not make_consensus(Notices(None), every=1000.0).decide_now().save
 
 
+def test_a_device_that_the_process_does_not_use_stays_closed() -> None:
+    """As one that is there, where a library trains on the CPU: it may take one process alone."""
+    schedule: Any = make_schedule(Saves())
+    alone: Any = Alone()
+    pace = StopConsensus(alone, Notices(None), schedule, device=torch.device("cuda"))
+    assert [pace.decide_now().reason for _ in range(2)] == [NONE, NONE]
+
+
 @pytest.mark.parametrize("step_s", [0.002, 0.05, 1.5])
 def test_the_end_is_met_where_the_device_is_behind_the_host(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, step_s: float
@@ -90,6 +98,7 @@ def test_the_end_is_met_where_the_device_is_behind_the_host(
             clock.now = max(clock.now, self._over_at)
 
     monkeypatch.setattr(devices, "mark", Mark)
+    monkeypatch.setattr(devices, "is_used", lambda device: True)
     saves, notices, end = Saves(), Notices(None), clock.time() + 100
     saves.slowest_save_s, notices.end_time = 1.0, end
     schedule: Any = make_schedule(saves)

@@ -35,6 +35,17 @@ def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
     assert "total_steps" not in events[-1]
 
 
+def test_the_last_line_has_the_values_of_its_step(tmp_path: Path) -> None:
+    """A graph's next run, as an evaluation's, writes over the loss, or takes its memory away."""
+    lines = list[dict[str, Any]]()
+    metrics = Metrics(Journal(tmp_path, "rank-0"), 1, ["a"], listeners=[lines.append])
+    loss = torch.tensor(2.0)
+    metrics.add(Position(step=1), 1, {"loss": loss})
+    loss.zero_()
+    metrics.flush()
+    assert [line["loss"] for line in lines] == [2.0]
+
+
 def test_a_loss_of_minus_zero_is_zero(tmp_path: Path) -> None:
     journal, shown = Journal(tmp_path, "rank-0"), list[dict[str, Any]]()
     metrics = Metrics(journal, 1, ["a"], listeners=[shown.append])
