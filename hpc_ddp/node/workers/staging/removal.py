@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hpc_ddp.core.attempt_env import OPENED_FILES, AttemptEnv
 
-PARCEL = "stage"  # a folder of the run
 # A user's BASH_ENV, and functions that a profile exports, are not read.
 STAGE_SH = ("bash", "-p", str(Path(__file__).with_name("stage.sh")))
 LOCK = 9  # the descriptor by which a task of `STAGE_SH` has locked the run's folder on its node
