@@ -357,9 +357,8 @@ class Checkpoints(Restorer):
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
     def _remove_parcel(self) -> bool:
-        """On rank 0: remove the parcel of ``--stage``, which would be made anew, and return True;
-        False without one, and in a superseded attempt. Raise OSError if the disk does not answer.
-        """
+        """On rank 0: remove the parcel of ``--stage``, and return True; False without one, and in a
+        superseded attempt. Raise OSError if the disk does not answer."""
         if not self._run.parcel.exists() or not self._run.is_newest(self._attempt):
             return False
         shutil.rmtree(self._run.parcel, ignore_errors=True)

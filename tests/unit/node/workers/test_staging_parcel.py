@@ -8,7 +8,6 @@ import errno
 import fcntl
 import os
 import shutil
-import shutil
 import signal
 import subprocess
 import sys
