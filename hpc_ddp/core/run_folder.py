@@ -151,10 +151,20 @@ class RunFolder:
         return self.path / "cancelled"
 
     @property
+    def parcel(self) -> Path:
+        """The folder of files that ``--stage`` starts from, which an array's tasks share."""
+        return self.whole / "stage"
+
+    @property
     def unstaged(self) -> Path:
-        """The file that exists once an attempt has ended from the copy of ``--stage``, with that
-        reason: no later one of the run, or of this task alone, starts from a copy."""
+        """The file that exists once a copy of ``--stage`` is in doubt, or its parcel in the way,
+        with that reason: no later attempt of the run, or of this task alone, starts from a copy or
+        packs one."""
         return self.path / "unstaged"
+
+    def unstage(self, why: str) -> None:
+        """Write the file `unstaged`, with a reason; raise OSError where the disk refuses."""
+        self.unstaged.write_text(f"{why} (to allow it again: rm {self.unstaged})")
 
     @property
     def early_links(self) -> Path:

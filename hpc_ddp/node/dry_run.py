@@ -139,7 +139,7 @@ class DryRun:
     def _bring(self, environ: dict[str, str]) -> str:
         """Unpack the parcel of ``--stage`` until a notice; return HPC_DDP_BROUGHT, as ``stage.sh``
         has it."""
-        label = self.run.whole / removal.PARCEL / "label"
+        label = self.run.parcel / "label"
         if self.run.unstaged.exists() or not label.exists():
             return ""
         with suppress(OSError, IndexError):  # without ``timeout``, or of a damaged label

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -38,9 +39,10 @@ from hpc_ddp.node.outcome.verdict import (
     silent_nodes,
     too_many_silent,
 )
-from hpc_ddp.node.workers.staging.removal import PARCEL
 from hpc_ddp.slurm_text import Job
 
+# In an error of the script's, or of a checkpoint: errno ENOSPC and EDQUOT.
+NO_ROOM = re.compile(r"\[Errno (28|122)\]|No space left on device|Disk quota exceeded")
 APART = (
     "WARNING: no process group was formed: unless the script joins its {count} workers by other"
     " means, each of them has trained alone"
@@ -145,26 +147,29 @@ def judge(
 def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: set[str]) -> Verdict:
     """Return the verdict `decided` of a run with ``--stage``, or once that the run goes on without
     the copy of the environment, which may be at fault where an attempt that has `staged` Python
-    (`AttemptFolder.staged`) ends the run, or was short of the memory that the copy has taken. The
-    limits of the budget and of requeues hold. A finished run's parcel is removed."""
-    parcel = run.path / PARCEL  # that of an array is not here, and stays
-    if decided.cause == Cause.FINISHED:
-        shutil.rmtree(parcel, ignore_errors=True)
+    (`AttemptFolder.staged`) ends the run, or was short of the memory that the copy has taken; also
+    where the disk is full that the parcel lies on. The limits of the budget and of requeues hold. A
+    finished run's parcel is removed; an array's stays for its other tasks, unless the disk is full.
+    """
+    if decided.cause == Cause.FINISHED and not run.is_task:
+        shutil.rmtree(run.parcel, ignore_errors=True)
     requeues = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
     most = facts.most_requeues if facts.spec.max_requeues is None else facts.spec.max_requeues
     is_over = over_budget(facts.spec, facts.gpu_hours) or requeues >= min(most, facts.most_requeues)
-    is_killed = facts.failure is not None and facts.failure.error == oom.KILLED
-    is_doubtful = (decided.action == Action.GIVE_UP and not is_over) or (
-        is_killed and "staged-memory" in staged and decided.action != Action.NONE
-    )
-    if not staged or not is_doubtful or run.unstaged.exists():
+    error = facts.failure.error if facts.failure else ""
+    is_full = bool(NO_ROOM.search(error)) and run.parcel.exists()
+    is_killed = error == oom.KILLED and "staged-memory" in staged
+    is_doubtful = bool(staged) and decided.action == Action.GIVE_UP and not is_over
+    is_in_the_way = (is_full or is_killed) and decided.action != Action.NONE
+    if not (is_doubtful or is_in_the_way) or run.unstaged.exists():
         return decided
+    if is_full or not run.is_task:
+        shutil.rmtree(run.parcel, ignore_errors=True)
     try:
-        text = "an attempt has ended from the copy of --stage"
-        run.unstaged.write_text(f"{text} (to allow it again: rm {run.unstaged})")
+        text = "the disk was full" if is_full else "an attempt has ended from the copy of --stage"
+        run.unstage(text)
     except OSError:  # then this might come again without end
         return decided
-    shutil.rmtree(parcel, ignore_errors=True)
     why = f"{decided.why}; next it starts without the copy of --stage"
     return decided if is_over else Verdict(decided.cause, Action.REQUEUE, why)
 

@@ -9,13 +9,22 @@ from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 
 MARK = "a secret's value is not written: export {0} in your shell; as --env {0}"
 _PLAIN = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~-]"
+_NAME = rf"(?i:(?:{SECRET_NAME})(?:ORD|D|S)?)"  # to its end
+# What services put before their tokens, and the address of a webhook, which is one.
+_TOKEN = (
+    r"\b(?:hf_|gh[oprsu]_|github_pat_|glpat-|npm_|sk-|xox[abprs]-)[\w-]{16,}|\bAKIA\w{16}"
+    r"|\bhooks\.slack\.com/\w+/\w|\bdiscord(?:app)?\.com/api/webhooks/\w"
+)
+_SCHEME = r"(?i:bearer|basic)\s+"  # of a header Authorization
 _FORM = re.compile(
-    rf"\b(?:hf_|ghp_|sk-)[A-Za-z0-9]{{16,}}|AKIA\w{{16}}|wandb\s+login\s+(?:--\w+ )*\w{{16,}}"
-    rf"|{URL_WITH_PASSWORD}|(?P<name>\b\w*(?i:{SECRET_NAME})=|-[\w-]*(?i:{SECRET_NAME})(?:=|\s+))"
-    rf"[\"']?(?!{_PLAIN})(?P<content>[^\s\"']{{4,}})"
+    rf"{_TOKEN}|wandb\s+login\s+(?:--\w+ )*\w{{16,}}|{URL_WITH_PASSWORD}"
+    # As in a command, a header, YAML, JSON, and ~/.netrc.
+    rf"|(?P<name>\b\w*{_NAME}(?:=|[\"']?:\s*)|-[\w-]*{_NAME}(?:=|\s+)"
+    rf"|\blogin\s+\S+\s+password\s+)[\"']?(?:{_SCHEME})?(?!{_PLAIN}|{_SCHEME})"
+    r"(?P<content>[^\s\"']{4,})"
 )
 # A key without more in its name may be one of a table: then its value is a word.
-_OF_A_TABLE = re.compile(r"(?i:(?!.*(?:api|access|private)).*key)[=\s]*")
+_OF_A_TABLE = re.compile(r"(?i:(?!.*(?:api|access|private)).*key)[=:\s\"']*")
 
 
 def looks_secret(text: str) -> bool:
@@ -49,7 +58,7 @@ def take_out(result: Conversion) -> None:
     for position, (text, line) in enumerate(result.lists.get("args", [])):
         option, _, inline = text.partition("=")
         option, content = (option, inline) if inline else (before, text)
-        is_named = option.startswith("-") and re.search(rf"(?:{SECRET_NAME})$", option, re.I)
+        is_named = option.startswith("-") and re.search(rf"{_NAME}$", option)
         if is_secret(option if is_named else "", content):
             name = re.sub(r"\W", "_", option.lstrip("-")).upper() if is_named else "SECRET"
             hidden = f"{option}=${name}" if inline else f"${name}"

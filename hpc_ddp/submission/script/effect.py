@@ -113,7 +113,7 @@ def _line_warnings(lines: Iterable[str], launcher: str) -> list[str]:
                 f"setup sets {', '.join(ours)}, and a worker has hpc-ddp's; --worker-setup for"
                 " lines in each worker"
             )
-        if re.match(r"\s*trap\s.*\b(SIG)?(TERM|USR2|EXIT|0)\b", line):
+        if re.match(r"\s*trap\s.*\b(SIG)?(TERM|USR2)\b", line):
             warnings.append(f"the trap {line!r} is replaced by hpc-ddp's; --teardown LINE is run")
     return warnings
 

@@ -7,6 +7,7 @@ over a process group of its own, and publishes. The next save waits for it.
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -252,7 +253,7 @@ class Checkpoints(Restorer):
 
     def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> Plan:
         """On rank 0: make the draft's folder, and return where the ranks write into it; with too
-        little room, let old checkpoints give way.
+        little room, let the parcel of ``--stage`` give way, and then old checkpoints.
 
         Raise OSError if it can't be made, or there is no room for all files even then.
         """
@@ -262,11 +263,13 @@ class Checkpoints(Restorer):
         count = len(files) + sum(len(claim.layouts) > 1 for claim in claims) + 2
         draft.parent.mkdir(exist_ok=True)  # a run that was moved away is not made anew
         draft.mkdir(exist_ok=True)
-        try:
-            disk.check_space(draft, size, count)
-        except OSError:
-            self._make_room(content)
-            disk.check_space(draft, size, count)
+        for give_way in (self._remove_parcel, partial(self._make_room, content)):
+            try:
+                disk.check_space(draft, size, count)
+                return plan
+            except OSError:
+                give_way()
+        disk.check_space(draft, size, count)
         return plan
 
     def _write(self, draft: Path, plan: Plan, payload: Any, content: Content) -> Any:
@@ -326,7 +329,8 @@ class Checkpoints(Restorer):
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
             with suppress(OSError):
-                self._make_room(content)
+                if not self._remove_parcel():
+                    self._make_room(content)
         return self._fail(f"rank {rank}: {failure.text}")
 
     def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:
@@ -351,6 +355,17 @@ class Checkpoints(Restorer):
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
+
+    def _remove_parcel(self) -> bool:
+        """On rank 0: remove the parcel of ``--stage``, and return True; False without one, and in a
+        superseded attempt. Raise OSError if the disk does not answer."""
+        if not self._run.parcel.exists() or not self._run.is_newest(self._attempt):
+            return False
+        shutil.rmtree(self._run.parcel, ignore_errors=True)
+        with suppress(OSError):  # it is written once there is room
+            self._run.unstage("its disk had no room for a checkpoint")
+        say(f"no room for a checkpoint: {self._run.parcel} of --stage is removed")
+        return True
 
     def _make_room(self, content: Content) -> None:
         """On rank 0: remove all but the newest `schedule.LEAST` checkpoints, the best and those of

@@ -24,9 +24,10 @@ from hpc_ddp.core.attempt_env import FIRST_STEP, NEAR, OPENED_FILES
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.console.units import byte_count
 from hpc_ddp.core.file_io import make_private, read_json, write_json, write_whole
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import node_index
 from hpc_ddp.node.workers.staging.mirror import Mirror, mirror_of
-from hpc_ddp.node.workers.staging.removal import PARCEL, call
+from hpc_ddp.node.workers.staging.removal import call
 from hpc_ddp.node.workers.worker import COMPILE_CACHE, die_with_parent
 
 POLL_S = 0.5
@@ -247,11 +248,12 @@ def processor() -> str:
     return done.stdout.split()[0]
 
 
-def keep(keeper: Keeper) -> None:
-    """Pack after the first step and from then on; return after an error, which one line tells."""
+def keep(keeper: Keeper, unstaged: Path) -> None:
+    """Pack after the first step and from then on; return after an error, which one line tells, and
+    once the run is `unstaged`."""
     keeper.wait_for_first_step()
     pause_s = SOON_S
-    while True:
+    while not unstaged.exists():
         try:
             keeper.pack(checks_files=pause_s == SOON_S)
         except Exception as error:  # the job goes on, and a full disk is not filled again
@@ -270,9 +272,10 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that its draft is removed
     if os.getppid() != int(argv[0]):  # it has ended already
         return 0
-    record, run = Path(os.environ[OPENED_FILES]), Path(__file__).resolve().parents[5]
+    record, lib = Path(os.environ[OPENED_FILES]), Path(__file__).resolve().parents[4]
     call("clean")
     with suppress(OSError, KeyError, ValueError):  # a host that is none of the job's nodes
         if node_index(os.environ) == 0:
-            keep(Keeper(run / PARCEL, record))
+            unstaged = RunFolder(Path(os.environ["HPC_DDP_RUN"])).unstaged
+            keep(Keeper(RunFolder(lib.parent).parcel, record), unstaged)
     return 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from hpc_ddp.core.attempt_env import OPENED_FILES, AttemptEnv
 
-PARCEL = "stage"  # a folder of the run
 # A user's BASH_ENV, and functions that a profile exports, are not read.
 STAGE_SH = ("bash", "-p", str(Path(__file__).with_name("stage.sh")))
 LOCK = 9  # the descriptor by which a task of `STAGE_SH` has locked the run's folder on its node
@@ -32,10 +32,12 @@ def leave_tree(is_hurried: bool) -> None:
 
 
 def _end_child(pid: int) -> None:
+    """Kill a child and wait for its end, up to `REMOVE_S`: one that waits for a disk lives on."""
+    give_up = time.monotonic() + REMOVE_S
     with suppress(ChildProcessError):  # it has ended, and the shell before this Python knew
-        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < give_up:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            time.sleep(0.01)
 
 
 def call(action: str) -> None:

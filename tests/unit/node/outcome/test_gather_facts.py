@@ -118,6 +118,25 @@ def test_a_copy_in_memory_goes_where_memory_is_short(run: RunFolder, kind: str) 
     assert (action, is_unstaged) == (Action.REQUEUE, kind == "memory")
 
 
+FULL = "rank 0: [Errno 28] No space left for 360.0 MB: 349.3 MB are free"
+
+
+@pytest.mark.parametrize("is_task", [False, True])
+@pytest.mark.parametrize("max_failures", [0, 3])
+def test_a_parcel_gives_way_where_the_disk_is_full(
+    run: RunFolder, max_failures: int, is_task: bool
+) -> None:
+    """Also one that no attempt has started from yet, which would cost the run its end."""
+    run.parcel.mkdir()
+    part = run.task(0).make() if is_task else run
+    spec = JobSpec("t.py", max_failures=max_failures)
+    changes = {"events": LATE["events"], "spec": spec, "records": failed_records(error=FULL)}
+    action, _, is_unstaged = _judge_stage(part, set(), **changes)
+    assert (action, is_unstaged, run.parcel.exists()) == (Action.REQUEUE, True, False)
+    action, _, _ = _judge_stage(part, set(), **changes)
+    assert action == (Action.REQUEUE if max_failures else Action.GIVE_UP)
+
+
 def test_a_task_marks_itself_and_leaves_the_parcel(run: RunFolder) -> None:
     task, sister = run.task(0).make(), run.task(1)
     (run.path / "stage").mkdir()

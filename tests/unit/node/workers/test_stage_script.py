@@ -329,3 +329,17 @@ def test_rank_0_of_an_mpi_speaks(packed: Stage) -> None:
     """What starts its tasks on other nodes is the first task of a step of Slurm's."""
     environ = {"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1"}
     assert packed.call("run", packed.python, "-c", "", **environ).stderr == ""
+
+
+def test_a_keeper_that_waits_for_a_disk_holds_no_supervisor_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A write to a slow disk may end no earlier, whatever signal comes."""
+    child = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(removal, "REMOVE_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", lambda pid, number: None)
+        removal._end_child(child.pid)
+    assert child.poll() is None
+    removal._end_child(child.pid)
+    assert child.wait(timeout=10) == 0  # another one has reaped it

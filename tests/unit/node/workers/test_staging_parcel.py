@@ -144,7 +144,8 @@ def _start_keeper(stage: Stage) -> subprocess.Popen[bytes]:
     os.mkfifo(pipe)
     tool.write_text(f"#!/bin/sh\necho >{pipe}\nexec sleep 60\n")
     tool.chmod(0o700)
-    env = {**os.environ, "HPC_DDP_OPENED_FILES": str(stage.parcel.record)}
+    env = {**os.environ, "HPC_DDP_RUN": str(stage.run)}
+    env["HPC_DDP_OPENED_FILES"] = str(stage.parcel.record)
     env["PATH"] = f"{tool.parent}:{env['PATH']}"
     process = subprocess.Popen(
         [sys.executable, "-c", KEEP, stage.script.with_name("keeper.py")], env=env
@@ -196,10 +197,26 @@ def test_a_keeper_gives_up_where_the_disk_is_full(
 
     monkeypatch.setattr(Mirror, "pack", fill)
     monkeypatch.setattr("time.sleep", fail)
-    keeper.keep(stage.parcel)
+    keeper.keep(stage.parcel, stage.run / "unstaged")
     (line,) = capfd.readouterr().err.splitlines()
     assert "quota" in line
     assert not _drafts(stage)
+
+
+def test_a_keeper_packs_no_more_once_its_parcel_was_in_the_way(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.note()
+    with open(stage.parcel.record, "a") as record:
+        record.write(f"{FIRST_STEP}\n")
+
+    def make_room(seconds: float) -> None:
+        shutil.rmtree(stage.parcel.parcel)
+        (stage.run / "unstaged").touch()
+
+    monkeypatch.setattr("time.sleep", make_room)
+    keeper.keep(stage.parcel, stage.run / "unstaged")
+    assert not stage.parcel.parcel.exists()
 
 
 def test_a_keeper_ends_in_silence_with_its_attempt(
@@ -208,7 +225,7 @@ def test_a_keeper_ends_in_silence_with_its_attempt(
     monkeypatch.setattr(Mirror, "pack", lambda mirror, draft: os.listdir(stage.top / "gone"))
     parcel = Keeper(stage.parcel.parcel, stage.top / "gone" / "record")
     parcel.lines.add(FIRST_STEP)
-    keeper.keep(parcel)
+    keeper.keep(parcel, stage.run / "unstaged")
     assert capfd.readouterr().err == ""
 
 

@@ -187,13 +187,14 @@ def test_secrets_are_never_written() -> None:
     conversion = converted("secrets")
     text = to_toml(conversion, "secrets.sbatch")
     script = (SAMPLES / "secrets.sbatch").read_text()
-    for secret in ("0123456789", "hf_abc", "secretword", "sk-abc"):
+    for secret in ("0123456789", "hf_abc", "secretword", "sk-abc", "passw0rd"):
         assert secret not in text + "\n".join(table(conversion, script))
     assert conversion.settings()["env-names"] == [
         "WANDB_API_KEY",
         "HF_TOKEN",
         "DATABASE",
         "API_KEY",
+        "DB_PASSWORD",
     ]
     assert "--tokenizer" in conversion.settings()["args"]
     assert {conversion.group(line)[0] for line in (3, 4, 5, 6, 7)} == {LOST}

@@ -224,9 +224,35 @@ def test_options_of_the_shell_are_set_up_lines(options: str, lines: list[str]) -
         ("a.py --api-key abcdefgh", True),
         ("a.py --key 0123456789abcdef", True),
         ("A_KEY=secretsecretsecretsecret", True),
+        ("echo 'sorted by key: name'", False),
+        ('echo \'{"key": "json"}\' > a.json', False),
     ],
 )
 def test_a_key_of_a_table_is_no_secret(text: str, is_one: bool) -> None:
     assert looks_secret(text) is is_one
     assert is_secret("--api-key", "json")
     assert not is_secret("--data-key", "json")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ('curl -H "Authorization: Bearer abcdef012345" https://x', True),
+        ("curl -H 'authorization: basic bWU6c2VjcmV0'", True),
+        ('curl -H "Authorization: Bearer $TOKEN" https://x', False),
+        ("mysql --password=abcdef012345 db", True),
+        ("mysql --password abcdef012345 db", True),
+        ("PGPASSWORD=abcdef012345 psql db", True),
+        ("echo a basic training-run has begun", False),
+        ('echo "machine a.org login me password abcdef012345" > ~/.netrc', True),
+        ("cat > a.yaml <<EOF\napi_key: abcdef012345\nEOF", True),
+        ('cat > a.yaml <<EOF\npassword: "${PASSWORD}"\nEOF', False),
+        ('echo \'{"password": "abcdef012345"}\' > a.json', True),
+        ("git clone https://x/y github_pat_11AAAAAAA0abcdefghij", True),
+        ("glab auth --with glpat-abcdefgh0123456789", True),
+        ("curl -d hi https://hooks.slack.com/services/T0/B0/abc", True),
+        ("curl -d hi https://discord.com/api/webhooks/1/abc", True),
+    ],
+)
+def test_a_secret_is_known_in_headers_and_in_files(text: str, is_one: bool) -> None:
+    assert looks_secret(text) is is_one

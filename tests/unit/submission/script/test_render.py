@@ -381,7 +381,7 @@ def _play_stage(
     for name in ("bash", "date", "timeout"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
     (lib / "node.py").write_text(NODE_SIDE.replace("=8", "=8; HPC_DDP_END_TIME=1"))
-    lines = ("export BATCH=$$ SLURM_NNODES=1",)
+    lines = ("export BATCH=$$ SLURM_NNODES=1", "trap 'echo own exit' EXIT")
     done = stage(stage=True, setup=lines)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr, (tmp_path / "calls").read_text()
@@ -409,6 +409,7 @@ def test_the_parcel_is_brought_within_a_time(
     assert f"brought: {is_brought}" in output
     assert text in output
     assert calls == "bring\nremove\n"  # the last at the exit
+    assert output.count("own exit\n") == 1
     assert (tmp_path / "run" / "unstaged").exists() == ("no copy" in text)
 
 

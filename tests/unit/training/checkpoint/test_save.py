@@ -211,12 +211,14 @@ def test_the_peers_get_an_answer_where_no_room_can_be_made(
 
 @pytest.fixture
 def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Have a disk of 15,000 bytes, on which a checkpoint takes 2,000; return what is asked for."""
+    """Have a disk of 15,000 bytes, on which a checkpoint takes 2,000, as does a parcel; return what
+    is asked for."""
     requests: list[tuple[int, int]] = []
 
     def check(draft: Path, size: int, files: int) -> None:
         requests.append((size, files))
-        if size + 2000 * len(checkpoints.published(draft.parent)) > 15000:
+        taken = [*checkpoints.published(draft.parent), *draft.parent.parent.glob("stage")]
+        if size + 2000 * len(taken) > 15000:
             raise OSError(errno.ENOSPC, f"No space left for {size} bytes")
 
     monkeypatch.setattr(disk, "check_space", check)
@@ -238,6 +240,24 @@ def test_old_checkpoints_are_removed_before_the_disk_is_full(
     assert save_steps(saver, 6) == [False]
     assert "No space left for" in events_named(run, "save_failed")[0]["error"]
     assert checkpoint_names(run) == ["step-1", "step-3", "step-4", "step-5"]
+
+
+@pytest.mark.parametrize("is_seen_before", [True, False])
+def test_a_parcel_gives_way_before_checkpoints_do(
+    run: RunFolder, make: Make, space: list[tuple[int, int]], is_seen_before: bool
+) -> None:
+    """Whether the size of the disk or a rank's write shows that it is full."""
+    background = LoneRank()
+    saver = make(Retention(9), background)
+    save_steps(saver, 1, 2, 3)
+    run.parcel.mkdir()
+    (run.parcel / "environment-1").touch()
+    background.peers = [NOTHING if is_seen_before else Failure(errno.EDQUOT, "Quota exceeded")]
+    background.claims = [Claim(tensors=1000 if is_seen_before else 0)]
+    assert save_steps(saver, 4) == [is_seen_before]
+    assert not run.parcel.exists()
+    assert "no room for a checkpoint" in run.unstaged.read_text()
+    assert checkpoint_names(run)[:3] == ["step-1", "step-2", "step-3"]  # as `Retention` has it
 
 
 def test_space_is_checked_once_for_the_bytes_of_all_ranks(
