@@ -226,7 +226,7 @@ note_files() {
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}/triton}
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$folder/compile}
     (flock -n 6 && exec nice -n 19 "$program" -E -s "$1" workers.staging.keeper $$) \
-        6>>"$folder/keeper-$HPC_DDP_NODE_INDEX" 9<&- &
+        6>>"$folder/keeper-${HPC_DDP_NODE_INDEX:-$SLURM_NODEID}-$(uname -n)" 9<&- & # on a shared disk too
     export HPC_DDP_KEEPER=$! # a child of the supervisor, which ends it
 }
 

@@ -266,6 +266,15 @@ def test_the_folder_of_compile_caches_is_the_users_alone(packed: Stage) -> None:
         assert path.stat().st_mode & 0o777 == 0o700
 
 
+def test_nodes_with_one_folder_on_a_shared_disk_have_a_keeper_each(packed: Stage) -> None:
+    """The first node's packs the parcel, and the others' end at once."""
+    node = packed.run / "lib" / "node.py"
+    node.write_text("")
+    for index in ("0", "1"):
+        packed.call("run", packed.python, node, "", "x", "supervisor", SLURM_NODEID=index)
+    assert len([*packed.folder.glob("keeper-*")]) == 2
+
+
 def test_an_unstaged_run_notes_nothing(stage: Stage) -> None:
     (stage.run / "unstaged").write_text("so it is")
     (stage.run / "lib" / "node.py").write_text(
