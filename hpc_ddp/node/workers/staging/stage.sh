@@ -34,13 +34,13 @@ find_top() {
     local owner mode size
     top=$1/hpc-ddp-near-$EUID
     [[ $top =~ $plain && -d $1 ]] || return
-    read -r free size disk < <(stat -f -c '%a %S %T' "$1")
+    read -r free size disk < <(stat -f -c '%a %S %T' "$1" 2>/dev/null)
     ((free *= size))
     case $disk in
         ext2/ext3 | xfs | btrfs | zfs | f2fs | tmpfs | ramfs | overlayfs) ;;
         *) return 1 ;; # of a file server, or not known
     esac
-    read -r owner mode < <(stat -Lc '%u %a' "$1")
+    read -r owner mode < <(stat -Lc '%u %a' "$1" 2>/dev/null)
     (((owner == 0 || owner == EUID) && (!(0$mode & 022) || 0$mode & 01000))) || return
     [ -z "$2" ] || mkdir -m 700 "$top" 2>/dev/null
     [[ $(stat -c '%u %f' "$top" 2>/dev/null) == "$EUID 4"?c0 ]] # a folder of mode 0700
@@ -277,7 +277,7 @@ remove() {
         find_top "$place" || continue
         while read -r path; do
             remove_folder "$path"
-        done < <(find "$top" -mindepth 1 -maxdepth 1 -name "$@")
+        done < <(find "$top" -mindepth 1 -maxdepth 1 -name "$@" 2>/dev/null) # another may have removed it
         rmdir "$top" 2>/dev/null
     done
 }
