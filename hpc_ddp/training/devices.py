@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from hpc_ddp.core import accelerators
-from hpc_ddp.core.accelerators import SHOW_DEVICES
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.process.environment import DistEnv
 
@@ -69,6 +68,11 @@ def _hiding(vendor: str) -> str:
     """Return the shell's assignments that hide a vendor's accelerators."""
     hidden = accelerators.VENDORS[vendor].hidden
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in hidden.items())
+
+
+def shares_devices() -> bool:
+    """Return whether a developer lets the workers of a dry run share accelerators."""
+    return os.environ.get(accelerators.SHOW_DEVICES) == "shared"
 
 
 def count() -> int:
@@ -162,14 +166,14 @@ def is_used(device: torch.device) -> bool:
     return bool(tell()) if tell else True
 
 
-def tell_slices_apart(device: torch.device, rank: int) -> None:
-    """Have NCCL take a rank whose device is a slice of a GPU (MIG) for one on a host of its own,
-    unless the user has named hosts; call it before the group is made.
+def tell_sharers_apart(device: torch.device, rank: int) -> None:
+    """Have NCCL take a rank that shares its GPU for one on a host of its own, unless the user has
+    named hosts; call it before the group is made.
 
-    NCCL knows a slice by its GPU alone, and refuses two ranks of a host on one
+    NCCL refuses two ranks of a host on one GPU. It knows a slice (MIG) by its GPU alone
     (https://github.com/NVIDIA/nccl/issues/1716).
     """
-    if " MIG " in name(device):
+    if shares_devices() or " MIG " in name(device):
         os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
 
 
@@ -303,10 +307,8 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
     # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
     sees_own = visible == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     first = 0 if sees_own else info.local_rank * per_worker
-    if os.environ.get(SHOW_DEVICES) == "shared" and visible >= per_worker:
+    if shares_devices() and visible >= per_worker:
         first %= visible // per_worker * per_worker
-        # NCCL refuses a device that two ranks of one host have.
-        os.environ.setdefault("NCCL_HOSTID", f"rank-{info.rank}")
     if first + per_worker > visible:
         needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
         words = hiding_words()

@@ -169,7 +169,7 @@ def last_exception(log: Path) -> str:
     A script that can't be parsed has no traceback, only that line. At most 500 characters, from the
     last `TAIL_BYTES`.
     """
-    text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
+    text = _end_of(log)
     _, marker, after = text.rpartition("Traceback (most recent call last):\n")
     if not marker:
         return next(iter(_UNREADABLE.findall(text)), "")
@@ -177,18 +177,23 @@ def last_exception(log: Path) -> str:
     return next(lines, "")[:500]
 
 
+def _end_of(log: Path) -> str:
+    """Return the part of a log that the worker's last start has written, of the last `TAIL_BYTES`;
+    '' where there is no such log."""
+    return read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
+
+
 def _last_lines(log: Path) -> list[str]:
     """Return the last ten lines, without blank ones, that a worker's last start has written; each
     at most 500 characters. [] where there is no such log."""
-    lines = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2].splitlines()
+    lines = _end_of(log).splitlines()
     return [line.strip()[:500] for line in lines if line.strip()][-10:]
 
 
 def _crash_lines(log: Path) -> list[str]:
     """Return the lines of Python in which a worker got fatal signals since its last start, [] where
     there is no such log."""
-    text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
-    return [line[:500] for line in _CRASHED.findall(text)]
+    return [line[:500] for line in _CRASHED.findall(_end_of(log))]
 
 
 def _error_line(log: Path) -> str:
@@ -204,7 +209,7 @@ def abort_reason(log: Path) -> str:
     another size (`MISMATCH`). An error of the worker's own device, ``CUDA error: …``, counts before
     the other lines, and without the words before it. At most 500 characters.
     """
-    lines = _ABORTED.findall(read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2])
+    lines = _ABORTED.findall(_end_of(log))
     errors = _OF_DEVICE.findall("\n".join(lines))
     if errors:
         return str(errors[-1])[:500]

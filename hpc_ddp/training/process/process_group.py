@@ -81,7 +81,7 @@ def join(
         options = _store_of(timeout) if backend != "mpi" else {}
         if options:
             _compare_devices(options["store"], info, device)
-            devices.tell_slices_apart(device, info.rank)
+            devices.tell_sharers_apart(device, info.rank)
         dist.init_process_group(backend, timeout=timeout, **options, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
