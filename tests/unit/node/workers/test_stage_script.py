@@ -47,6 +47,15 @@ def _bring(stage: Stage, **environ: str) -> Path:
     return stage.tree
 
 
+def _supervisor(stage: Stage) -> tuple[Path, list[str | Path], dict[str, str]]:
+    """Return the tree, and command and environment of a supervisor that starts from it."""
+    (stage.run / "lib" / "node.py").write_text(SUPERVISOR)
+    tree = _bring(stage)
+    words = ("-E", "-s", stage.run / "lib" / "node.py", "supervisor", stage.script)
+    argv: list[str | Path] = ["bash", stage.script, "run", stage.python, *words]
+    return tree, argv, stage.environ | {"HPC_DDP_BROUGHT": stage.part}
+
+
 def test_a_tree_that_no_longer_starts_is_left_out(packed: Stage) -> None:
     python = _bring(packed) / packed.python.resolve().relative_to("/")
     if not python.exists():  # the system's, which is a link
@@ -151,11 +160,7 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(packed: Stage
 
 
 def test_the_last_supervisor_of_a_node_removes_the_tree(packed: Stage) -> None:
-    (packed.run / "lib" / "node.py").write_text(SUPERVISOR)
-    tree = _bring(packed)
-    words = ("-E", "-s", packed.run / "lib" / "node.py", "supervisor", packed.script)
-    argv: list[str | Path] = ["bash", packed.script, "run", packed.python, *words]
-    environ = packed.environ | {"HPC_DDP_BROUGHT": packed.part}
+    tree, argv, environ = _supervisor(packed)
     pipe = subprocess.PIPE
     tasks = [
         subprocess.Popen(argv, env=environ, text=True, stdin=pipe, stdout=pipe) for _ in range(2)
@@ -316,11 +321,7 @@ def test_jobs_of_a_run_have_folders_of_their_own(packed: Stage) -> None:
 
 
 def test_a_tree_is_only_hidden_after_a_notice(packed: Stage) -> None:
-    (packed.run / "lib" / "node.py").write_text(SUPERVISOR)
-    tree = _bring(packed)
-    words = ("-E", "-s", packed.run / "lib" / "node.py", "supervisor", packed.script)
-    argv: list[str | Path] = ["bash", packed.script, "run", packed.python, *words]
-    environ = packed.environ | {"HPC_DDP_BROUGHT": packed.part}
+    tree, argv, environ = _supervisor(packed)
     subprocess.run(argv, env=environ, input=b"n", check=True, stdout=subprocess.PIPE)
     assert not tree.exists()
     assert [*packed.near.glob(f"*/*/{tree.name}")]
