@@ -72,7 +72,7 @@ class Supervisor:
     signals: Signals = field(default_factory=Signals)
     notice: str | None = None  # the source of the notice that the workers got
     torn_down: str | None = None  # the failed peer, or later attempt, for which they were ended
-    outlasted: bool = False  # the workers did not end after the notice, and were killed
+    killed: bool = False  # the workers, by this supervisor: they did not end when asked to
     _has_warned: bool = False  # that they will be killed
     _kill_at: float = 0.0  # 0: not yet; this and the next by `time.monotonic()`
     _noticed_at: float = 0.0
@@ -175,7 +175,7 @@ class Supervisor:
         if self.notice and now >= self._noticed_at + LEAD_S and not self._kill_at:
             self._end_late_workers(now)
         if self._kill_at and now >= self._kill_at:
-            self.outlasted = bool(self.notice)
+            self.killed = True
             self._signal_workers(signal.SIGKILL)
             child.kill()
 
@@ -301,7 +301,7 @@ class Supervisor:
             "code": code,
             "notice": self.notice,
             "torn_down": self.torn_down,
-            "outlasted": self.outlasted,
+            "killed": self.killed,
             "stood_still": time.monotonic() < self._woke_at + AFTERMATH_S,
             "left": has_left,
             "failures": failures,

@@ -96,13 +96,13 @@ def _signal_name(number: int) -> str:
 
 
 def from_record(record: dict[str, Any]) -> list[Failure]:
-    """Return the failures that a node has recorded of its end, [] without any; of a node that was
-    torn down, those by SIGKILL with the code of SIGTERM.
+    """Return the failures that a node has recorded of its end, [] without any; where its supervisor
+    has killed the workers, those by SIGKILL with the code of SIGTERM.
 
     `record` is the JSON of a record file. Raise KeyError or TypeError for one of another form.
     """
     failures = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
-    if record.get("torn_down"):  # what we killed ourselves says nothing about the cause
+    if record.get("killed"):  # what we killed ourselves says nothing about the cause
         return [
             replace(f, code=_TORN_DOWN[0]) if f.code == -signal.SIGKILL else f for f in failures
         ]

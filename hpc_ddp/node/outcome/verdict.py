@@ -393,7 +393,7 @@ def _describe(facts: AttemptFacts, cause: Cause) -> str:
     if cause == Cause.NODE_LOST:
         silent = ", ".join(silent_nodes(facts.spec, facts.nodes, facts.records))
         return f"no word from {silent or 'a node'}"
-    end = OUTLASTED * any(record.get("outlasted") for record in facts.ends)
+    end = OUTLASTED * any(r.get("killed") and r["notice"] for r in facts.ends)
     is_plain = not (facts.is_ours or facts.here(WorkerStarted))
     if is_plain and facts.notices and facts.complete and not any(r["code"] for r in facts.ends):
         end = MAYBE_DONE

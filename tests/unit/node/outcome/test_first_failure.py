@@ -86,13 +86,11 @@ def test_a_worker_that_ended_without_a_word_is_known_by_its_code(code: int, kind
     assert _failure(0, code=code).kind == kind
 
 
-@pytest.mark.parametrize(("torn_down", "code"), [(None, -9), ("n2", -15)])
-def test_a_worker_killed_for_a_peers_failure_is_not_the_cause(
-    torn_down: str | None, code: int
-) -> None:
+@pytest.mark.parametrize(("killed", "code"), [(False, -9), (True, -15)])
+def test_a_worker_killed_by_its_supervisor_is_not_the_cause(killed: bool, code: int) -> None:
     common = {"time": 1.0, "error": ""}
     failures = [{"rank": 0, "code": -9, **common}, {"rank": 1, "code": 1, **common}]
-    record = {"node": "n", "torn_down": torn_down, "failures": failures}
+    record = {"node": "n", "torn_down": "n2", "killed": killed, "failures": failures}
     assert from_record(record) == [_failure(0, code, time=1.0), _failure(1, 1, time=1.0)]
 
 

@@ -138,7 +138,7 @@ def test_a_plain_script_may_have_finished_after_the_notice(
 
 def test_a_script_that_did_not_end_after_the_notice_is_named() -> None:
     records = (
-        {**record_of("n1", "SIGTERM", code=-9), "outlasted": True},
+        {**record_of("n1", "SIGTERM", code=-9), "killed": True},
         record_of("n2", "SIGTERM"),
     )
     verdict = decide_by(records=records)
@@ -465,7 +465,7 @@ def test_repeated_kills_without_a_checkpoint_are_given_up() -> None:
 
 
 def test_a_worker_killed_by_its_supervisor_is_not_the_cause() -> None:
-    torn_down = {**record_of("n2", code=-9), "torn_down": "n1"}
+    torn_down = {**record_of("n2", code=-9), "torn_down": "n1", "killed": True}
     verdict = decide_by(records=(record_of("n1", code=3), torn_down), events=())
     assert (verdict.action, verdict.exit_code) == ("give up", 3)
 

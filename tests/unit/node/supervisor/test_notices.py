@@ -210,7 +210,7 @@ def test_a_script_that_ignores_the_notice_is_announced_and_ended(
     assert said[2].endswith("has not ended since the notice, and its time is over: it is killed\n")
     assert (agent.killed, said[3]) == (True, "")
     watcher._end(-9)
-    assert read_json(watcher.folder.record)["outlasted"] is True
+    assert read_json(watcher.folder.record)["killed"] is True
 
 
 def test_the_end_of_a_preempted_job_is_slurms_to_know(
