@@ -352,8 +352,11 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
     paths = {"notify", "template", *(() if _names_no_file(layer) else ["script"])}
     for key in paths & layer.keys():
         layer[key] = str(path.parent / os.path.expanduser(layer[key]))
-    if "env" in layer:
-        layer["env"] = {name: str(value) for name, value in layer["env"].items()}
+    for name, value in layer.get("env", {}).items():  # others have another text in TOML than here
+        if isinstance(value, bool) or not isinstance(value, (str, int)):
+            text = f"{path}: env.{name} is {value!r}, but must be a string or a whole number"
+            raise UsageError(text, hint=f'put its value into quotes: {name} = "…"')
+        layer["env"][name] = str(value)
     if isinstance(layer.get("gpus-per-node"), int):
         layer["gpus-per-node"] = str(layer["gpus-per-node"])
     return layer

@@ -73,7 +73,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         content = path.read_bytes() if is_shipped(path) else read(path)
-        values: dict[str, Any] = tomllib.loads(content.decode())
+        values: dict[str, Any] = tomllib.loads(content.decode("utf-8-sig"))
         return values
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} can't be read as TOML: {error}", hint=f"look at {path}") from None

@@ -78,12 +78,20 @@ def test_an_array_is_no_chain_by_a_table(home: Path) -> None:
         ("[when.partition.x]\nnodse = 1", "unknown key 'nodse', did you mean 'nodes'"),
         ('[when.partition.x]\npartition = "y"', "unknown key 'partition'"),
         ('[when.partition.x]\nnodes = ["y"]', "nodes is"),
+        ("[env]\nA = true", "env.A is True, but must be a string or a whole number"),
+        ("[env]\nA = 1\nB = 1.50", "env.B is 1.5, but"),
+        ("[env.A]\nB = 1", "env.A is"),
     ],
 )
 def test_malformed_tables_are_refused(home: Path, text: str, message: str) -> None:
     (home / "hpc-ddp.toml").write_text(text + "\n")
     with pytest.raises(UsageError, match=message):
         _values(home)
+
+
+def test_a_file_may_begin_with_the_mark_of_its_encoding(home: Path) -> None:
+    (home / "hpc-ddp.toml").write_text("[env]\nA = 4\n", encoding="utf-8-sig")
+    assert _values(home)["env"] == {"A": "4"}
 
 
 def test_an_option_settles_the_variables_of_a_sites_network(
