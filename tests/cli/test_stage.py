@@ -43,5 +43,5 @@ def test_the_second_attempt_starts_from_the_parcel(tmp_path: Path) -> None:
     assert line.endswith(sys.prefix)
     for text in ("there is no parcel yet", "the next start reads", " MB of disk; Python starts"):
         assert f"{out.read_text()}{done.stderr}".count(text) == 1
-    assert [*near.iterdir()] == []
+    assert [*near.rglob("*")][:9] == []
     assert not (run.path / "stage").exists()

@@ -14,7 +14,8 @@ from hpc_ddp.core.attempt_env import OPENED_FILES, AttemptEnv
 # A user's BASH_ENV, and functions that a profile exports, are not read.
 STAGE_SH = ("bash", "-p", str(Path(__file__).with_name("stage.sh")))
 LOCK = 9  # the descriptor by which a task of `STAGE_SH` has locked the run's folder on its node
-REMOVE_S = 5.0
+END_S = 5.0
+REMOVE_S = 20.0  # a disk under load takes some seconds to remove a tree
 
 
 def leave_tree(is_hurried: bool) -> None:
@@ -32,8 +33,8 @@ def leave_tree(is_hurried: bool) -> None:
 
 
 def _end_child(pid: int) -> None:
-    """Kill a child and wait for its end, up to `REMOVE_S`: one that waits for a disk lives on."""
-    give_up = time.monotonic() + REMOVE_S
+    """Kill a child and wait for its end, up to `END_S`: one that waits for a disk lives on."""
+    give_up = time.monotonic() + END_S
     with suppress(ChildProcessError):  # it has ended, and the shell before this Python knew
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < give_up:
             os.kill(pid, signal.SIGKILL)
@@ -42,5 +43,11 @@ def _end_child(pid: int) -> None:
 
 def call(action: str) -> None:
     """Have `STAGE_SH` remove something, within `REMOVE_S`; nothing is raised."""
-    with suppress(OSError, subprocess.SubprocessError):
-        subprocess.run([*STAGE_SH, action], timeout=REMOVE_S, check=False)
+    with suppress(OSError, subprocess.TimeoutExpired):
+        shell = subprocess.Popen([*STAGE_SH, action], start_new_session=True)
+        try:
+            shell.wait(REMOVE_S)
+        finally:
+            if shell.poll() is None:  # its `rm` holds the lock as well, and so a later one up
+                os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()

@@ -329,6 +329,27 @@ def test_a_tree_is_only_hidden_after_a_notice(packed: Stage) -> None:
     assert [*packed.near.iterdir()] == []
 
 
+def test_a_removal_that_was_cut_short_is_made_up_for(
+    packed: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk under load may take longer than there is time."""
+    packed.start()
+    (bin_ := tmp_path / "bin").mkdir()
+    (bin_ / "rm").write_text("#!/bin/sh\nsleep 60\n")
+    (bin_ / "rm").chmod(0o700)
+    for name, text in packed.environ.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(removal, "STAGE_SH", ("bash", "-p", str(packed.script)))
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
+        patch.setattr(removal, "REMOVE_S", 2.0)
+        removal.call("remove")
+    assert [*packed.near.iterdir()] != []
+    removal.call("remove")
+    assert [*packed.near.iterdir()] == []
+
+
 def test_functions_of_a_profile_are_not_run(packed: Stage) -> None:
     shell = ["bash", "-p", str(packed.script), "bring", str(packed.python), packed.part]
     environ = packed.environ | {"BASH_FUNC_stat%%": "() { exit 9; }"}
@@ -346,7 +367,7 @@ def test_a_keeper_that_waits_for_a_disk_holds_no_supervisor_up(
 ) -> None:
     """A write to a slow disk may end no earlier, whatever signal comes."""
     child = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(removal, "REMOVE_S", 0.1)
+    monkeypatch.setattr(removal, "END_S", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "kill", lambda pid, number: None)
         removal._end_child(child.pid)
