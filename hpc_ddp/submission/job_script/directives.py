@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launch import FLAGS, is_of_pyxis, option_name
+from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
 
@@ -106,8 +107,17 @@ def take_directives(directives: Directives, result: Conversion) -> None:
         group, reason = _use(name, operand)
         if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
+        elif name == "export" and (pairs := _exported(operand)):
+            group, reason = TAKEN, "env, env-names"
+            for variable, content in pairs:
+                if content is None:
+                    result.append("env-names", variable, line)
+                else:
+                    result.env[variable] = content, line
+        elif looks_secret(text):
+            group, reason = LOST, f"it has what looks like a secret: submit --sbatch=--{name}=…"
         result.mark(line, line, group, reason or text)
-        if group != TAKEN or name in _LATER or is_of_pyxis(name):
+        if group != TAKEN or name in ("export", *_LATER) or is_of_pyxis(name):
             continue
         if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
             result.values[name] = operand.replace("%J", "%j"), line  # a batch script is no step
@@ -121,6 +131,17 @@ def take_directives(directives: Directives, result: Conversion) -> None:
             result.append("sbatch", text, line)
     for line, mark in directives.marks.items():
         result.marks[line] = [mark]
+
+
+def _exported(operand: str) -> list[tuple[str, str | None]]:
+    """Return the variables that an operand of ``--export`` names, with their values; None is the
+    value of the shell that submits."""
+    words = re.findall(r"(?:^|,)(\w+)(=('[^']*'|\"[^\"]*\"|[^,]*))?", operand)
+    return [
+        (name, content.strip("'\"") if sign else None)
+        for name, sign, content in words
+        if sign or name not in ("ALL", "NONE", "NIL")
+    ]
 
 
 def _use(name: str, operand: str) -> tuple[str, str]:

@@ -22,6 +22,10 @@ _FORM = re.compile(
     rf"|(?P<name>\b\w*{_NAME}(?:=|[\"']?:\s*)|-[\w-]*{_NAME}(?:=|\s+)"
     rf"|\blogin\s+\S+\s+password\s+)[\"']?(?:{_SCHEME})?(?!{_PLAIN}|{_SCHEME})"
     r"(?P<content>[^\s\"']{4,})"
+    # As in the short options of some commands, and on their standard input.
+    rf"|\b(?:mysql\w*|mariadb\w*|sshpass)\b[^|;&]*\s-p\s*[\"']?(?!{_PLAIN})\S{{4,}}"
+    rf"|\b(?:curl|wget)\b[^|;&]*\s(?:-u|--user)[\s=]*[\"']?[^\s:\"']+:(?!{_PLAIN})\S{{4,}}"
+    rf"|{_NAME}\S*\s*<<<\s*[\"']?(?!{_PLAIN})\S{{4,}}"
 )
 # A key without more in its name may be one of a table: then its value is a word.
 _OF_A_TABLE = re.compile(r"(?i:(?!.*(?:api|access|private)).*key)[=:\s\"']*")

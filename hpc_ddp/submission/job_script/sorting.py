@@ -291,7 +291,7 @@ class Sorter:
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.inside):
             return OURS, f"workers have hpc-ddp's {name}, if any", ""
         if is_used and self._is_for_env(statement, index) and isinstance(assigned, Word):
-            self.result.env.setdefault(name, (content, line))
+            self.result.env[name] = content, line
             self._kept.add(name)
             for variable in assigned.names:
                 self.result.append("expand", variable, line)

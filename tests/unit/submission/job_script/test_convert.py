@@ -476,3 +476,21 @@ def test_the_number_of_a_node_in_a_loop() -> None:
         args = conversion.settings()["args"]
         assert args == ([] if start else ["--node", "$SLURM_NODEID"])
         assert (conversion.group(5)[0] == LOST) is bool(start)
+
+
+def test_variables_of_a_directive_are_those_of_the_job() -> None:
+    """Slurm takes a value from the shell that submits where there is none; the script's own line
+    comes later, and counts."""
+    line = "#SBATCH --export=ALL,HF_HOME,A=1,B='x y',HF_TOKEN=abcdef012345,C="
+    result = of_text("#SBATCH --nodes=2", line, "export A=2", "srun python train.py")
+    settings = result.settings()
+    assert settings["env"] == {"A": "2", "B": "x y", "C": ""}
+    assert settings["env-names"] == ["HF_HOME", "HF_TOKEN"]
+    assert "abcdef" not in str(settings)
+
+
+def test_a_secret_of_a_directive_is_not_written() -> None:
+    line = "#SBATCH --comment=api_key=abcdef012345"
+    result = of_text("#SBATCH --nodes=2", line, "srun python train.py")
+    assert result.group(3)[0] == LOST
+    assert "abcdef" not in str(result.settings())

@@ -252,6 +252,16 @@ def test_a_key_of_a_table_is_no_secret(text: str, is_one: bool) -> None:
         ("glab auth --with glpat-abcdefgh0123456789", True),
         ("curl -d hi https://hooks.slack.com/services/T0/B0/abc", True),
         ("curl -d hi https://discord.com/api/webhooks/1/abc", True),
+        ("mysql -uroot -pabcdef012345 -e 'select 1'", True),
+        ('mysql -uroot -p"$PW" db', False),
+        ("mkdir -p /tmp/mysql_data && cp -p abcdef x", False),
+        ("sshpass -p abcdef012345 ssh x", True),
+        ("curl -u me:abcdef012345 https://x/y", True),
+        ("curl -u me:$PW https://x/y", False),
+        ('docker login --password-stdin <<< "abcdef012345"', True),
+        ('docker login --password-stdin <<< "$PW"', False),
+        ('read -r TOKEN <<< "abcdef012345"', True),
+        ('read -r NAME <<< "abcdef012345"', False),
     ],
 )
 def test_a_secret_is_known_in_headers_and_in_files(text: str, is_one: bool) -> None:
