@@ -193,15 +193,16 @@ class StopPoint(Member):
         At its begin it waits for the save before. At its end the training goes on while the thread
         syncs the files and sums them up; an error of the disk in the thread is printed, and the
         next save is due soon. Where the ranks are to stop, they wait for the thread, and the
-        process ends. An error in the block comes through, and nothing is published.
+        process ends once all is saved; after a failed save it goes on, and the next `step` returns
+        True again. An error in the block comes through, and nothing is published.
 
         Raises
         ------
         SystemExit
             code 0: the ranks are to stop, and all is saved
         HpcDdpError
-            three saves in a row failed, the folder can't be made, or another attempt has started
-            since (SupersededError)
+            a save failed for at least the third time in a row, and has done so for half a minute;
+            the folder can't be made; or another attempt has started since (SupersededError)
         RuntimeError
             a peer is gone
         """

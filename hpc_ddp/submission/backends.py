@@ -74,8 +74,9 @@ class Backend(Protocol):
         """
         ...
 
-    def write_rest(self, prepared: PreparedRun) -> None:
-        """Write what the script needs beside itself; raise OSError."""
+    def write_further_files(self, prepared: PreparedRun) -> None:
+        """Write the files of the run that the batch script needs besides itself, once that is
+        written; most back-ends have none. Raise OSError where one can't be written."""
         ...
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
@@ -97,7 +98,7 @@ class SlurmBackend:
     def script(self, plan: Plan) -> str:
         return plan.rendering.whole()
 
-    def write_rest(self, prepared: PreparedRun) -> None:
+    def write_further_files(self, prepared: PreparedRun) -> None:
         pass
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
@@ -222,7 +223,7 @@ class SubmititBackend(SlurmBackend):
         text: str = executor._make_submission_file_text(command, "")
         return text + "\n"
 
-    def write_rest(self, prepared: PreparedRun) -> None:
+    def write_further_files(self, prepared: PreparedRun) -> None:
         """Write the pickle that submitit's task loads: the supervisor, and its command; raise
         OSError."""
         from submitit.core.utils import DelayedSubmission
@@ -310,7 +311,7 @@ def render(prepared: PreparedRun) -> str:
     text = backend.script(prepared)
     with written_by_owner():
         prepared.run.script.write_text(text)
-        backend.write_rest(prepared)
+        backend.write_further_files(prepared)
     return text
 
 

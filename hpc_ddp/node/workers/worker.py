@@ -64,8 +64,9 @@ def die_with_parent() -> None:
 
 
 def as_task() -> dict[str, str]:
-    """Return Slurm's variables of a task as a worker has them that is one, by `srun python`; they
-    are made of torchrun's variables. Raise KeyError without those.
+    """Return the variables that Slurm would set for this worker if it were a task of its own, as by
+    `srun python`: made of torchrun's, for equally many workers on each node. The environment stays
+    as it is. Raise KeyError without torchrun's variables.
 
     Below torchrun a worker would inherit Slurm's of its node's one task: the node's number for a
     rank, and the number of nodes for a world size. A script that reads them would train alone.
@@ -142,9 +143,11 @@ def open_log(name: str) -> int:
 
 
 def forget_other_ranks() -> None:
-    """Remove the pid files of ranks that this node had before others were lost.
+    """Remove from the node's folder the pid files of all ranks but those that the node has now: an
+    elastic job that has lost nodes numbers its ranks anew.
 
-    Only the node's first worker does it. Raise OSError if the disk refuses.
+    Only the node's first worker does it. Raise OSError if the disk refuses, KeyError without
+    torchrun's variables.
     """
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if local:
@@ -192,9 +195,12 @@ def set_compile_cache() -> None:
 
 
 def resume_args() -> list[str]:
-    """Return the arguments to add to a script's (``--resume-args``); [] at its first start in the
-    run, and where no file matches the pattern HPC_DDP_RESUME_IF, if set: an earlier attempt may
-    have ended before the file was written."""
+    """Return the arguments to add to a script's (``--resume-args``), split as by a shell.
+
+    There are none at the first start of the run, or since ``--fresh``, unless torchrun has started
+    the worker again; nor where no file matches the pattern HPC_DDP_RESUME_IF, if set: an earlier
+    attempt may have ended before the file was written. Raise ValueError for an open quote.
+    """
     numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)
     words, path = (os.environ.get(f"HPC_DDP_RESUME_{name}") for name in ("ARGS", "IF"))

@@ -99,7 +99,11 @@ def explain_attempt(facts: RunFacts) -> Explanation:
 
 
 def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
-    """Explain the end of an attempt by its verdict: by words in its reason, else by its cause."""
+    """Explain the end of an attempt by its verdict: by words in its reason, else by its cause.
+
+    FAILED without a node is a script that ended without run.finish(): each other failure names its
+    node, but for a fault of all nodes in a preflight, which is looked for before.
+    """
     if "without a newer checkpoint" in verdict.why:
         return _explain_no_progress(facts, verdict)
     if verdict.cause == Cause.BAD_NODE or _is_same_on_all_nodes(verdict):

@@ -132,9 +132,13 @@ def _is_over(facts: RunFacts) -> bool:
 
 
 def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
-    """Return the explanation of a run that waits for its next attempt, with the end of the last one
-    behind it. The hint is that of the end where its failure will come again; after a preemption it
-    is to wait, if Slurm's reason is one of `_USUAL_REASONS`."""
+    """Return the explanation of a run that waits for its next attempt, or whose attempt is just
+    ending, with the end of the newest attempt behind it.
+
+    Its hint stays, with two exceptions: it is that of the end where the failure will come again
+    (`REPEATING_KINDS`), and to wait after a preemption, if Slurm's reason is one of
+    `_USUAL_REASONS`.
+    """
     last_end = explain_attempt(facts)
     text, hint = f"{explanation.text} Its last attempt {last_end.text}", explanation.hint
     if last_end.kind in REPEATING_KINDS:

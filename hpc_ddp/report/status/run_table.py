@@ -216,8 +216,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def _cells(row: Status) -> dict[str, str]:
-    """Return the cells of a run's row by column, without control characters; an unknown one is
-    ``-``, but ``why`` is ''."""
+    """Return the cells of a run's row by column, without control characters and cut to `WIDEST`
+    characters; an unknown one is ``-``. ``why`` is whole, and '' where nothing is known."""
     age = None if row.last_checkpoint_s is None else f"{duration(row.last_checkpoint_s)} ago"
     cells = {
         "name": row.name,

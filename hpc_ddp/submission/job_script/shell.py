@@ -249,8 +249,11 @@ class Scope:
             yield self._code_part(text, is_quoted or kind == "arithmetic_expansion")
 
     def _expanded(self, node: Node, text: str, is_quoted: bool) -> Iterator[Part]:
-        """Yield the parts of the value of ``$NAME``, ``${NAME}``, ``${NAME:-x}``, ``${NAME[@]}``;
-        of others, and of those that only the job knows, the code. ``:=`` sets the variable."""
+        """Yield the parts of the value of ``$NAME``, ``$1``, ``$#``, ``${NAME[@]}``, ``${NAME}``,
+        and of it with a default (``:-``, ``-``, ``:=``, ``=``); the code for another form, where
+        only the job knows its value, or it can't stand (`_is_readable`). `text` is the node's.
+        A default that is taken is noted in `defaults`; ``:=`` and ``=`` set the variable as well.
+        """
         match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
         name = array[1] if array else (match[1] or match[2]) if match else ""
         assigned = self.values.get(name)

@@ -41,8 +41,9 @@ def step_options(spec: JobSpec) -> list[str]:
 
 
 def program(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
-    """Return the words for Python that start a job's program, without its arguments; `script` is
-    its path as the job sees it, of a module or a command one in its folder."""
+    """Return the words behind the job's Python that start its program, without the program's
+    arguments. `script` is the path of the script as the job sees it; for a module any path in the
+    folder that it is looked for in first. A command is started without it."""
     start = str(run.lib / "hpc_ddp" / "node" / "workers" / "program.py")
     if spec.module:
         return [start, "module", str(script.parent), spec.script]

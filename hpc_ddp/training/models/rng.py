@@ -72,8 +72,8 @@ def _accelerators(places: Sequence[torch.device]) -> list[torch.device]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Put the CPU generators back as they were at the end of the block, also after an error;
-    numpy's only if it was loaded before."""
+    """At the end of the block, also after an error, put the CPU generators back as they were before
+    it; numpy's only if it was loaded then."""
     python, torch_state = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None

@@ -140,7 +140,8 @@ class ModelSetup(Worker):
         *,
         init: Init | None = None,
     ) -> torch.nn.Module:
-        """Split a model's layers among the tensor parallel ranks, on the device; return the model.
+        """Split a model's layers, in place, among the tensor parallel ranks, on the device; return
+        the model.
 
         `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
         what the plan does not name stays where it is until then. All ranks call it.
@@ -148,14 +149,15 @@ class ModelSetup(Worker):
         Parameters
         ----------
         plan
-            which module, by its name, is cut in which way: torch's ``ColwiseParallel`` and others
+            how modules are cut (torch's ``ColwiseParallel`` and others), by their names in
+            ``model.named_modules()``, in which ``*`` is any part between dots: ``blocks.*.mlp.up``
         init
             see `fully_shard`
 
         Raises
         ------
         UsageError
-            the model has no module of a name in the plan; or nothing gives numbers to a tensor that
+            no module of the model has a name in the plan; or nothing gives numbers to a tensor that
             is on ``meta``
         """
         from hpc_ddp.training.models.sharding import share_layers
