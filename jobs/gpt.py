@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import Run, UsageError, start
+from hpc_ddp.training import Run, UsageError, compile_for_resume, start
 
 TEXT = Path(__file__).parent / "data" / "devils-dictionary.txt.gz"
 
@@ -203,7 +203,7 @@ def spread(run: Run, model: GPT, args: argparse.Namespace) -> Any:
     ranks call it."""
     if args.compile:  # block by block, in place: names stay, and it goes with every strategy
         for block in model.blocks.values():
-            block.compile(dynamic=False)
+            compile_for_resume(block)
     if args.tp > 1:
         share_layers(run, model)
     if args.parallel == "fsdp":

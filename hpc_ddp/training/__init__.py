@@ -26,7 +26,8 @@ an undisturbed one; on GPUs with ``start(deterministic=True)``. The way of a dec
 
 from hpc_ddp.core.errors import UsageError  # for scripts: an error without a traceback
 from hpc_ddp.training.checkpoint.save import SupersededError
+from hpc_ddp.training.models.ddp import compile_for_resume
 from hpc_ddp.training.process.start import start
 from hpc_ddp.training.run import Run
 
-__all__ = ["Run", "SupersededError", "UsageError", "start"]
+__all__ = ["Run", "SupersededError", "UsageError", "compile_for_resume", "start"]

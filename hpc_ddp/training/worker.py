@@ -14,6 +14,7 @@ from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restore import non_finite_error
 from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
+from hpc_ddp.training.data.batches import to_host
 from hpc_ddp.training.devices import choose_devices
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -188,8 +189,9 @@ class Worker(Member):
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, on each: ``max(run.gather(x))``. They can be
-        pickled, and are small. All ranks call it; raise RuntimeError if a peer is gone."""
-        values: list[Any] = self._control.from_first(self._control.to_first(value))
+        pickled, and are small; tensors come on the CPU and without a graph. All ranks call it;
+        raise RuntimeError if a peer is gone."""
+        values: list[Any] = self._control.from_first(self._control.to_first(to_host(value)))
         beat()
         return values
 

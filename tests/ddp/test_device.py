@@ -337,7 +337,7 @@ def test_what_lies_on_the_device_comes_back_there(make_device_crew: Callable[[st
     kept = [line for line in output.splitlines() if line.startswith("KEPT")]
     whole = make_device_crew("whole").go(2, "2", script="objects_with_tensors.py")
     assert kept == [line for line in whole.splitlines() if line.startswith("KEPT")]
-    assert [line.split()[1:3] for line in kept] == [[KIND, KIND]] * 2
+    assert [line.split()[1:5] for line in kept] == [[KIND, KIND, KIND, "cpu"]] * 2
 
 
 # --- a step waits for nothing --------------------------------------------------------------------

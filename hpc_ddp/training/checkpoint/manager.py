@@ -312,6 +312,7 @@ class CheckpointManager:
         for device in self._devices:  # an evaluation may still copy weights from the host
             devices.wait_for(device)
         step, is_stage = checkpoint.step, self._dims.pp > 1
+        checkpoint.reader.device = self._devices[0]
         if self.shares_reads and not is_stage:
             dims = self._dims
             checkpoint.reader.sharing = Sharing(dims.rank, dims.world_size, self._devices[0])

@@ -14,12 +14,21 @@ from torch.optim import Optimizer
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import state as states
-from hpc_ddp.training.checkpoint.state import TENSOR, plain_name, take_apart, unwrap
+from hpc_ddp.training.checkpoint.state import (
+    ON_DEVICE,
+    TENSOR,
+    plain_name,
+    take_apart,
+    unwrap,
+)
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
 
-# RuntimeErrors that say nothing of a checkpoint: a device is full or broken, a peer is gone.
+# RuntimeErrors that say nothing of a checkpoint: a device is full or broken, a peer is gone. For
+# those of a parameter's copy torch raises its own, with these words in the text.
 OF_DEVICES = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+OF_A_COPY = "an exception occurred"
+EXTRA_STATE = "_extra_state"  # the end of the key of what a module's get_extra_state returns
 
 
 def put_back(
@@ -45,6 +54,8 @@ def put_back(
         KeyError (its other errors come through, and those of a device)
     UnreadableError
         the disk does not answer
+    RuntimeError
+        a peer is gone, or a device is broken, while tensors are read
     """
     if set(objects) != set(tree):
         raise _other_objects(
@@ -53,25 +64,45 @@ def put_back(
     labels = states.labels_of(objects)
     for name, wrapped in objects.items():
         plain = unwrap(wrapped)
+        content: Any
         try:
             if isinstance(plain, torch.nn.Module):
-                _load(name, plain, _for_module(name, plain, tree[name], reader, stage, added))
+                content = _for_module(name, plain, tree[name], reader, stage, added)
             elif isinstance(plain, Optimizer):
                 params = states.params_of(plain, labels)
                 stored = states.part_of(tree[name], params) if stage else tree[name]
-                plain.load_state_dict(_for_optimizer(name, plain, params, stored, reader, added))
+                content = _for_optimizer(name, plain, params, stored, reader, added)
             else:
                 current = _tensors_of(plain.state_dict(), name)
-                plain.load_state_dict(_assemble(tree[name], name, reader, current=current))
-        except (UnreadableError, *OF_DEVICES):
+                content = _assemble(tree[name], name, reader, current=current)
+        except UnreadableError:
             raise
         except HpcDdpError as error:
             raise _other_objects(step, error.message) from None
-        except (ValueError, RuntimeError, KeyError) as error:
+        except (ValueError, KeyError) as error:
             raise _other_objects(step, f"{name}: {error}") from error
+        _load(name, plain, content, step)
 
 
-def _load(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
+def _load(name: str, plain: Any, content: Any, step: int) -> None:
+    """Load a state dict into the object `name`; raise HpcDdpError for one that it refuses, and the
+    errors of a device as they are."""
+    try:
+        if isinstance(plain, torch.nn.Module):
+            _load_module(name, plain, content)
+        else:
+            plain.load_state_dict(content)
+    except OF_DEVICES:
+        raise
+    except HpcDdpError as error:
+        raise _other_objects(step, error.message) from None
+    except (ValueError, RuntimeError, KeyError) as error:
+        if isinstance(plain, torch.nn.Module) and OF_A_COPY in str(error):
+            raise
+        raise _other_objects(step, f"{name}: {error}") from error
+
+
+def _load_module(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
     """Load a state dict into the module `name`. Entries that it writes and can't load, as those of
     weights in 4 bits, have to be equal to what it has; raise HpcDdpError where they differ."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
@@ -108,10 +139,12 @@ def _for_module(
     `added` keep their values.
 
     Raise HpcDdpError if keys or shapes differ, which it names, or the files lack a part of a
-    tensor; UnreadableError if the disk does not answer.
+    tensor; UnreadableError if the disk does not answer. The shapes of what may grow while it is
+    trained are left to ``load_state_dict``: buffers, as observers have them, and extra states.
     """
     state = module.state_dict()
     entries = {plain_name(key): (key, value) for key, value in state.items()}
+    parameters = {plain_name(key) for key, _ in module.named_parameters(remove_duplicate=False)}
     versions = tree.get(states.VERSIONS)
     tree = {key: value for key, value in tree.items() if key != states.VERSIONS}
     new = {key for key in entries if key not in tree and _is_in(f"{name}.{key}", added)}
@@ -121,9 +154,11 @@ def _for_module(
         stored = f"{name}.{key}"
         shape = getattr(entries[key][1], "shape", None)
         saved = reader.describe(stored).shape if stored in reader else None
+        is_extra = key.endswith(EXTRA_STATE)
+        is_fixed = key in parameters or None in (shape, saved) or is_sharded(entries[key][1])
         if stored in reader.of_other_ranks:
             problems.append(f"{key} was each rank's own, of as many ranks as do not run here")
-        elif shape != saved:
+        elif shape != saved and is_fixed and not is_extra:
             problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
     if problems:
         more = f", and {len(problems) - states.SHOWN} more" if problems[states.SHOWN :] else ""
@@ -134,7 +169,7 @@ def _for_module(
         if plain in new:
             loaded[key] = value
         elif stored in reader:
-            loaded[key] = reader.read(stored, value)
+            loaded[key] = reader.read(stored, value if isinstance(value, torch.Tensor) else None)
         else:  # an extra_state
             current = _tensors_of(value, stored)
             loaded[key] = _assemble(tree[plain], stored, reader, current=current)
@@ -224,10 +259,11 @@ def _assemble(
     to keep.
 
     `templates` has tensors whose sharding or order in memory is wanted, `current` those whose
-    devices are. Raise HpcDdpError for a tensor that is not stored for this rank, UnreadableError if
-    the disk does not answer.
+    devices are; one in neither comes to the reader's device if it was on an accelerator. Raise
+    HpcDdpError for a tensor that is not stored for this rank, UnreadableError if the disk does not
+    answer.
     """
-    if type(value) is str and value == TENSOR:
+    if type(value) is str and value in (TENSOR, ON_DEVICE):
         if where not in reader:
             raise HpcDdpError(f"{where} is a tensor that no rank has stored for this one")
         parameter = templates.get(where)
@@ -236,7 +272,9 @@ def _assemble(
             # Fused optimizers walk a parameter's memory and its state's side by side.
             layout = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)
             return layout.copy_(tensor)
-        return tensor.to(current[where].device) if where in current else tensor
+        if where in current:
+            return tensor.to(current[where].device)
+        return tensor.to(reader.device) if value == ON_DEVICE else tensor
     if isinstance(value, dict):
         items = {
             k: _assemble(v, f"{where}.{k}", reader, templates, current) for k, v in value.items()

@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import LocalShard, rows, shard, share_of, whole
+from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
+ON_DEVICE = "<tensor on an accelerator>"  # or this
 KIND = "class"  # an optimizer's, beside its state
 VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
@@ -53,7 +55,7 @@ class State:
     Attributes
     ----------
     tree
-        the state dicts by object, with `TENSOR` in place of each tensor
+        the state dicts by object, with `TENSOR` or `ON_DEVICE` in place of each tensor
     tensors
         by name; DTensors as they are. They are the living ones, not copies
     replicated
@@ -318,8 +320,8 @@ def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str])
 
 
 def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` with `TENSOR` for each tensor, which goes to `tensors` under its place below
-    `where`.
+    """Return `value` with `TENSOR` or `ON_DEVICE` for each tensor, which goes to `tensors` under
+    its place below `where`.
 
     Raise HpcDdpError for what ``weights_only`` would refuse to load again; what was before it is in
     `tensors`.
@@ -332,7 +334,7 @@ def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         if where in tensors:
             raise _refused(where, "the second one of this name")
         tensors[where] = value
-        return TENSOR
+        return ON_DEVICE if is_accelerator(value.device) else TENSOR
     if isinstance(value, Mapping):
         for key in value:
             _check_atom(key, f"a key of {where}")
@@ -367,8 +369,8 @@ def _check_atom(value: Any, where: str) -> None:
         raise _refused(where, "b'', which can't be loaded again")
     if type(value) is int and not -_LARGEST < value < _LARGEST:
         raise _refused(where, "a number of 2,040 bits or more, which can't be loaded again")
-    if type(value) is str and value == TENSOR:
-        raise _refused(where, f"the text {TENSOR}, which stands for a tensor")
+    if type(value) is str and value in (TENSOR, ON_DEVICE):
+        raise _refused(where, f"the text {value}, which stands for a tensor")
 
 
 def _kind(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.training.devices import CPU, is_accelerator
+from hpc_ddp.training.models.dtensor import gathered
 
 
 def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
@@ -37,6 +38,14 @@ def pinned(batch: Any) -> Any:
     return _changed(batch, _pinned)
 
 
+def to_host(batch: Any) -> Any:
+    """Return a copy of a batch with its tensors in the host's memory, without their graphs; those
+    that are sharded as wholes, for which all their ranks call it. Looks where `to_device` does."""
+    return _changed(
+        batch, lambda part: gathered(part).cpu() if isinstance(part, torch.Tensor) else None
+    )
+
+
 def _moved(value: Any, device: torch.device) -> Any:
     """Return a value on a device by its own method ``to``; None for a value without one."""
     if not callable(getattr(value, "to", None)):
@@ -51,8 +60,11 @@ def _pinned(value: Any) -> Any:
     """Return a copy in pinned memory, where the value is in memory that can be; None for one
     without ``pin_memory``."""
     if isinstance(value, torch.Tensor):
-        is_plain = value.device == CPU and value.layout == torch.strided
-        return value.pin_memory() if is_plain else value
+        if value.device != CPU or value.layout != torch.strided:
+            return value
+        # Pinned memory has the tensor's strides: the numbers of an expanded one would meet there.
+        is_expanded = 0 in value.stride()
+        return value.contiguous().pin_memory() if is_expanded else value.pin_memory()
     return value.pin_memory() if callable(getattr(value, "pin_memory", None)) else None
 
 

@@ -11,18 +11,22 @@ from hpc_ddp.training import start
 
 
 class Center:
-    """A running mean, as of DINO's outputs, and a conjugate that is not computed yet."""
+    """A running mean, as of DINO's outputs, a conjugate that is not computed yet, and the mean of
+    the first batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.mean = torch.zeros(4, device=device)
         self.phase = torch.tensor([1 + 2j]).to(device)
+        self.first: list[torch.Tensor] = []
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
-        return {"means": [self.mean], "conjugates": [self.phase.conj()]}
+        conjugates = [self.phase.conj()]
+        return {"means": [self.mean], "conjugates": conjugates, "first": self.first}
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
         (self.mean,), (conjugate,) = state["means"], state["conjugates"]
         self.phase = conjugate.conj()
+        self.first = state["first"]
 
 
 class Drawn(Dataset[torch.Tensor]):
@@ -46,14 +50,15 @@ for _ in run.epochs(int(sys.argv[1])):
         output = model(x)
         mean = output.detach().mean(0)
         dist.all_reduce(mean)  # what ranks track is the same on all
-        center.mean = center.mean * 0.9 + mean * 0.1
+        center.first = center.first or [mean.clone()]
+        center.mean = center.mean * 0.9 + mean * 0.05 + center.first[0] * 0.05
         run.backward((output - center.mean).square().mean())
         run.update(optimizer)
         average.update_parameters(model)
         run.step()
 rate = optimizer.param_groups[0]["lr"]
 phase = center.phase.cpu().resolve_conj().item()
-print(
-    "KEPT", center.mean.device.type, rate.device.type, center.mean.sum().item(), phase, flush=True
-)
+kinds = center.mean.device.type, rate.device.type, center.first[0].device.type
+highest = max(run.gather(center.mean.sum()))  # tensors of all ranks, none on another's device
+print("KEPT", *kinds, highest.device.type, highest.item(), phase, flush=True)
 run.finish()

@@ -28,6 +28,7 @@ from hpc_ddp.training.checkpoint.storage.layout import (
     overlap,
 )
 from hpc_ddp.training.checkpoint.storage.shards import memory_of
+from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.dtensor import copies_of, from_local, is_sharded, local_box
 
 MOST_FILES = 256  # open at a time; processes may have 1,024
@@ -101,6 +102,8 @@ class Reader:
     sharing
         by which the ranks share the reading of what all of them read, all in the same order; None:
         each reads for itself
+    device
+        where a tensor goes that was on an accelerator, and for which nothing says more
     of_other_ranks
         names of the tensors that ranks have saved for themselves, and that this reader lacks
     """
@@ -116,6 +119,7 @@ class Reader:
         self._offsets: dict[int, list[int]] = {}  # of a part's boxes
         self._writers: dict[tuple[int, Shape], dict[Shape, int]] = {}  # parts by layout and axes
         self.sharing: Sharing | None = None
+        self.device = CPU
         self._of_ranks: set[str] = set()
         for number, layout in enumerate(layouts):
             for place, entry in enumerate(layout):

@@ -335,6 +335,68 @@ def test_an_error_of_the_device_is_none_of_the_checkpoint(
         load_state(tmp_path, state.collect({"x": Holds(1)}), {"x": Fails()})
 
 
+def test_an_error_of_a_weights_copy_is_none_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch catches it, and raises a RuntimeError of its own with the text."""
+
+    def copy(tensor: torch.Tensor, source: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    saved = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    with pytest.raises(RuntimeError, match="CUDA out of memory") as caught:
+        put_back._load("m", nn.Linear(2, 2), saved, step=4)
+    assert "this program's objects" not in str(caught.value)
+
+
+def test_a_peer_that_ends_during_a_restore_is_none_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def read(reader: Reader, name: str, template: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(Reader, "read", read)
+    model = {"m": nn.Linear(2, 2)}
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer"):
+        load_state(tmp_path, state.collect(model), model)
+
+
+class _Growing(nn.Module):
+    """A module whose state grows with its first batch, as that of an observer and of fp8 does."""
+
+    def __init__(self, size: int = 0, extra: Any = None) -> None:
+        super().__init__()
+        self.extra = extra
+        self.register_buffer("low", torch.arange(float(size)))
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.low = torch.empty_like(state[f"{prefix}low"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("at_first", [torch.empty(0), None])
+def test_state_that_grows_in_training_is_loaded(tmp_path: Path, at_first: Any) -> None:
+    grown = _Growing(3, torch.arange(5.0))
+    fresh = _Growing(0, at_first)
+    load_state(tmp_path, state.collect({"m": nn.Sequential(grown)}), {"m": nn.Sequential(fresh)})
+    assert torch.equal(fresh.low, grown.low)
+    assert torch.equal(fresh.extra, grown.extra)
+
+
+def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
+    result = state.collect({"m": nn.BatchNorm1d(3, affine=False)})
+    sizes = r"running_mean.*torch\.Size\(\[3\]\).*torch\.Size\(\[2\]\)"
+    with pytest.raises(HpcDdpError, match=sizes):
+        load_state(tmp_path, result, {"m": nn.BatchNorm1d(2, affine=False)})
+
+
 def test_private_weights_of_other_ranks_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     ddp: Any = nn.parallel.DistributedDataParallel

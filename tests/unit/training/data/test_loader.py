@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import loader as module
 from hpc_ddp.training.data import order
+from hpc_ddp.training.data.batches import pinned
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError, _Batch, batches_of
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.devices import CPU
@@ -42,6 +43,15 @@ def test_tensors_in_cpu_memory_are_pinned(monkeypatch: pytest.MonkeyPatch) -> No
     assert content[1]["a"] is on_device
     assert content[1]["b"] is sparse
     assert content[2].data.item() == 101
+
+
+def test_an_expanded_tensor_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory with its strides would have one number for many."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (tensor, tensor.stride()))
+    image = torch.arange(4.0).reshape(1, 2, 2).expand(3, 2, 2)  # as of torchvision's Grayscale(3)
+    copy, strides = pinned([image])[0]
+    assert torch.equal(copy, image)
+    assert strides == (4, 2, 1)
 
 
 def test_loaders_have_the_attributes_that_scripts_print() -> None:
