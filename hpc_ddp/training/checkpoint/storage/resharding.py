@@ -62,8 +62,8 @@ class Sharing:
         self.rank, self.world_size, self._device = rank, world_size, device
 
     def send(self, numbers: torch.Tensor, root: int, group: Any = None) -> None:
-        """Overwrite a contiguous tensor on the CPU with that of the rank `root`; a collective of a
-        process group, the default one if it is None."""
+        """Overwrite a contiguous tensor on the CPU with that of the rank `root`, counted over all
+        ranks; a collective of a process group, the default one if it is None."""
         content = numbers.view(-1).view(torch.uint8)
         for chunk in torch.split(content, CHUNK) if len(content) else ():
             on_device = chunk.to(self._device) if self.rank == root else self._like(chunk)
