@@ -216,8 +216,8 @@ class CheckpointManager:
 
     def _copy(self, compares: bool) -> Content:
         """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
-        have alike; return the content of a save. Raise HpcDdpError for a state that can't be
-        saved."""
+        have alike; return the content of a save. It waits for the devices that have frozen weights.
+        Raise HpcDdpError for a state that can't be saved."""
         current = state.collect(self._objects, self._per_rank, self.trained.ids())
         wait_for_checksums = start_checksums(current.equal if compares else {})
         parts = my_parts(current, self._dims)

@@ -35,7 +35,8 @@ def put_back(
     `tree` has their stored states, `reader` the tensors. Sharded objects take their own part of
     each tensor, however it was stored; with `stage` the models are parts of those that were stored,
     and leave the rest. Parts of models that `added` names, as ``model.head``, stay as they are if
-    none are stored. After an error some objects may have been loaded.
+    none are stored, and an optimizer has no state for them. After an error some objects may have
+    been loaded.
 
     Raises
     ------

@@ -27,7 +27,8 @@ class Restored:
     """A checkpoint that is open, on the CPU; tensors are read later, by its reader.
 
     Where ranks had tensors of their own (see `state.my_parts`), the reader has those of `rank` if
-    `world_size` ranks wrote it; else the buffers of the first rank of a stage, and no others.
+    `world_size` ranks wrote it; else (`is_resized`) the buffers of the first rank of a stage, and
+    no others.
     """
 
     def __init__(self, folder: Path, index: Index, rank: int, world_size: int) -> None:

@@ -46,8 +46,8 @@ def between_failures(events: Sequence[JournalEvent]) -> float:
     """Return the mean time between failures in seconds, from a run's earlier attempts, as if there
     had been one more in a time of `PRIOR_S`; so that is the result without any.
 
-    A failure is an attempt that ended without a stop: it lost what came after its last save. Only
-    attempts that made a step count.
+    A failure is an attempt that neither stopped nor finished: it lost what came after its last
+    save. Only attempts that made a step count.
     """
     spent, failures = PRIOR_S, 1
     for of_attempt in by_attempt(events).values():
