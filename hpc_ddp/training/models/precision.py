@@ -76,8 +76,9 @@ class Precision:
     def update(
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scheduler: Any
     ) -> torch.Tensor | None:
-        """Clip, step and zero the gradients, and step the scheduler unless fp16's scaler skips the
-        step; return the norm before clipping, a scalar, None without `clip_norm`.
+        """Clip the gradients, step, and set them to None; step the scheduler, if there is one,
+        unless fp16's scaler skips the step. Return the norm before clipping, a scalar, None without
+        `clip_norm`.
 
         With `clip_norm` and parameters over several ranks it is a collective.
         """

@@ -113,8 +113,8 @@ class ModelSetup(Worker):
         return self._in_ddp(model, {"process_group": group, **options})
 
     def _in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-        """Wrap a model in DDP with its options, and fix its bucket order; every rank must call
-        it."""
+        """Wrap a model in DDP with its options, fix its bucket order, and note it in `_wrapped` and
+        for the timer; every rank must call it. `options` may get ``device_ids``."""
         if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
