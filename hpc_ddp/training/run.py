@@ -158,7 +158,7 @@ class Run(ModelSetup):
                 self._act()
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the steps left of `total`, for a loop without epochs; all iterate.
+        """Yield the numbers of the steps left of `total`, in place of `epochs`; all ranks iterate.
 
         The loop's body calls `step`, and is part of the step: the run saves and stops at its end.
         Random numbers drawn in it go on as if nothing had happened, so batches that are drawn at

@@ -152,8 +152,8 @@ class SaveSchedule:
         return slowest * (2 if self._checkpoints.in_flight else 1)
 
     def _choose_interval(self, stall_s: float) -> None:
-        """Set the interval by the measured saves, each of which holds the training up for
-        `stall_s`; print it."""
+        """Set the interval by `young_daly` for saves that hold the training up for `stall_s`, to
+        four times the slowest save at least and `LONGEST_AUTO_S` at most; print it."""
         best = young_daly(stall_s, self._between_failures_s)
         # The disk is to be idle for most of the time, whatever the formula says.
         self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)

@@ -159,7 +159,7 @@ def reduced(tensor: Any) -> torch.Tensor:
 
 def step_apart(optimizer: torch.optim.Optimizer) -> None:
     """Hook an optimizer, so that it steps one tensor at a time where a group has DTensors and plain
-    ones.
+    ones, and the script has chosen neither ``foreach`` nor ``fused`` for it.
 
     On accelerators torch's optimizers take all tensors of a group in one call (foreach), which is
     refused for a mixture, as tensor parallelism leaves it: its plan names the layers that are cut.

@@ -122,8 +122,9 @@ class Precision:
         return bool(calls)
 
     def _choose_scale(self) -> None:
-        """Choose fp16's next scale, once all optimizers of a step have unscaled by this one; with
-        another precision, or without an update, nothing."""
+        """Choose fp16's next scale, once all optimizers of a step have unscaled by this one; lower
+        it also for an overflow before an optimizer's second update in the step. With another
+        precision, or without an update, do nothing."""
         if self._scaler is None or not self._updated:
             return
         self._scaler.update()

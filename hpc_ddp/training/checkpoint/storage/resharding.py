@@ -238,10 +238,9 @@ class Reader:
         return self._offsets[index]
 
     def _fill(self, part: torch.Tensor, writer: int, piece: StoredShard, low: Shape) -> None:
-        """Read the part of a tensor that begins at `low` from a piece, whole rows at a time.
-
-        Raise UnreadableError if the disk does not answer for a minute.
-        """
+        """Fill `part`, the box of a tensor that begins at `low`, from `piece`, which the part with
+        the number `writer` has; whole rows are read. Raise UnreadableError if the disk does not
+        answer for a minute."""
         path = self._parts[writer].path
         shape = (*part.shape[:1], *piece.size[1:])
         is_direct = part.is_contiguous() and part.shape == shape
