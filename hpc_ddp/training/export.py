@@ -55,8 +55,8 @@ def export(
         there is no such checkpoint, or no such object in it; safetensors is not installed; or
         `out` is a folder that exists
     HpcDdpError
-        the checkpoint is damaged or of another version's format, each rank had its own of some of
-        the tensors, or `out` can't be written
+        the checkpoint is damaged, can't be read, or is of another version's format; each rank had
+        its own of some of the tensors; or `out` can't be written
     OSError
         the run can't be read
     ValueError

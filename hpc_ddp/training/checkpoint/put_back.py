@@ -187,7 +187,7 @@ def _for_optimizer(
 def _new_groups(
     name: str, groups: Sequence[Sequence[str]], tree: Any, added: Sequence[str]
 ) -> list[bool]:
-    """Return of each of an optimizer's `groups` (names of parameters) whether all of it is `added`
+    """Return for each of an optimizer's `groups` (names of parameters) whether all of it is `added`
     and not in `tree`, the optimizer's stored state.
 
     `name` is the optimizer's. Raise HpcDdpError if the other groups, without new parameters that
