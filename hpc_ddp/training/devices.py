@@ -112,15 +112,16 @@ def carries(backend: str, device: torch.device) -> bool:
 
 
 def bound(backend: str, device: torch.device) -> dict[str, Any]:
-    """Return the argument of ``init_process_group`` that binds the group to a device, {} where its
-    backend takes none."""
+    """Return the argument of ``init_process_group`` that binds the group to a device, {} where
+    `backend` is not the device's own, or takes none."""
     kind = KINDS.get(device.type)
     binds = kind is not None and kind.binds and backend == default_backend(device)
     return {"device_id": device} if binds else {}
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in double precision, which Intel's Arc does not."""
+    """Return whether a device computes in double precision, which Intel's Arc does not; True where
+    torch does not tell."""
     tell = getattr(torch.get_device_module(device), "get_device_properties", None)
     return bool(getattr(tell(device), "has_fp64", True)) if tell else True
 
@@ -292,7 +293,8 @@ def put_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
-    """Return this rank's `per_worker` GPUs and make the first the current one; without GPUs, CPUs.
+    """Return this rank's `per_worker` GPUs and make the first the current one; without GPUs the CPU
+    as often. With `shares_devices` workers for which there are too few share those of the first.
 
     Raises
     ------

@@ -190,11 +190,12 @@ class DrilledRun(Run):
 
 
 class OptimizerSteps:
-    """Digests of the gradients that the process's optimizers read in a step, and of the state with
-    which those begin it that are not tracked."""
+    """Digests of the gradients that the process's optimizers read in a step, and of the state that
+    those of them that are not tracked have before it."""
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
-        """Hook all optimizers of this process; those in `tracked`, by name, are not digested."""
+        """Hook all optimizers of this process. The states of those in `tracked`, objects by name,
+        to which others may be added later, are not digested."""
         self._tracked = tracked
         self._digests: dict[str, str] = {}
         self._gradients_size = 0.0

@@ -55,8 +55,8 @@ def export(
         there is no such checkpoint, or no such object in it; safetensors is not installed; or
         `out` is a folder that exists
     HpcDdpError
-        the checkpoint is damaged or of another version's format, each rank had its own of some of
-        the tensors, or `out` can't be written
+        the checkpoint is damaged, can't be read, or is of another version's format; each rank had
+        its own of some of the tensors; or `out` can't be written
     OSError
         the run can't be read
     ValueError
@@ -79,8 +79,9 @@ def export(
 
 
 def _sizes_of(reader: Reader, name: str, folder: Path) -> dict[str, int]:
-    """Return the bytes of the tensors of the object `name` in a checkpoint's `folder`, by their
-    names in it. Raise HpcDdpError if each rank had its own of some, UsageError without any."""
+    """Return the size in bytes of each tensor of the object `name`, by its name in the object.
+    Raise HpcDdpError if each rank had its own of some, UsageError without any: their messages name
+    the checkpoint's `folder`."""
     prefix = f"{name}."
     if of_ranks := sorted(key for key in reader.of_other_ranks if key.startswith(prefix)):
         more = f" and {len(of_ranks) - 1} more" if of_ranks[1:] else ""
@@ -109,8 +110,9 @@ def _save_folder(
     """Write tensors as safetensors into a new folder: ``model.safetensors``, or several files and
     an index (the layout is that of Hugging Face's transformers).
 
-    `sizes` has the bytes of each tensor by its name, `read` returns some of them. Raise UsageError
-    where `out` exists, HpcDdpError if it can't be written; nothing is left of it then.
+    `sizes` has each tensor's size in bytes by its name, `read` returns the tensors of some names.
+    Raise UsageError where `out` exists, or without safetensors, HpcDdpError if it can't be written;
+    nothing is left of a new folder then. Errors of `read` come through.
     """
     if os.path.lexists(out):
         raise UsageError(f"{out} exists", hint="name a new folder, or a file: model.safetensors")

@@ -116,7 +116,8 @@ class Run(ModelSetup):
         HpcDdpError
             the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
-            called twice; another seed or training set than the checkpoint's; a wrong object or name
+            called twice; another seed or training set than the checkpoint's; a wrong object or
+            name; ranks' objects differ; an optimizer without its model, or of one in no wrapper
         """
         check_tracked(objects, per_rank, added)
         outlive_notices(objects.values())  # now the loaders' libraries are imported
@@ -157,8 +158,7 @@ class Run(ModelSetup):
                 self._act()
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the steps that are left, of `total`, for a loop without epochs; all
-        ranks iterate.
+        """Yield the numbers of the steps left of `total`, in place of `epochs`; all ranks iterate.
 
         The loop's body calls `step`, and is part of the step: the run saves and stops at its end.
         Random numbers drawn in it go on as if nothing had happened, so batches that are drawn at
@@ -193,7 +193,7 @@ class Run(ModelSetup):
         clip_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> torch.Tensor | None:
-        """Clip, step, and zero the gradients; nothing in the midst of accumulating them.
+        """Clip the gradients, step, and set them to None; nothing in the midst of accumulating.
 
         Does no more than the calls of one's own would (``optimizer.step()`` above all) unless
         the precision is fp16, where it also undoes the scaling, and skips the step, and the
@@ -239,8 +239,8 @@ class Run(ModelSetup):
         SystemExit
             code 0: all ranks have agreed to stop, and all is saved
         HpcDdpError
-            three saves in a row failed, a weight is not finite, or another attempt has started
-            since (SupersededError)
+            saves have failed three times in a row or more, for half a minute; a weight isn't finite
+            or a state can't be saved; or another attempt has started since (SupersededError)
         UsageError
             called outside of `epochs` and `steps`, or twice for a batch; a value is no number, or
             of a reserved name; fp16 and no `update`
@@ -295,9 +295,8 @@ class Run(ModelSetup):
         Parameters
         ----------
         results
-            what came out, as numbers by name: rank 0's go into the journal, from where
-            ``hpc-ddp status`` of a sweep takes them into its table; NaN and infinity go there as
-            null
+            numbers by name: rank 0's go into the journal, and from there into the table of a
+            sweep's ``hpc-ddp status``; NaN and infinity as null
 
         Raises
         ------
@@ -353,14 +352,15 @@ class Run(ModelSetup):
         self._timer.start_step()
 
     def _measure(self, values: dict[str, Any]) -> None:
-        """Journal a step's values, and count it for the profiler; raises as `_check_values`."""
+        """Journal a step's values, tell the profiler; raises as `_check_values`, `Metrics.add`."""
         self._check_values(values)
         if self.rank == 0:
             self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
         self._profiler.step_done()
 
     def _end_batch(self) -> None:
-        """Save or stop as the last step decided; called when the loop asks for another batch."""
+        """Save or stop as the last step decided; called when the loop asks for another batch.
+        Nothing in `steps`, after a batch without a step, and at the end of an epoch."""
         # The end of the epoch comes first: a start that finds an epoch without a batch would trip
         # over what a loop leaves behind, such as the last loss. Most stops come a step earlier.
         batch = self._batch

@@ -70,7 +70,7 @@ class Worker(Member):
 
     def _prepare(self, options: Options) -> None:
         """Make the parts of the run that save, stop, measure and watch, and seed the generators;
-        every rank must call it."""
+        every rank must call it. Raises as `start`."""
         rng.seed_all(options.seed, self.devices)
         self._prepare_saves(options)
         nodes = self._prepare_decisions(self._checkpoints, self.device)
@@ -136,7 +136,7 @@ class Worker(Member):
         Unless it is a stop, it waits until old checkpoints are removed and all ranks are here; the
         event is left out if one of them is gone and a notice has come. Rank 0 prints the goodput.
         Raise HpcDdpError if a weight is not finite or the save fails, SupersededError for a later
-        attempt, RuntimeError if a peer is gone.
+        attempt, RuntimeError if a peer is gone; on rank 0 also as `_end_journal`.
         """
         if self._over:
             return

@@ -49,7 +49,8 @@ class LibraryCheckpoints(Checkpoints):
 
     def find_newest_of_library(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest checkpoint that verifies, with its manifest, None without any; every
-        rank must call it. Raise UsageError for another library's, HpcDdpError as `find_newest`."""
+        rank must call it. Raise UsageError for one that another library or hpc-ddp itself has
+        written, HpcDdpError as `find_newest`."""
         folder = self.find_newest()
         if folder is None:
             return None
@@ -62,16 +63,18 @@ class LibraryCheckpoints(Checkpoints):
         return folder, manifest
 
     def open_draft(self, step: int) -> Path:
-        """Wait for the save before, and make the folder for a checkpoint's files; every rank must
-        call it. Raises as `settle`; HpcDdpError if the folder can't be made."""
+        """Wait for the save before, whether or not it succeeds; return the folder for a
+        checkpoint's files, which is made unless it exists; every rank must call it. Raises as
+        `settle`; HpcDdpError if the folder can't be made."""
         self.settle()
         draft = disk.draft(self._run.checkpoints, step, self._attempt)
         on_first(self.control, partial(_make_draft, draft))
         return draft
 
     def commit(self, step: int, facts: Mapping[str, Any], began: float) -> None:
-        """Begin to publish the draft of a step, with more `facts` for the manifest; every rank must
-        call it. `began` is when the library's save did, on the monotonic clock."""
+        """Begin to publish the draft that `open_draft` made for a step, with more `facts` for the
+        manifest; every rank must call it. `began` is when the library's save did, in seconds of the
+        monotonic clock."""
         self.begin(
             Content(
                 step=step,
@@ -126,8 +129,10 @@ class LibraryCheckpoints(Checkpoints):
     def _write(
         self, draft: Path, plan: Plan, payload: Any, content: Content
     ) -> dict[str, FileFacts] | Failure:
-        """Sync the draft's files, those that ranks have named, and sum up this rank's share of
-        them; return their facts, or a `Failure`. Raise RuntimeError if a peer is gone."""
+        """Close the draft's files, those that ranks have named, to other users, and sync them,
+        where this rank `syncs`; sum up this rank's share, and return its facts by name. Return a
+        `Failure` for an error, and where there are `own_names` only. Raise RuntimeError if a peer
+        is gone."""
         names_by_rank: list[list[str]] = self._background.to_first(payload)
         names: Sequence[str] = self._background.from_first(sorted(set().union(*names_by_rank)))
         rank, world_size = self._background.rank, self._background.world_size

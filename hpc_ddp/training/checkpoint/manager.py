@@ -135,7 +135,7 @@ class CheckpointManager:
 
         Where another number of ranks wrote it, objects that ranks had of their own are left out,
         with a warning that rank 0 prints; raise HpcDdpError if a model or an optimizer is among
-        them.
+        them, DiskError if this rank's values can't be read.
         """
         index = checkpoint.index
         tree: dict[str, Any] = index.shared["tree"]
@@ -172,8 +172,8 @@ class CheckpointManager:
             raise misfit
 
     def start_random(self) -> None:
-        """Give the generators the state of the checkpoint; without one, or at a second call, seed
-        them for the present step and this rank's stream.
+        """Give the generators the state that the checkpoint has of this rank's stream; without one,
+        or at a second call, seed them for the present step and the stream.
 
         Called at the start of the loop, so that whatever the script draws before it makes no
         difference to a resume. No collective.
@@ -189,9 +189,10 @@ class CheckpointManager:
         """Wait for the save before, then begin to copy the state, and to write it in a thread.
 
         Where this very position and best value are saved already, it only waits. A best value
-        without a checkpoint gets this one. A save that fails is printed on stderr by its thread;
-        the next call then saves again. Tensors that are to be the same on all ranks are compared
-        at saves 1, 2, 4, 8, …, and with `is_last`, since there may be no other save.
+        without a checkpoint gets this one. A save that fails is printed on stderr by rank 0's
+        thread; the next call then saves again. Tensors that are to be the same on all ranks are
+        compared at saves 1, 2, 4, 8, … of this attempt, and with `is_last`, since there may be no
+        other save.
 
         Raises
         ------
@@ -215,8 +216,8 @@ class CheckpointManager:
 
     def _copy(self, compares: bool) -> Content:
         """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
-        have alike; return the content of a save. Raise HpcDdpError for a state that can't be
-        saved."""
+        have alike; return the content of a save. It waits for the devices that have frozen weights.
+        Raise HpcDdpError for a state that can't be saved."""
         current = state.collect(self._objects, self._per_rank, self.trained.ids())
         wait_for_checksums = start_checksums(current.equal if compares else {})
         parts = my_parts(current, self._dims)
@@ -270,7 +271,8 @@ class CheckpointManager:
         return is_best
 
     def load_best(self, model: torch.nn.Module) -> int:
-        """Save, then load the best checkpoint's state into a tracked model; return its step.
+        """Save, then load the best checkpoint's state into a tracked model, given with or without
+        its wrapper; return its step.
 
         Raises
         ------
@@ -307,8 +309,8 @@ class CheckpointManager:
         checkpoint: Restored,
         added: Sequence[str] = (),
     ) -> None:
-        """Wait for the devices, then load a checkpoint into objects; raises as
-        `put_back.put_back`."""
+        """Wait for the devices, then load a checkpoint into objects; raises as `put_back.put_back`.
+        With `shares_reads`, but for a pipeline, it is a collective."""
         for device in self._devices:  # an evaluation may still copy weights from the host
             devices.wait_for(device)
         step, is_stage = checkpoint.step, self._dims.pp > 1
@@ -320,8 +322,8 @@ class CheckpointManager:
 
     def settle(self) -> bool:
         """Wait for the save under way; return False if it has failed, once: the next `save` then
-        writes again, and the next `settle` returns True. True without a save. Raises as
-        `Checkpoints.settle`."""
+        writes again, and the next `settle` returns True. True without a save. A best value that the
+        failed one had is without a checkpoint again. Raises as `Checkpoints.settle`."""
         done = self._checkpoints.settle()
         if not done:
             self._written = None
@@ -330,8 +332,8 @@ class CheckpointManager:
         return done
 
     def save_surely(self) -> None:
-        """Save and wait until the save is durable; after a failure try again until `save` or
-        `settle` raises."""
+        """Save and wait until the save is durable; after a failure try again, each `RETRY_S`, until
+        one succeeds, or `save` or `settle` raises an error, which comes through."""
         self.save(is_last=True)
         while not self.settle():
             time.sleep(RETRY_S)

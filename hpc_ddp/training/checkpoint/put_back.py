@@ -44,7 +44,8 @@ def put_back(
     `tree` has their stored states, `reader` the tensors. Sharded objects take their own part of
     each tensor, however it was stored; with `stage` the models are parts of those that were stored,
     and leave the rest. Parts of models that `added` names, as ``model.head``, stay as they are if
-    none are stored. After an error some objects may have been loaded.
+    none are stored, and an optimizer has no state for them. After an error some objects may have
+    been loaded.
 
     Raises
     ------
@@ -104,7 +105,8 @@ def _load(name: str, plain: Any, content: Any, step: int) -> None:
 
 def _load_module(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
     """Load a state dict into the module `name`. Entries that it writes and can't load, as those of
-    weights in 4 bits, have to be equal to what it has; raise HpcDdpError where they differ."""
+    weights in 4 bits, have to be equal to what it has: raise HpcDdpError where they differ, or the
+    module expects an entry that `state` lacks. A class's own ``load_state_dict`` decides itself."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
         module.load_state_dict(state)
         return
@@ -136,11 +138,13 @@ def _for_module(
 
     `name` is the module's in ``run.track``: its tensors are stored as ``NAME.KEY``. With `stage` it
     is a part of the module that was stored: further keys of the tree are ignored. Keys that are
-    `added` keep their values.
+    `added`, and not in the tree, keep their values. Stored versions of the parts come along, for
+    torch's own conversions.
 
-    Raise HpcDdpError if keys or shapes differ, which it names, or the files lack a part of a
-    tensor; UnreadableError if the disk does not answer. The shapes of what may grow while it is
-    trained are left to ``load_state_dict``: buffers, as observers have them, and extra states.
+    Raise HpcDdpError if keys or shapes differ, which it names, a tensor was only other ranks' own,
+    or the files lack a part of one; UnreadableError if the disk does not answer. The shapes of what
+    may grow while it is trained are left to ``load_state_dict``: buffers, as observers have them,
+    and extra states.
     """
     state = module.state_dict()
     entries = {plain_name(key): (key, value) for key, value in state.items()}
@@ -194,8 +198,8 @@ def _for_optimizer(
     ``run.track``. Parameters that are `added` begin without a state, and a group of such alone has
     its own settings.
 
-    Raise HpcDdpError if the class, the parameters or their groups differ, KeyError if `tree` is no
-    optimizer's, UnreadableError if the disk does not answer.
+    Raise HpcDdpError if the class, the parameters or their groups differ, or as `_assemble`,
+    KeyError if `tree` is no optimizer's, UnreadableError if the disk does not answer.
     """
     names = iter(params)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
@@ -219,10 +223,11 @@ def _for_optimizer(
 def _new_groups(
     name: str, groups: Sequence[Sequence[str]], tree: Any, added: Sequence[str]
 ) -> list[bool]:
-    """Return of each of an optimizer's `groups` (of parameters, by name) whether it is wholly
-    `added`, and so is not in `tree`, the optimizer's stored state.
+    """Return for each of an optimizer's `groups` (names of parameters) whether all of it is `added`
+    and not in `tree`, the optimizer's stored state.
 
-    `name` is the optimizer's. Raise HpcDdpError if the other groups differ from the stored ones.
+    `name` is the optimizer's. Raise HpcDdpError if the other groups, without new parameters that
+    are `added`, differ from the stored ones.
     """
     stored_groups = [group["params"] for group in tree["param_groups"]]
     stored_names = set(chain(*stored_groups))
@@ -260,8 +265,8 @@ def _assemble(
 
     `templates` has tensors whose sharding or order in memory is wanted, `current` those whose
     devices are; one in neither comes to the reader's device if it was on an accelerator. Raise
-    HpcDdpError for a tensor that is not stored for this rank, UnreadableError if the disk does not
-    answer.
+    HpcDdpError for a tensor that is not stored for this rank, or not as a whole; UnreadableError if
+    the disk does not answer.
     """
     if type(value) is str and value in (TENSOR, ON_DEVICE):
         if where not in reader:

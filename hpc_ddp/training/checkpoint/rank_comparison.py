@@ -125,7 +125,8 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
 
 
 def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
-    """Return on all ranks the error for tensors that would not make a whole, None for a whole.
+    """Return on all ranks the error for ranks that share different objects, or whose tensors would
+    not make a whole; None for a whole.
 
     Every rank must call it: it is a collective. Raise RuntimeError if a peer is gone.
     """

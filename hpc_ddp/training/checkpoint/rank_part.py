@@ -108,8 +108,8 @@ def write_payload(
     payload: Payload, draft: Path, plan: Plan, rank: int, content: Content, weights: FrozenWeights
 ) -> Written | None:
     """Write a rank's part into a draft, as planned, and link its frozen weights where they have not
-    changed; return the facts on it, None if the numbers are not finite. Raise OSError if the disk
-    refuses."""
+    changed; return the facts on it, None if tensors in `content.trained` are not finite. `weights`
+    takes note of the frozen ones. Raise OSError if the disk refuses."""
     part = plan.parts[rank]
     with ThreadPoolExecutor(1) as pool:  # while the disk is busy
         is_finite = pool.submit(content.buffer.is_finite, content.trained)

@@ -27,7 +27,8 @@ class Restored:
     """A checkpoint that is open, on the CPU; tensors are read later, by its reader.
 
     Where ranks had tensors of their own (see `state.my_parts`), the reader has those of `rank` if
-    `world_size` ranks wrote it; else the buffers of rank 0, and no others.
+    `world_size` ranks wrote it; else (`is_resized`) the buffers of the first rank of a stage, and
+    no others.
     """
 
     def __init__(self, folder: Path, index: Index, rank: int, world_size: int) -> None:
@@ -69,8 +70,8 @@ def reading(folder: Path, rank: int = 0) -> Iterator[None]:
 
 
 def open_checkpoint(folder: Path) -> Restored:
-    """Open a checkpoint that has been verified, by this process alone, as another number of ranks;
-    raises as `read_index`."""
+    """Open a checkpoint that has been verified, by this process alone, as if another number of
+    ranks had written it: without what ranks had of their own. Raises as `read_index`."""
     return Restored(folder, read_index(folder), rank=0, world_size=0)
 
 
@@ -108,7 +109,7 @@ class Restorer:
         Raises
         ------
         HpcDdpError
-            as `find_newest`; or another version of hpc-ddp has written it
+            as `find_newest`; or it can't be opened, as one of another version of hpc-ddp
         """
         newest = self.find_newest()
         return None if newest is None else self._open(newest)
@@ -218,8 +219,8 @@ class Restorer:
         say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
 
     def _report_restore(self, chosen: Path | None, passed_over: list[str], took_s: float) -> None:
-        """Journal the step of the chosen checkpoint (0 without one) and those passed over, where
-        there is one of them; print the step, of a first attempt only that of a checkpoint.
+        """Journal the step of the chosen checkpoint (0 without one) and those passed over, but not
+        where there are neither; print the step, but not of a first attempt without a checkpoint.
         `took_s` is the time of verifying, in seconds."""
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:

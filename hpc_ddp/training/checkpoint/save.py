@@ -63,7 +63,7 @@ class Outcome:
     size
         of the checkpoint that was published, in bytes
     failure
-        why it could not be saved, else ""
+        why it could not be saved; "" where it was, or `error` alone says why not
     error
         ends the run: no other try would end otherwise
     """
@@ -323,8 +323,8 @@ class Checkpoints(Restorer):
         return {**files, STATE: [state]}
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
-        """On rank 0: remove a draft that a rank failed to write, and make room if that was why, and
-        the attempts can be listed; return the failure, which counts (`_fail`)."""
+        """On rank 0: remove a draft for the `Failure` among the answers; if the disk was full,
+        remove the parcel too, or else old checkpoints. Return the failure, counted (`_fail`)."""
         disk.remove(draft)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
@@ -348,17 +348,16 @@ class Checkpoints(Restorer):
         return Outcome(failure=why, error=error)
 
     def _prune(self, content: Content, keep: Retention) -> None:
-        """On rank 0: remove old checkpoints, but for the best and those that `keep` names.
-
-        A disk that refuses is passed over.
-        """
+        """On rank 0: remove old checkpoints, but for the best, that of this step and those that
+        `keep` names; a disk that refuses is passed over."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
     def _remove_parcel(self) -> bool:
-        """On rank 0: remove the parcel of ``--stage``, and return True; False without one, and in a
-        superseded attempt. Raise OSError if the disk does not answer."""
+        """On rank 0: remove the parcel of ``--stage``, note that in the run, print it, and return
+        True; False without one, and in a superseded attempt. Raise OSError if the attempts can't be
+        listed."""
         if not self._run.parcel.exists() or not self._run.is_newest(self._attempt):
             return False
         shutil.rmtree(self._run.parcel, ignore_errors=True)

@@ -46,8 +46,8 @@ def between_failures(events: Sequence[JournalEvent]) -> float:
     """Return the mean time between failures in seconds, from a run's earlier attempts, as if there
     had been one more in a time of `PRIOR_S`; so that is the result without any.
 
-    A failure is an attempt that ended without a stop: it lost what came after its last save. Only
-    attempts that made a step count.
+    A failure is an attempt that neither stopped nor finished: it lost what came after its last
+    save. Only attempts that made a step count.
     """
     spent, failures = PRIOR_S, 1
     for of_attempt in by_attempt(events).values():
@@ -75,6 +75,10 @@ class SaveSchedule:
 
     Parameters
     ----------
+    checkpoints
+        the saves that are asked for their durations and results
+    rank
+        this process's
     every
         seconds between saves, ``"auto"`` for the best interval, None for no clock
     every_steps
@@ -107,7 +111,8 @@ class SaveSchedule:
         """Return whether a save belongs to this step, by `every_steps`; the same on all ranks.
 
         It is called after each step, or, where a library counts several at once, after some: the
-        save then belongs to the first of these that has reached or passed a multiple.
+        save then belongs to the first of these that has reached or passed a multiple. At the first
+        call of a process only a multiple itself counts.
         """
         before, self._newest_step = self._newest_step, step
         if self._every_steps is None:
@@ -118,8 +123,9 @@ class SaveSchedule:
     def is_due(self) -> bool:
         """Return whether rank 0's clock wants a save; False on other ranks.
 
-        Not while one is under way: a clock that runs faster than the disk skips beats. After a
-        failed one, within `RETRY_AFTER_S`, even without a clock.
+        Not while one is under way: a clock that runs faster than the disk skips beats. After one
+        has failed the next is due `RETRY_AFTER_S` from its begin at the latest, even without a
+        clock.
         """
         if self._rank != 0 or self._checkpoints.in_flight:
             return False
@@ -141,13 +147,13 @@ class SaveSchedule:
 
     def save_s(self) -> float:
         """Return how long a save may take from now until it is durable, in seconds: as long as the
-        slowest so far, twice that behind one that is under way."""
+        slowest of this attempt, before its first as given; twice that behind one under way."""
         slowest = self._checkpoints.slowest_save_s or self._slowest_before_s
         return slowest * (2 if self._checkpoints.in_flight else 1)
 
     def _choose_interval(self, stall_s: float) -> None:
-        """Set the interval by the measured saves, each of which holds the training up for
-        `stall_s`; print it."""
+        """Set the interval by `young_daly` for saves that hold the training up for `stall_s`, to
+        four times the slowest save at least and `LONGEST_AUTO_S` at most; print it."""
         best = young_daly(stall_s, self._between_failures_s)
         # The disk is to be idle for most of the time, whatever the formula says.
         self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)

@@ -37,8 +37,8 @@ SHOWN = 8  # names in an error
 
 
 def unwrap(thing: Any) -> Any:
-    """Return the module inside wrappers, so that its names have no ``module.`` in front; others
-    unchanged."""
+    """Return the module inside those of DDP, DataParallel and torch.compile, so that its names have
+    no ``module.`` in front; anything else as it is."""
     while True:
         if isinstance(thing, (DistributedDataParallel, DataParallel)):
             thing = thing.module
@@ -147,7 +147,11 @@ def collect(
 def _content_of(
     name: str, plain: Any, labels: Mapping[int, str], state: State, trained: Container[int]
 ) -> Any:
-    """Return an object's state dict with plain names, and add to the sets of names in `state`."""
+    """Return an object's state dict, and add to the sets of names in `state`.
+
+    An optimizer's is by names of parameters, with `KIND` beside; a module's by `plain_name`s, with
+    `VERSIONS` beside; another object's as it is.
+    """
     content: Any = plain.state_dict()
     if isinstance(plain, Optimizer):
         state.trained.update(_like_parameters(name, plain, labels))
@@ -207,7 +211,8 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
 def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of parameters that DDP leaves to each rank: experts, parts of an embedding.
 
-    Sharded ones are in part each rank's own in any case. Buffers are saved as all others are.
+    Not the sharded ones, of which each rank saves its part in any case, nor buffers, which are
+    saved as all others are.
     """
     for name, wrapped in objects.items():
         module = unwrap(wrapped)
@@ -242,7 +247,7 @@ def plain_name(key: str) -> str:
 
 def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
     """Return the name of each parameter of the modules among `objects`, tracked ones by name, by
-    its id."""
+    its id; the first name of one that has several."""
     labels: dict[int, str] = {}
     for name, wrapped in objects.items():
         plain = unwrap(wrapped)
@@ -312,7 +317,8 @@ def _with_keys(
 
 
 def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> Iterator[str]:
-    """Yield the names of the state that is shaped like the parameter it belongs to."""
+    """Yield the names in the optimizer `name` of tensors with the shape of their parameter, unless
+    that is a scalar."""
     for label, parameter in params_of(optimizer, labels).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
@@ -320,8 +326,9 @@ def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str])
 
 
 def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` with `TENSOR` or `ON_DEVICE` for each tensor, which goes to `tensors` under
-    its place below `where`.
+    """Return a copy of `value` with `TENSOR` or `ON_DEVICE` for each tensor, which goes to
+    `tensors` under its place below `where`. Mappings that are not of `_DICTS` become dicts, and
+    subclasses of list, tuple and set their plain types.
 
     Raise HpcDdpError for what ``weights_only`` would refuse to load again; what was before it is in
     `tensors`.

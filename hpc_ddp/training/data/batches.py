@@ -24,17 +24,19 @@ def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on `device`; what holds none is returned as it is.
+    """Return a copy of a batch with its tensors on `device`; from pinned memory they are on their
+    way, and the host does not wait.
 
-    They are looked for in tuples, lists, dicts, other mappings and dataclasses. An object with a
-    method ``to`` moves itself: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
+    They are looked for in tuples, lists, dicts (whose copies are plain ones), other mutable
+    mappings and dataclasses; any other object without them stays the same. One with a method ``to``
+    moves itself: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
     """
     return _changed(batch, partial(_moved, device=device))
 
 
 def pinned(batch: Any) -> Any:
-    """Return a batch with its tensors in pinned memory, where they can be. Looks where `to_device`
-    does."""
+    """Return a copy of a batch with its tensors in pinned memory, where they can be; they are
+    looked for where `to_device` does, and in objects with a method ``pin_memory``."""
     return _changed(batch, _pinned)
 
 
@@ -71,8 +73,8 @@ def _pinned(value: Any) -> Any:
 def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of a batch whose parts are changed; other objects in it stay the same.
 
-    `change` returns the new part, or None for an object to look into (tuple, list, mapping or
-    dataclass), or to leave alone.
+    `change` returns the new part, or None for an object to look into (tuple, list, dict, mutable
+    mapping or dataclass), or to leave alone.
     """
     changed = change(batch)
     if changed is not None:

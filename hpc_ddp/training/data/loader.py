@@ -267,8 +267,9 @@ def batches_of(
     **options: Any,
 ) -> DataLoader[_Batch]:
     """Return torch's loader, of which each iteration yields the rest of the epoch from `position`
-    on, where that is by then. `options` are DataLoader's; raise UsageError for one that the run or
-    a stream can't have, or that torch refuses."""
+    on, where that is by then, as `_Batch`es: not moved to `device`, but pinned for an accelerator.
+    `options` are DataLoader's; raise UsageError for one that the run or a stream can't have, or
+    that torch refuses."""
     if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
         raise UsageError(
             f"{min(refused)} was given; the run has its own, so that the order can be resumed",

@@ -48,7 +48,8 @@ def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
 
 
 def _watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
-    """Do what `watched` does; raise RuntimeError if torch's handler interrupts the explanation."""
+    """Do what `watched` does; raise RuntimeError if torch's handler interrupts the explanation. An
+    HpcDdpError that the data set raises in a worker loses the traceback in its message."""
     # Workers that persist may fail before there is an iterator.
     iterator: Any = getattr(batches, "_iterator", None)
     try:

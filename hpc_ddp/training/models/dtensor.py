@@ -123,7 +123,8 @@ def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
 
 def copies_of(tensor: Any) -> list[tuple[Any, int, bool]]:
     """Return the process groups whose ranks have the same part of a DTensor, one for each dimension
-    of the mesh that replicates it: the group, its first rank, and whether that is this rank."""
+    of the mesh that replicates it over several: the group, its first rank, counted over all ranks,
+    and whether that is this rank."""
     mesh = tensor.device_mesh
     groups = [
         mesh.get_group(axis)
@@ -158,7 +159,7 @@ def reduced(tensor: Any) -> torch.Tensor:
 
 def step_apart(optimizer: torch.optim.Optimizer) -> None:
     """Hook an optimizer, so that it steps one tensor at a time where a group has DTensors and plain
-    ones.
+    ones, and the script has chosen neither ``foreach`` nor ``fused`` for it.
 
     On accelerators torch's optimizers take all tensors of a group in one call (foreach), which is
     refused for a mixture, as tensor parallelism leaves it: its plan names the layers that are cut.
@@ -212,8 +213,8 @@ def from_local(local: torch.Tensor, template: Any) -> torch.Tensor:
 def clip_(
     parameters: Sequence[torch.Tensor], limit: float, dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
-    """Scale the gradients down to the norm `limit` over all ranks; return the norm before, a
-    scalar.
+    """Scale the gradients down, in place, to the 2-norm `limit` over all ranks, if theirs is
+    larger; return the norm before, a scalar. Parameters without a gradient are passed over.
 
     With parameters over several ranks it is a collective; else the norm is of this rank's alone.
     """
@@ -235,7 +236,7 @@ def clip_(
 def total_norm(
     tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of all tensors of all ranks, each counted once: a scalar, equal on all; 0
+    """Return the 2-norm of all tensors of all ranks, each counted once: a scalar, equal on all; 0
     without any.
 
     With tensors over several ranks it is a collective; else this rank's are taken to be the same on
@@ -265,7 +266,7 @@ def _norm(
 
 
 def _norm_here(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of this rank's tensors, a scalar; 0 without any. torch's of fp16 tensors is
+    """Return the 2-norm of this rank's tensors, a scalar; 0 without any. torch's of fp16 tensors is
     in fp16, which ends at 65504: theirs is in fp32."""
     fp16, wider = list[torch.Tensor](), list[torch.Tensor]()
     for tensor in tensors:

@@ -34,9 +34,10 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Overwrite a model's buffers with those of the group's first rank; all its ranks call it.
 
-    Only those that a checkpoint has, the persistent ones: masks and tables are alike everywhere.
-    They travel together, one broadcast for each type of number, on `device`, whose tensors the
-    group (None: the default one) carries. The host waits only for buffers that lie elsewhere.
+    Only the persistent ones, which a checkpoint has; the others, masks and tables, are alike
+    everywhere. They travel together, one broadcast for each type of number, on `device`, whose
+    tensors the group (None: the default one) carries. The host waits only for buffers that lie
+    elsewhere.
     """
     unique: dict[int, torch.Tensor] = {}
     for module in model.modules():

@@ -20,7 +20,7 @@ def materialize(module: nn.Module, device: torch.device, init: Init | None = Non
     The numbers are those of a module that is made on the device: each submodule's
     ``reset_parameters`` draws them from the global generators, as its constructor would, and then
     `init`, called with the submodule. They are whole tensors, so they do not depend on the number
-    of ranks that will share them. Modules without ``meta`` tensors stay as they are.
+    of ranks that will share them. Submodules without ``meta`` tensors of their own are left alone.
 
     Raises
     ------
@@ -53,7 +53,8 @@ def materialize(module: nn.Module, device: torch.device, init: Init | None = Non
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names, parameters and buffers that are a module's own, not a submodule's."""
+    """Yield the name and the tensor of each parameter and buffer of a module itself, without those
+    of its submodules."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 

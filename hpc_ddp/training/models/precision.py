@@ -76,8 +76,9 @@ class Precision:
     def update(
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scheduler: Any
     ) -> torch.Tensor | None:
-        """Clip, step and zero the gradients, and step the scheduler unless fp16's scaler skips the
-        step; return the norm before clipping, a scalar, None without `clip_norm`.
+        """Clip the gradients, step, and set them to None; step the scheduler, if there is one,
+        unless fp16's scaler skips the step. Return the norm before clipping, a scalar, None without
+        `clip_norm`.
 
         With `clip_norm` and parameters over several ranks it is a collective.
         """
@@ -121,8 +122,9 @@ class Precision:
         return bool(calls)
 
     def _choose_scale(self) -> None:
-        """Choose fp16's next scale, once all optimizers of a step have unscaled by this one; with
-        another precision, or without an update, nothing."""
+        """Choose fp16's next scale, once all optimizers of a step have unscaled by this one; lower
+        it also for an overflow before an optimizer's second update in the step. With another
+        precision, or without an update, do nothing."""
         if self._scaler is None or not self._updated:
             return
         self._scaler.update()

@@ -113,8 +113,8 @@ class ModelSetup(Worker):
         return self._in_ddp(model, {"process_group": group, **options})
 
     def _in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-        """Wrap a model in DDP with its options, and fix its bucket order; every rank must call
-        it."""
+        """Wrap a model in DDP with its options, fix its bucket order, and note it in `_wrapped` and
+        for the timer; every rank must call it. `options` may get ``device_ids``."""
         if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
@@ -144,7 +144,8 @@ class ModelSetup(Worker):
         the model.
 
         `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
-        what the plan does not name stays where it is until then. All ranks call it.
+        what the plan does not name stays where it is until then. Without such ranks it comes to
+        the device here. All ranks call it.
 
         Parameters
         ----------
@@ -296,9 +297,10 @@ class ModelSetup(Worker):
         all ranks; of a `Pipeline`, itself.
 
         The plain one, because the DDP wrapper may have collectives in every forward, and
-        they may have fewer batches. Persistent buffers (running means of batch norm, say) are rank
-        0's, as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's
-        has collectives nevertheless: give it ``run.shard(..., even=True)``.
+        they may have fewer batches. Persistent buffers (running means of batch norm, say) become
+        those of rank 0, or of the stage's first rank, as in a checkpoint. All ranks must enter. A
+        sharded model's forward and a pipeline's has collectives nevertheless: give it
+        ``run.shard(..., even=True)``.
         """
         plain = unwrap(model if isinstance(model, torch.nn.Module) else model.stage)
         # In a pipeline rank 0's are another stage's.
@@ -380,8 +382,8 @@ class ModelSetup(Worker):
         UsageError
             `best` was never called, or with NaN alone, or `track` does not know the model
         HpcDdpError
-            the best checkpoint is gone, damaged or can't be read; or the save before it fails as in
-            `finish`
+            the best checkpoint is gone, damaged or can't be read, or is of another number of ranks
+            that had weights of their own; or the save before it fails as in `finish`
         """
         step = self._manager.load_best(model)
         beat()

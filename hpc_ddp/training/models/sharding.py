@@ -39,8 +39,9 @@ SET_TIMEOUT = ("_set_default_timeout", "set_timeout")
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
     """Return the ranks as torch's mesh; all ranks make it at the same time.
 
-    `timeout` is that of the run's collectives, which the mesh's groups and the default one get. On
-    accelerators DTensor's random generator is set, too, for the process.
+    `timeout` is that of the run's collectives, which the mesh's groups and the default one get;
+    rank 0 prints a message where a backend takes none. On accelerators DTensor's random generator
+    is set, too, for the process.
     """
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
     if dims.replicas > 1:
@@ -116,7 +117,8 @@ def share_layers(
 
 
 def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
-    """Yield the modules whose dotted name has the parts of a pattern, in which ``*`` may stand."""
+    """Yield the modules whose name matches a pattern part by part between the dots, each as by
+    `fnmatchcase`: so ``*`` stands for text without a dot."""
     parts = pattern.split(".")
     for name, module in model.named_modules():
         names = name.split(".")
@@ -291,7 +293,8 @@ class Pipeline:
         ]
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output of this rank's stage, in eval mode and without gradients."""
+        """Return the output of this rank's stage, contiguous: in eval mode, without gradients, and
+        in the run's precision."""
         plain = unwrap(self.stage)
         with in_eval_mode(plain), self._autocast():
             output: torch.Tensor = plain(inputs).contiguous()
@@ -299,8 +302,8 @@ class Pipeline:
 
 
 def check_schedule(name: str, n_microbatches: int, stages: int, device: torch.device) -> None:
-    """Raise UsageError for a schedule `name` that is not in `SCHEDULES`, fewer micro-batches than
-    stages, or Gloo as the backend of accelerators."""
+    """Raise UsageError for a schedule `name` that is not in `SCHEDULES` (in any case of letters),
+    fewer micro-batches than stages, or Gloo as the backend of accelerators in several stages."""
     if devices.is_accelerator(device) and dist.get_backend() == "gloo" and stages > 1:
         raise UsageError(
             f"the backend is 'gloo' on {device.type} with pp={stages}; accepted: the device's own,"

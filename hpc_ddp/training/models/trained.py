@@ -41,5 +41,5 @@ class TrainedParameters:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return all parameters of an optimizer."""
+    """Return all parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

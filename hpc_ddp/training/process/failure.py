@@ -109,8 +109,8 @@ class FailureHook:
         sys.stderr.flush()
 
     def _write(self, error: BaseException, text: str) -> None:
-        """Journal an error; `text` is its traceback. Nothing without a journal, or in a superseded
-        attempt."""
+        """Journal an error, and wait for the disk; `text` is its traceback. Nothing without a
+        journal, or for a SupersededError."""
         # A superseded attempt writes nothing: the files belong to its successor.
         if self.journal is None or isinstance(error, SupersededError):
             return

@@ -53,7 +53,8 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     a finished one is renamed. Claim an attempt, print the folder, and journal the start.
 
     Return the folder and the attempt's number. Raise HpcDdpError if another process is at work in
-    it, it is another script's or user's, or its job.json is broken; OSError if the disk refuses.
+    it, it is another script's or user's, others can write or rename it, or its job.json is broken;
+    OSError if the disk refuses.
     """
     run = RunFolder(env.runs / env.stem / "local")
     check_folder(run)
@@ -87,7 +88,7 @@ def _may_be_live(run: RunFolder, own_info: dict[str, Any], info: dict[str, Any])
 
     On another host than `own_info`'s it is taken for live while the run's journal has changed in
     the last `SILENT_S`, unless the journal has its end, or it is an earlier start of this very
-    Slurm job. Raise OSError where the journal can't be read.
+    Slurm job. One without a host is not live. Raise OSError where the journal can't be read.
     """
     if process.is_live(info):
         return True

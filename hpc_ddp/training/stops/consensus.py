@@ -66,7 +66,8 @@ class StepTimes:
         self.longest_pause_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a step. The first one compiles, allocates and opens: it is a pause, no step."""
+        """Count a step of so many seconds, which may be the longest pause as well. The first one is
+        that only: it compiles, allocates and opens."""
         if not self._is_first:
             self._recent.append(seconds)
         self._is_first = False
@@ -79,9 +80,9 @@ class StepTimes:
     def expect(self, steps: int, longest_pause_s: float) -> float:
         """Return the seconds that `steps` steps may take, one of them with a pause.
 
-        The others are as long as the last steps on average, without the slowest. The pause is as
-        long as the longest so far, and at most `longest_pause_s`. Without earlier steps only the
-        pause counts.
+        The others are as long as the last `steps` steps on average, without the slowest. The pause
+        is as long as the longest so far, but at most `longest_pause_s`, and at least a step.
+        Without earlier steps only the pause counts.
         """
         recent = list(islice(reversed(self._recent), steps))
         slowest_s = max(recent, default=0.0)

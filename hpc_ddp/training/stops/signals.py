@@ -253,8 +253,8 @@ def _read_local(path: Path) -> dict[str, Any] | None:
 
 
 def _source(text: str) -> str:
-    """Return the ``source`` of a notice file's text, ``notice`` without one; a text that is a plain
-    word is its own source."""
+    """Return the ``source`` in a notice file's text, a JSON object, ``notice`` without one; another
+    JSON value as text, and of any other text its first 100 characters."""
     try:
         value = json.loads(text)
     except ValueError:

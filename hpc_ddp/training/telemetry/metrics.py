@@ -40,7 +40,7 @@ class Metrics:
         use_per_sample_s: float | None = None,  # one sample per second, as a share of the peak
         listeners: Sequence[Callable[[dict[str, Any]], None]] = (),  # each gets the lines
     ) -> None:
-        """Take the number of ranks and the names of their nodes, for `first_step`.
+        """Take the number of ranks and the names of their nodes, for `FirstStep`.
 
         `use_per_sample_s` is the share of the GPUs' peak that one sample per second takes, None
         where it is not known; each of the `listeners` is called with the fields of each line.
@@ -66,7 +66,8 @@ class Metrics:
         total_steps: int | None = None,
     ) -> None:
         """Take in a step's values, begin a line where one is due, and write one whose values have
-        come from their device. The first call journals `FirstStep`.
+        come from their device. The first call journals `FirstStep`, and tells the keeper of
+        ``--stage``, if there is one.
 
         `samples` is the size of the step's global batch, 0 where it is not known, `total_steps` the
         run's, None where it is not known. Raises as `_write_line`, perhaps some steps later.

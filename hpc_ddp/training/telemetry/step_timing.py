@@ -131,8 +131,10 @@ class StepTimer:
         return several and time.monotonic() >= self._due_at
 
     def gather(self) -> None:
-        """Begin to send this rank's means since the last call to rank 0; `report` journals them.
-        Every rank must call it, at the same step; raise RuntimeError if a peer is gone."""
+        """Begin to send this rank's means since the last call to rank 0, in seconds: of a step, of
+        its own work in it (nan without a timed forward), of its wait for data; and the number of
+        steps. `report` journals them. Every rank must call it, at the same step; raise RuntimeError
+        if a peer is gone."""
         now = time.monotonic()
         self._due_at = now + min(max(EVERY_S, (now - self._began) / 100), SELDOM_S)
         steps = max(self._steps, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints as files: write, publish, prune. Knows nothing of ranks or models.
+"""Checkpoints as files: write, publish, set aside, remove. Knows nothing of ranks or models.
 
 `hpc_ddp.core.checkpoints` has the names, and the reader's side.
 """

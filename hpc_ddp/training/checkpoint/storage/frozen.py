@@ -121,7 +121,8 @@ def _are_few(parts: Mapping[str, LocalShard]) -> bool:
 
 
 def _can_link(file: Path) -> bool:
-    """Return whether a hard link to a file can be made in another folder, as BeeGFS can't."""
+    """Return whether a hard link to a file can be made in another folder, as BeeGFS can't: by one
+    in the folder above its own, which is removed."""
     link = file.parent.with_name(f".link-{os.urandom(8).hex()}")
     try:
         os.link(file, link)

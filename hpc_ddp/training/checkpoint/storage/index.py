@@ -103,8 +103,8 @@ class Plan:
     objects
         names of the objects of which each rank has its own
     senders
-        the ranks that send their layouts to rank 0, and of which layout which number; the other
-        ranks have the same ones
+        numbers of the layouts that a rank is to send to rank 0, by the rank; of equal layouts the
+        first rank sends its own
     """
 
     parts: list[RankPart]

@@ -132,16 +132,18 @@ def _part(size: int, count: int, place: int) -> tuple[int, int]:
 
 
 def cells(entry: LayoutEntry, box: Box) -> Iterator[tuple[Shape, Box]]:
-    """Yield the places on the axes of `entry` whose boxes have some of `box`, and their boxes.
+    """Yield the places on the axes of `entry` whose boxes, along the dimensions that are cut, have
+    some of `box`, and their boxes.
 
-    An entry without cuts has one box, with the places ().
+    An entry without cuts has one box, which comes in any case, with the places ().
     """
     full = (0,) * len(entry.shape), entry.shape
     return _cells(entry.cuts, entry.box or full, box)
 
 
 def _cells(cuts: Sequence[Cut], outer: Box, box: Box) -> Iterator[tuple[Shape, Box]]:
-    """Yield the places of all parts of the box `outer` that have some of `box`, and the parts."""
+    """Yield the places of all parts of the box `outer`, as cut, that have some of `box` along the
+    dimensions of the cuts, and the parts; without cuts `outer` itself."""
     start, size = outer
     if not cuts:
         yield (), outer

@@ -63,8 +63,8 @@ class Sharing:
         self.rank, self.world_size, self._device = rank, world_size, device
 
     def send(self, numbers: torch.Tensor, root: int, group: Any = None) -> None:
-        """Overwrite a contiguous tensor on the CPU with that of the rank `root`; a collective of a
-        process group, the default one if it is None."""
+        """Overwrite a contiguous tensor on the CPU with that of the rank `root`, counted over all
+        ranks; a collective of a process group, the default one if it is None."""
         content = numbers.view(-1).view(torch.uint8)
         for chunk in torch.split(content, CHUNK) if len(content) else ():
             on_device = chunk.to(self._device) if self.rank == root else self._like(chunk)
@@ -242,10 +242,9 @@ class Reader:
         return self._offsets[index]
 
     def _fill(self, part: torch.Tensor, writer: int, piece: StoredShard, low: Shape) -> None:
-        """Read the part of a tensor that begins at `low` from a piece, whole rows at a time.
-
-        Raise UnreadableError if the disk does not answer for a minute.
-        """
+        """Fill `part`, the box of a tensor that begins at `low`, from `piece`, which the part with
+        the number `writer` has; whole rows are read. Raise UnreadableError if the disk does not
+        answer for a minute."""
         path = self._parts[writer].path
         shape = (*part.shape[:1], *piece.size[1:])
         is_direct = part.is_contiguous() and part.shape == shape

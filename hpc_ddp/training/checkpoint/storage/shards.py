@@ -98,7 +98,7 @@ class StagingBuffer:
         self._blocks: list[torch.Tensor] = []
         self._segments: list[list[torch.Tensor]] = []  # the memory of each piece, in order
         self._copies: list[tuple[torch.Event, torch.Event]] = []  # begin and end, by device
-        self.pieces: list[StoredShard] = []
+        self.pieces: list[StoredShard] = []  # the places of the parts in the bytes
 
     def fill(self, parts: Mapping[str, LocalShard]) -> None:
         """Begin to copy the parts in, over those before; only after `wait` may a thread read the
