@@ -236,8 +236,9 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def read_word(path: Path) -> str:
-    """Return the text of a small file, as `notice` or `failed`, without blanks around it; '' when
-    it is empty or can't be read. It asks no more of the disk than an open and a read."""
+    """Return the text of a small file, as `notice` or `failed`, without blanks around it, of a
+    larger one that of the first `WORD_BYTES`; '' when it is empty or can't be read. It asks no more
+    of the disk than an open and a read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -286,8 +287,8 @@ def written_by_owner() -> Iterator[None]:
 
 
 def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
-    """Make a folder of mode 0700 with `folders` in it, and the folders above; both have 0755 at
-    most. One that is there gets the mode 0700, or with `is_new` is refused.
+    """Make a folder of mode 0700, `folders` in it, and those above that are missing; all these
+    others have 0755 at most. One that is there gets the mode 0700, or with `is_new` is refused.
 
     It works by descriptors: what another user puts in place of a new folder meanwhile, such as a
     link to one of this user's, stays as it is.

@@ -9,7 +9,7 @@
                                      environment on the nodes can get in between
         journal/<writer>.jsonl
         logs/slurm.out
-        logs/attempt-<k>/attempt.json, notice, failed, fabric, trackers
+        logs/attempt-<k>/attempt.json, notice, failed, fabric, end-time, trackers, secret
         logs/attempt-<k>/<node>/rank-<r>.log, agent.log, printed, notice, record.json,
                                 (where each worker is a task: notice-<r>, record-<r>.json, …)
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
@@ -168,8 +168,8 @@ class RunFolder:
 
     @property
     def early_links(self) -> Path:
-        """The file of the jobs of a chain that ended in their set-up lines, each with the job that
-        it had queued."""
+        """The file of the jobs of a chain that are in their set-up lines, or have ended there, each
+        with the job that it has queued."""
         return self.path / "early-links.json"
 
     def make(self, is_new: bool = False) -> RunFolder:

@@ -49,8 +49,9 @@ def run(pid: int, command: list[str]) -> None:
     """Replace this process by `command`, in a worker's working directory and environment, with the
     user's umask; never return.
 
-    Variables that make a process a rank of the training are left out. Raise HpcDdpError if the
-    command can't be started, OSError if the worker has ended or is another user's.
+    Variables that make a process a rank of the training are left out, and all of hpc-ddp's but
+    HPC_DDP_RUN and HPC_DDP_CODE; TERM is that of this process. Raise HpcDdpError if the command
+    can't be started, OSError if the worker has ended or is another user's.
     """
     environ = {k: v for k, v in environment_of(pid).items() if not _LEFT_OUT.fullmatch(k)}
     environ["TERM"] = os.environ.get("TERM", "dumb")

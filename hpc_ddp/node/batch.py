@@ -56,10 +56,12 @@ TEARDOWN_S = 300.0  # what a user's lines after the training may take
 
 
 def queue_next(environ: dict[str, str]) -> None:
-    """Queue a chain's next job before this one's set-up lines, unless `begin` will refuse this one.
+    """Queue a chain's next job before this one's set-up lines, unless this one is not to start; if
+    `begin` finds a further reason for that, it cancels the next one.
 
     Nothing for a finished run, and for a job that Slurm has restarted: that has queued its link
-    already. `chain.check_wanted` may delete the mark ``cancelled``. A refused sbatch is printed.
+    already. This job may get recorded as a link (`chain.record_late_link`), and the mark
+    ``cancelled`` deleted (`chain.check_wanted`). A refused sbatch is printed.
 
     Raise HpcDdpError as `chain.check_wanted` and `check_budget`, or for a broken job.json; OSError
     if the run's folder can't be read or written.
@@ -152,27 +154,21 @@ def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:
 
 
 def least_cpus(counts: str) -> int:
-    """Return the CPUs that the job has on its smallest node; 1 where Slurm does not say.
-
-    `counts` is SLURM_JOB_CPUS_PER_NODE, like ``72(x2),36``.
-    """
+    """Return the CPUs that the job has on its smallest node by `counts`, SLURM_JOB_CPUS_PER_NODE
+    like ``72(x2),36``; 1 where Slurm does not say."""
     by_node = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", counts)
     return min((int(count) for count in by_node), default=1)
 
 
 def attempt_env(
-    run: RunFolder,
-    attempt: AttemptFolder,
-    nnodes: int,
-    end_time: float | None,
-    spec: JobSpec,
+    run: RunFolder, attempt: AttemptFolder, nnodes: int, end_time: float | None, spec: JobSpec
 ) -> AttemptEnv:
     """Return the values for the supervisors of any attempt; `nnodes` is the number of its nodes.
 
     `end_time` is in unix seconds, None without a limit. Nodes are warned ``warn_s`` seconds before
-    it, or in the last tenth of a shorter attempt. The caller adds host, port, restarts and CPUs.
-    The id of the rendezvous is the run's with the attempt: an allocation may have two runs. Raise
-    OSError where the journal can't be read.
+    it, or a tenth of the time from now on, if that is less. The caller adds host, port, restarts
+    and CPUs. The id of the rendezvous is the run's with the attempt: an allocation may have two
+    runs. Raise OSError where the journal can't be read.
     """
     warn_s = min(spec.warn_s, (end_time - time.time()) / 10) if end_time else spec.warn_s
     return AttemptEnv(
@@ -252,7 +248,8 @@ def watch(environ: dict[str, str]) -> None:
 
 
 def _watch_to_the_end(environ: dict[str, str]) -> None:
-    """Run `watch`, and `end_step.guard` in a thread, until the batch shell ends this process."""
+    """Run `watch`, and `end_step.guard` in a thread, until the batch shell ends this process.
+    Return only where `guard` does, as it can't use job.json."""
     guard = threading.Thread(target=end_step.guard, args=(environ, os.getppid()), daemon=True)
     guard.start()
     watch(environ)
@@ -331,8 +328,8 @@ def verdict(environ: dict[str, str]) -> int:
 def teardown_time(environ: dict[str, str]) -> int:
     """Return how many seconds, 1 to `TEARDOWN_S`, the user's lines after the training may take.
 
-    The job's time may be over soon, and Slurm would end the batch shell, and with it the verdict. A
-    time that is cut short is printed.
+    They have to end `VERDICT_S` before the job's time, or a preemption's grace time, is over: Slurm
+    would end the batch shell, and with it the verdict. A time that is cut short is printed.
     """
     job = ask(environ["SLURM_JOB_ID"])
     end_time = job.end_time if job and job.preempted else _end_of(job)
@@ -360,9 +357,11 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the part of the batch script that `argv` names; return its exit code.
 
     stdout is for the batch shell: ``begin`` prints bash lines (``exit 0`` where there is nothing to
-    do), others a number. ``interrupted`` writes the notice, and an end time ``warn_s`` from now.
-    ``verdict`` has a code of its own. HpcDdpErrors and OSErrors are printed on stderr: their codes
-    are the HpcDdpError's own and `CAN_GO_ON`; 2 is that of an unknown name.
+    do), ``teardown-time`` and ``next-port`` a number. ``interrupted`` writes the notice, and an end
+    time ``warn_s`` from now, unless an earlier one is noted. With ``warned`` and ``watch`` this
+    process ignores SIGTERM, and dies with the batch shell. ``verdict`` has a code of its own.
+    HpcDdpErrors and OSErrors are printed on stderr: their codes are the HpcDdpError's own and
+    `CAN_GO_ON`; 2 is that of an unknown name.
     """
     try:
         match argv:

@@ -106,8 +106,9 @@ def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
     """Return a command of torchrun with the ``$`` variables of its options filled in: under
     submitit and locally no shell has done it.
 
-    The script's arguments stay as they are: they are the user's. Raise UsageError for a variable
-    that `environ` lacks, or a ``$`` without a name; StopIteration without a script.
+    `command` is as `torchrun_launch` has it. The words before the options stay as they are, and so
+    do the script's arguments: they are the user's. Raise UsageError for a variable that `environ`
+    lacks, or a ``$`` without a name; StopIteration without a script.
     """
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
     return [*start, *(_fill_option(word, environ) for word in options), *script]
@@ -174,7 +175,7 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
 
 def worker_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of this task's worker; `command` is python and the script with its
-    arguments.
+    arguments. The lines of NODE_SETUP come before it.
 
     Ranks are in blocks, node by node, as --distribution has it. Rank 0 has the records of all
     workers for `peers`, and the port of the store. Raise KeyError outside of a task, OSError where

@@ -104,8 +104,9 @@ class DryRun:
                 return CAN_GO_ON
 
     def attempt(self) -> Verdict:
-        """Run one attempt to its end; return the verdict, which is journalled, printed, and sent to
-        the addresses of the job.
+        """Run one attempt to its end, with its preflight and the parcel of ``--stage``, if the job
+        has them; return the verdict, which is journalled, printed, and, where `notify_of_end` has a
+        message of it, sent to the addresses of the job.
 
         Raises
         ------
@@ -137,8 +138,9 @@ class DryRun:
         return decided
 
     def _bring(self, environ: dict[str, str]) -> str:
-        """Unpack the parcel of ``--stage`` until a notice; return HPC_DDP_BROUGHT, as ``stage.sh``
-        has it."""
+        """Unpack the parcel of ``--stage``, for `BRING_S` at most, or until a notice; return the
+        value of HPC_DDP_BROUGHT: the name of the parcel's part, ``no`` where it could not be
+        unpacked, '' where the run has no parcel, or is to do without (`unstaged`)."""
         label = self.run.parcel / "label"
         if self.run.unstaged.exists() or not label.exists():
             return ""
@@ -194,11 +196,11 @@ class DryRun:
             self._supervise(environ)
 
     def _supervise(self, environ: dict[str, str]) -> None:
-        """Run the supervisors of all nodes, or of all workers without torchrun, until they
-        end.
+        """Run the supervisors of all nodes, or of all workers without torchrun, until they end.
 
-        Like Slurm, kill those that run `KILL_WAIT_S` after the time limit, or after that of a
-        notice. The end of the parent process, the user's command, is a notice. Raise OSError if a
+        Like Slurm, kill those that run `KILL_WAIT_S` after the time limit, or after the `warn_s`
+        that a notice leaves. The end of the parent process, the user's command, is a notice. After
+        a second signal ``failed`` has the supervisors end their workers. Raise OSError if a
         supervisor can't be started, after those before it were killed, and UsageError as `expand`.
         """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node

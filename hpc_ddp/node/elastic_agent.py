@@ -114,6 +114,7 @@ def note_missing_group(folder: Path) -> None:
     have formed a process group, and touches ``no-group`` in `folder` if not.
 
     A group leaves keys in torchrun's store. One that its script forms by other means leaves none.
+    No file is made for a lone worker, nor where the store does not tell.
     """
     from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
@@ -235,7 +236,8 @@ def main(argv: list[str]) -> ForkedScript:
     Failed workers, or an exception as ``{"agent": text}``, are written to ``failures.json`` of the
     node's folder; the exception is raised. A taken port also makes the attempt's ``port-taken``.
     Raise OSError if these can't be written. From now on the `NOTICE_SIGNALS` have no effect on this
-    process, it dies with its parent, and variables of torchrun's options (PET_) are gone.
+    process, it dies with its parent, HPC_DDP_AGENT_PID is its id, by which workers see its death,
+    and variables of torchrun's options (PET_) are gone.
     """
     for number in NOTICE_SIGNALS:
         signal.signal(number, lambda *_: None)

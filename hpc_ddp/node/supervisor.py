@@ -206,7 +206,7 @@ class Supervisor:
 
     def _poll_node(self, child: subprocess.Popen[bytes], now: float) -> None:
         """Write the beat for the workers, copy rank 0's output, note the growth of logs and compare
-        the interconnect; then give notice if the time limit is near."""
+        the interconnect; give notice if the time limit is near, but not just after a suspension."""
         self.local_notice.write(beat=now)
         self.growth.note()
         self.fabric.compare()
@@ -287,10 +287,11 @@ class Supervisor:
     def _end(self, code: int) -> int:
         """Record the child's end for peers and verdict; return the task's exit code.
 
-        After a failure, ``failed`` ends the peers; their records are waited for, up to `PEERS_S`. A
-        node that an elastic job has lost waits for the job's end, which it may have to decide.
-        The code is 1 where the child of the supervisor with `peers` failed, and for a lost node;
-        else 0. Raise OSError as `head_failover.decide`, or where a file can't be looked up.
+        It is 0 without a failure, after a notice, and in an attempt that a later one supersedes.
+        After another failure ``failed`` ends the peers, and their records are waited for, up to
+        `PEERS_S`; the code is 1 for the supervisor with `peers`, 0 for others. A node that an
+        elastic job has lost waits for the job's end instead, which it may have to decide: 1. Raise
+        OSError as `head_failover.decide`, or where a file can't be looked up.
         """
         failures = [] if code == 0 else self._failures(code)
         # Its workers did not fail themselves: the rendezvous on the first node was lost.
@@ -360,7 +361,7 @@ class Supervisor:
 def main(argv: list[str]) -> int:
     """Supervise a launch: a name in `LAUNCHES`, then its command, which begins with the job's
     Python; in a step of the batch script, and with ``--stage``, this process's own takes its place.
-    Return the code of `Supervisor.run`, or 1 after a printed error."""
+    Return the code of `Supervisor.run`, or 1 after a printed error, once `leave_tree` is done."""
     kind, *command = argv
     is_by_script = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
     if (is_by_script or "HPC_DDP_NEAR" in os.environ) and sys.executable:

@@ -94,6 +94,7 @@ def send(addresses: Addresses, subject: str, text: str) -> list[str]:
     failures = {name: NO_ANSWER for name in ways if getattr(addresses, name)}
 
     def act(name: str) -> None:
+        """Go one way, and set why it has failed, '' if it has not."""
         try:
             failures[name] = ways[name]()
         except TimeoutError:  # its own limit was over before this process gave it up

@@ -26,7 +26,8 @@ def write_output(content: bytes) -> None:
 
 
 def say(text: str) -> None:
-    """Print a text as a line ``hpc-ddp: …`` to stderr, or nothing where that is not possible.
+    """Print a text, made `printable`, as a line ``hpc-ddp: …`` to stderr, or nothing where that is
+    not possible.
 
     The job's output may lie on a disk that is full. A line that stays in Python's buffer would
     then turn the exit code of the process into 120, so it is written past the buffer.

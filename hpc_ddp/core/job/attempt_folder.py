@@ -138,7 +138,9 @@ class AttemptFolder:
 
     @property
     def failed(self) -> Path:
-        """Holds the name of a node whose workers failed; empty before (see `notice`)."""
+        """Holds the name of a supervisor whose workers failed, ``<node>`` or, where each worker is
+        a task, ``<node>-<rank>``; or, in a dry run, ``a second signal``. Empty before (see
+        `notice`)."""
         return self.path / "failed"
 
     @property

@@ -129,8 +129,8 @@ def check(spec: JobSpec) -> None:
 
 
 def _check_sbatch(spec: JobSpec) -> None:
-    """Check the raw options of sbatch; raise UsageError for one of another form, and for one with
-    which sbatch does something else than hpc-ddp says."""
+    """Check the raw options of sbatch; raise UsageError for one that `split_raw` refuses, and for
+    one with which sbatch does something else than hpc-ddp says."""
     for raw in spec.sbatch:
         name, _ = split_raw(raw, "sbatch", "--network=x")
         if name in SBATCH_REFUSED:
@@ -158,7 +158,7 @@ def _check_budget(spec: JobSpec) -> None:
 def _check_tasks(spec: JobSpec) -> None:
     """Check the Slurm step: its launcher, its CPUs, the raw options of srun and mpirun. Raise
     UsageError for settings that exclude each other, fewer CPUs than tasks, an option that hpc-ddp
-    sets itself, and one of srun that is of another form than ``--name=value``."""
+    sets itself, one of srun that `split_raw` refuses, and mpirun's that are no words of a shell."""
     for raw in spec.srun:
         name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
         if name in SRUN_SETTLED:
@@ -211,7 +211,8 @@ def _check_tasks(spec: JobSpec) -> None:
 
 
 def _check_container(spec: JobSpec) -> None:
-    """Check the container's command, and what excludes one; raise UsageError."""
+    """Refuse a container's command that can't be split into words, a container beside an image, and
+    ``--stage`` beside one of these or submitit; raise UsageError."""
     if spec.stage and (spec.container or spec.image or spec.backend == "submitit"):
         raise UsageError(
             "--stage is not for containers, whose image is one file already, nor for submitit",
@@ -233,8 +234,8 @@ def _check_container(spec: JobSpec) -> None:
 
 def _check_torchrun(spec: JobSpec) -> None:
     """Check raw options of torchrun, restarts, and ``--elastic``. Raise UsageError for an option of
-    another form than ``--name=value``, one that hpc-ddp sets itself, and settings that exclude each
-    other."""
+    another form than ``--name`` or ``--name=value``, one that hpc-ddp sets itself, also by a
+    beginning of its name, and settings that exclude each other."""
     if spec.launcher != "torchrun" and (spec.torchrun or spec.restarts or spec.elastic):
         raise UsageError(
             "without torchrun there are no --max-restarts, --elastic and --torchrun",

@@ -67,7 +67,7 @@ class JobRef:
         return self != job and self.is_same(job) and job.cluster.startswith(self.cluster)
 
     def is_among(self, jobs: Iterable[JobRef]) -> bool:
-        """Return whether one of some jobs is this one."""
+        """Return whether one of some jobs may be this one, as `is_same`."""
         return any(map(self.is_same, jobs))
 
 

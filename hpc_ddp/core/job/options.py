@@ -277,13 +277,13 @@ class JobSpec(ResourceOptions):
 
     @property
     def least_nodes(self) -> int:
-        """The smallest number of nodes with which an attempt continues."""
+        """The fewest nodes with which an attempt goes on; 1 if it is elastic, without a range."""
         least, most = self.node_range
         return 1 if self.elastic and least == most else least
 
     @property
     def restarts(self) -> int:
-        """torchrun's ``--max-restarts``; its default is 0, or above 0 for an elastic job."""
+        """torchrun's ``--max-restarts``; by default 0, `ELASTIC_RESTARTS` for an elastic job."""
         if self.max_restarts is not None:
             return self.max_restarts
         return ELASTIC_RESTARTS if self.elastic else 0

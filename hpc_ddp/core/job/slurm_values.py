@@ -63,8 +63,8 @@ def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
 
 
 def parse_signal(text: str) -> tuple[str, int]:
-    """Return the name and the seconds of a signal in sbatch's form: ``USR1@90``, ``SIGUSR1``,
-    ``10`` …
+    """Return the name and the seconds of a signal in sbatch's form, in upper or lower case:
+    ``USR1@90``, ``SIGUSR1``, ``10`` …
 
     Its ``B:`` and ``R:`` have no effect: a notice always goes to the workers. Without seconds they
     are 60. Raise UsageError for another form, and for a signal that is not in `SIGNALS`.

@@ -25,8 +25,8 @@ def parse_sets(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
     Parameters
     ----------
     sets
-        ``name=value,value…`` for each parameter; a comma within a value is written ``\\,``, and
-        blanks around a value do not count
+        ``name=value,value…`` for each parameter, also with ``--`` before the name; a comma within a
+        value is written ``\\,``, and blanks around a value do not count
     max_parallel
         how many tasks may run at once, None for as many as there are
 

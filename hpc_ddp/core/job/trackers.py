@@ -26,8 +26,8 @@ def tracker_env(
     run: RunFolder, environ: Mapping[str, str], first_attempt: int = 0
 ) -> dict[str, str]:
     """Return the trackers' variables for all workers of a run, without those that `environ` has;
-    `SET_HERE` names them. {} where `environ` has ``off`` for `SET_HERE`. `worker.set_trackers` has
-    the rest, which differs between ranks.
+    `SET_HERE` names them. MLflow's is among them once `mlflow_id` is there. {} where `environ` has
+    ``off`` for `SET_HERE`. `worker.set_trackers` has the rest, which differs between ranks.
 
     For the trackers each trial of a sweep is a run, in the sweep's group. A run that began anew
     (``--fresh``) with attempt `first_attempt` is another run than before, in the same group.

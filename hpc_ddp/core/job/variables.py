@@ -32,13 +32,13 @@ _OF_HPC_DDP = re.compile(
     rf"{OF_A_RANK}|{_OF_A_TASK}|GROUP_WORLD_SIZE|HPC_DDP_\w+|PET_\w+"
     r"|PALS_\w+|MPI_LOCAL\w+|MV2_COMM_WORLD_\w+|OMPI_(COMM_WORLD_\w+|UNIVERSE_SIZE|APP_\w+)"
 )
-# torchrun's workers have none of these. Other launchers' are tasks of an MPI, which has settings.
 # Slurm sets these, for a job and its step; another value misleads srun, or a script that reads it.
 _OF_SLURM = re.compile(
     r"SLURM_(JOB_\w+|JOBID|STEP_\w+|STEPID|ARRAY_\w+|NNODES|NODELIST|NODE_ALIASES|TASK_PID|GTIDS"
     r"|CLUSTER_NAME|RESTART_COUNT|SUBMIT_\w+|EXPORT_ENV|DISTRIBUTION|WAIT|KILL_BAD_EXIT|NO_KILL"
     r"|OVERLAP|EXCLUSIVE|LABELIO|STDOUTMODE|STDERRMODE|CPUS_PER_TASK)"
 )
+# torchrun's workers have none of these. Other launchers' are tasks of an MPI, which has settings.
 _OF_PMI = re.compile(r"PMI2?_(?!DEBUG|MMAP)\w+|PMIX_(?!MCA_)\w+|SLURM_(PMI|MPI_)\w*")
 _OF_A_PMI_TASK = re.compile(r"PMI2?_(RANK|SIZE|ID|FD|PORT|JOBID)|PMIX_(RANK|NAMESPACE)")
 
@@ -57,7 +57,8 @@ def is_of_hpc_ddp(name: str, launcher: str = "torchrun") -> bool:
 
 
 def is_of_slurm(name: str) -> bool:
-    """Return whether a variable of a job and its step is set by Slurm, or an option of the step."""
+    """Return whether Slurm sets a variable of this name in a job or its step, or takes it for an
+    option of the step."""
     return bool(_OF_SLURM.fullmatch(name))
 
 

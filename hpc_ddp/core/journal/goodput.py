@@ -133,7 +133,8 @@ def share(seconds: dict[str, float]) -> float | None:
 
 def start_costs(seconds: dict[str, float]) -> str:
     """Return a sentence on the time that the starts took, if it is more than a tenth of all time
-    not spent queued; else ''. `seconds` is by part, as `account` returns it."""
+    not spent queued; else '', also for a script that does not report its training. `seconds` is by
+    part, as `account` returns it."""
     starts = {part: seconds[part] for part in OF_A_START if seconds[part]}
     most = max(starts, key=seconds.__getitem__, default="")
     wall = sum(seconds.values()) - seconds["queued"]
@@ -256,8 +257,8 @@ def _began(events: list[JournalEvent]) -> float:
 
 
 def _end(events: list[JournalEvent], live: bool) -> float:
-    """Return when an attempt ended, in unix seconds: with its last event; inf while it goes on,
-    -inf without events."""
+    """Return when an attempt, or a start, ended, in unix seconds: with its last of `events`, -inf
+    without any; inf while it goes on, that is, if `live` and without a verdict."""
     if live and last_event(events, VerdictGiven) is None:
         return math.inf
     return max((event.time for event in events), default=-math.inf)

@@ -161,7 +161,8 @@ def read_events(folder: Path) -> list[JournalEvent]:
 
 
 def _parse(lines: Iterator[bytes]) -> Iterator[JournalEvent]:
-    """Yield the events of a file's lines, in order; damaged lines are left out."""
+    """Yield the events of a file's lines, in order; damaged lines and unknown kinds of events are
+    left out."""
     while chunk := list(itertools.islice(lines, LINES_AT_ONCE)):
         try:  # one call of the parser, which takes half the time of a call for each line
             entries = json.loads(b"[%s]" % b",".join(chunk))
@@ -212,7 +213,7 @@ _BRIEF = re.compile(
 
 
 def _brief_event(kind: bytes, step: int, time: float, attempt: int) -> JournalEvent:
-    """Return an event that has its step alone."""
+    """Return an event of the `kind`, metrics or ranks, with its step, time and attempt alone."""
     if kind == b"ranks":
         return StepTiming(step, 0, 0.0, (), (), (), 0, "", time=time, attempt=attempt)
     return MetricsLine({"step": step}, time=time, attempt=attempt)
@@ -223,7 +224,8 @@ def _order(event: JournalEvent) -> tuple[int, float]:
 
 
 def events_of(path: Path) -> Iterator[JournalEvent]:
-    """Yield the events of one writer's file, as they were written; damaged lines are left out.
+    """Yield the events of one writer's file, in their order; damaged lines and unknown kinds of
+    events are left out.
 
     Raise OSError where the file can't be read, or is too large.
     """

@@ -83,7 +83,7 @@ def _excess(seconds: Sequence[float]) -> list[float]:
 
 def _quartiles(seconds: Sequence[float]) -> list[float]:
     """Return the least, the lower quartile, the median, the upper quartile and the most of some
-    seconds, one or more; the lower one of two: of two ranks the quicker."""
+    seconds, one or more. Between two ranks the quicker one counts."""
     ordered = sorted(seconds)
     return [_round(ordered[(len(ordered) - 1) * part // 4]) for part in range(5)]
 

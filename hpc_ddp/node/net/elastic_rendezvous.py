@@ -62,10 +62,11 @@ def sign_state(secret: bytes) -> None:
         return state, token
 
     def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
-        """Store a state with its signature; return torchrun's (state, token, was stored), or None.
+        """Store a state with its signature; return torchrun's (state, token, was stored), of what
+        the store has then, or None where it is empty.
 
-        The store is changed only if it still has `token`, of an earlier answer. Raises as
-        `decode_signed` for the state that the store has then.
+        The store is changed only if it still has `token`, of an earlier answer (None: if it is
+        empty). Raises as `decode_signed` for the state that the store has then.
         """
         stored = set_state(backend, signature(backend, state) + state, token)
         return stored and (*stored[:2], stored[0] == state)

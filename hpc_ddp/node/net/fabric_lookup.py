@@ -64,7 +64,8 @@ class Port(NamedTuple):
 
 
 def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found:
-    """Return the interconnect of this node. Files that can't be read count as absent.
+    """Return the interconnect of this node: the first one of the module's table that is there.
+    Files that can't be read count as absent.
 
     Parameters
     ----------
@@ -99,8 +100,9 @@ def settings(
     files.
 
     `lib` has the table of fabrics; {} where that can't be read or lacks this one. NCCL_NET is left
-    out, too, where other variables have chosen NCCL's network: they switch its verbs off, or a
-    plugin on, whose own network NCCL takes before its verbs. `root` is where NCCL's files lie.
+    out, too, where other variables have chosen NCCL's network: they switch its verbs off, or name
+    or lead to (LD_LIBRARY_PATH) a plugin, whose own network NCCL takes before its verbs. `root` is
+    where NCCL's files lie.
     """
     configured_env = {**configured(environ, root), **environ}
     fabrics: dict[str, dict[str, str]] = {}

@@ -47,8 +47,8 @@ class Place:
         OSError
             the file can't be read, or this host is none of the nodes
         KeyError
-            the signal is unknown, the file has no nodes, or srun should have started this process,
-            and has not
+            the signal is unknown, the file has no nodes, there is no HPC_DDP_RUN, or srun should
+            have started this process, and has not
         ValueError
             the file is damaged, or a variable is no number
         """

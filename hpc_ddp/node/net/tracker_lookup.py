@@ -103,7 +103,7 @@ def _look_up(
 ) -> None:
     """Try to reach the `servers` (rows of `SERVERS`), and create MLflow's run if `creates`; then
     write the variables that follow into the file `answer`, also after a failure, which is printed
-    and fails no job."""
+    and fails no job. Where Comet is among the servers, its folder in the run is made."""
     variables: dict[str, str] = {}
     try:
         for package, name, default, switch, word in servers:

@@ -133,8 +133,8 @@ def _end_state(run: RunFolder, job_id: str) -> str:
 
 
 def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
-    """Queue the chain's next job before this one's set-up lines, in which a preemption ends it, and
-    note it in ``early-links.json``.
+    """Queue the chain's next job before this one's set-up lines, since a preemption would end this
+    one in them, and note it in ``early-links.json``.
 
     A refusal of Slurm is printed, and nothing is noted. Raise OSError if the run's journal can't be
     read, or that file can't be written; in the latter case the job is queued.

@@ -77,7 +77,7 @@ def _end(env: AttemptEnv) -> float:
 
 def _have_all_ended(env: AttemptEnv, spec: JobSpec) -> bool:
     """Return whether all tasks of all nodes have recorded their end. The first node's are looked at
-    before the others'. False where the disk does not answer."""
+    before the others'. False where the disk does not answer, or a record is damaged."""
     attempt = env.attempt_folder
     try:
         nodes = list(env.nodes)
@@ -90,8 +90,8 @@ def _have_all_ended(env: AttemptEnv, spec: JobSpec) -> bool:
 
 def _is_last_moment(env: AttemptEnv, job_id: str, grace_s: float) -> bool:
     """Return whether Slurm ends the batch shell within seconds. Slurm is asked for the limit once
-    more; where it does not answer, it ends nothing. False for a preempted job, which Slurm itself
-    requeues."""
+    more; where it does not answer, it ends nothing; where it does not say what is left of the job's
+    time, the noted end counts. False for a preempted job, which Slurm itself requeues."""
     if time.time() < _end(env) + grace_s:
         return False
     job = ask(job_id, is_quiet=True, give_up=time.monotonic() + ANSWER_S)

@@ -37,8 +37,8 @@ def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
 
 
 def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) -> list[str] | None:
-    """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, and
-    those that verdicts have blamed within the last day.
+    """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, less all
+    that verdicts have blamed; and those of the blamed ones that were to blame within the last day.
 
     None where no verdict since the last submit has blamed any, or Slurm refuses, or gives no answer
     until `give_up`, a time of ``time.monotonic()`` (None: two minutes). All blamed nodes are left

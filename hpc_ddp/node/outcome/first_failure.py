@@ -50,8 +50,10 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """``torn down``, ``communication``, ``signal``, ``hang``, ``disk``, ``exception`` or
-        ``exit``."""
+        """The first of these that applies: ``torn down`` (by SIGTERM); ``exception`` (differing
+        collectives, or an error of the device); ``signal``, unless the error is that a peer is
+        gone; ``hang``; ``disk`` (exit code `CAN_GO_ON`); ``communication`` (a peer is gone);
+        ``exception`` (any other error); ``exit`` (no error)."""
         if self.code in _TORN_DOWN:
             return "torn down"
         if MISMATCH.search(self.error) or _OF_DEVICE.match(self.error):
@@ -69,7 +71,7 @@ class Failure:
     @property
     def is_of_clock(self) -> bool:
         """Whether a clock that goes on in a suspension may be to blame, as a watchdog's or torch's:
-        these end a worker by an exit or SIGABRT, and connections break."""
+        for each kind but ``exception`` and ``signal``, and for all with SIGABRT."""
         is_aborted = self.code == -signal.SIGABRT
         return is_aborted or self.kind in ("hang", "communication", "disk", "exit", "torn down")
 
@@ -114,8 +116,8 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
     A worker whose peer has died says that a connection closed, and one that was ended by the agent
     died of SIGTERM: neither is a cause where there is another one. A rank that hangs with Python's
-    lock exits without a word, and its peers say why. Among equals the earliest counts; clocks of
-    nodes differ, so time comes last.
+    lock exits without a word, and its peers say why: ``hang`` comes before ``exit``. Among equals
+    the earliest counts; clocks of nodes differ, so time comes last.
     """
     first = dict.fromkeys(("exception", "signal", "disk"), 0)
     order = {**first, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
@@ -141,6 +143,7 @@ def reason_of_agent(code: int, error: str, folder: NodeFolder) -> dict[str, str]
 
 
 def _with_last_line(code: int, error: str, log: Path) -> dict[str, str]:
+    """Return the fields of `reason_of` for an exit code, an error ('': none) and a log."""
     lines = [] if error else _last_lines(log) if code >= 0 else _crash_lines(log)
     return {"error": error, "last_line": next(reversed(lines), "")}
 

@@ -112,10 +112,11 @@ def judge(
     print it, and return both.
 
     `job` is Slurm's record of the job, None without an answer and without Slurm; with it, Slurm is
-    asked for the state of silent nodes. Without `goes_on` a requeue is the user's to make. Raise
-    OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError, TypeError
-    or ValueError for a damaged file of the attempt. A journal that refuses the verdict is only
-    reported.
+    asked for the state of silent nodes. Without `goes_on` a requeue is the user's to make, as is
+    printed then. With ``--stage`` the verdict, and the run's parcel, are as `judge_stage` leaves
+    them. Raise OSError if the run's folder can't be read, UsageError for a broken job.json,
+    KeyError, TypeError or ValueError for a damaged file of the attempt. A journal that refuses the
+    verdict is only reported.
     """
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
@@ -145,11 +146,15 @@ def judge(
 
 
 def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: set[str]) -> Verdict:
-    """Return the verdict `decided` of a run with ``--stage``, or once that the run goes on without
-    the copy of the environment, which may be at fault where an attempt that has `staged` Python
-    (`AttemptFolder.staged`) ends the run, or was short of the memory that the copy has taken; also
-    where the disk is full that the parcel lies on. The limits of the budget and of requeues hold. A
-    finished run's parcel is removed; an array's stays for its other tasks, unless the disk is full.
+    """Return the verdict `decided` of a run with ``--stage``; or in place of it, once in a run, a
+    requeue without the copy of the environment, where that may be at fault.
+
+    It may be where the verdict gives up after an attempt that has `staged` Python
+    (`AttemptFolder.staged`), or a worker was killed for want of memory, of which the copy has taken
+    some; and the parcel where the disk is full that it lies on. The run is marked as `unstaged`
+    then, and its parcel removed; an array's stays for its other tasks, unless the disk is full. A
+    run beyond its budget or limit of requeues keeps the verdict `decided`, and so does one that
+    can't be marked. A finished run's parcel is removed, but for an array's.
     """
     if decided.cause == Cause.FINISHED and not run.is_task:
         shutil.rmtree(run.parcel, ignore_errors=True)
@@ -178,8 +183,9 @@ def _record(
     run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict, goes_on: bool
 ) -> None:
     """Write the verdict to the journal, and to stderr, the end of the job's output, for users, with
-    the commands that send what trackers recorded offline. A journal that refuses the verdict is
-    tried for a minute, and then only reported."""
+    the path of the failed worker's log, and, unless the run goes on by itself, the commands that
+    send what trackers recorded offline. A journal that refuses the verdict is tried for a minute,
+    and then only reported."""
     has_failed = decided.cause in (Cause.FAILED, Cause.STOOD_STILL)
     failure = facts.failure if has_failed else None
     where: dict[str, Any] = {}

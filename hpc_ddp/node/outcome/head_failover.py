@@ -55,8 +55,8 @@ def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
 
     For a node whose torchrun has ended. It waits, at most `PATIENCE_S`, until Slurm has dropped the
     first node, the first node has recorded its end, a later attempt has begun, or `has_notice`
-    returns True; without Slurm not at all. The verdict requeues or ends the job. Raise OSError if
-    the run's folder can't be used.
+    returns True; without Slurm not at all. The verdict requeues or ends the job. Raises as
+    `_end_job`.
     """
     first = place.attempt.node(place.nodes[0])
     give_up = time.monotonic() + PATIENCE_S
@@ -78,8 +78,8 @@ def _end_job(environ: dict[str, str]) -> None:
     """Give the verdict and carry it out; cancel the job if it is not requeued, since without a
     batch shell it does not end by itself.
 
-    HpcDdpErrors are printed; a job that Slurm does not cancel ends at its time limit. Raise OSError
-    if the run's folder can't be used.
+    HpcDdpErrors are printed, other errors of `batch.verdict` raised, such as OSError if the run's
+    folder can't be used. A job that Slurm does not cancel ends at its time limit.
     """
     try:
         batch.verdict(environ)

@@ -180,7 +180,7 @@ class Verdict:
 def silent_nodes(
     spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the nodes, sorted, of which not every task has recorded its end."""
+    """Return the nodes, sorted, that have `left`, or of which a task has recorded no end."""
     heard = Counter(record["node"] for record in records if not record.get("left"))
     return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
 

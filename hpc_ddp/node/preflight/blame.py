@@ -216,7 +216,8 @@ def outcome(reports: Reports) -> dict[str, Any]:
     hopeless, why, report, summary.
 
     A fault that all nodes have is no node's: then ``bad_nodes`` is empty. ``hopeless``: other nodes
-    would have it as well. ``report`` has `SHOWN` nodes at most, those with faults or notes before
+    would have it as well. ``why`` has that of all nodes, or the first one of three at most, and the
+    number of further nodes. ``report`` has `SHOWN` nodes at most, those with faults or notes before
     others. ``summary`` has the number of nodes; the `SHOWN` most frequent faults and notes, each
     with the number of its nodes and one of them; and lowest, median and highest of the numbers.
     """
@@ -260,7 +261,8 @@ def _quantiles(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
 
 def _shared_checks(reports: Reports) -> set[str]:
     """Return the checks that all nodes have failed, without those that may be due to a single node
-    or to the link between two; empty without any."""
+    or to the link between two; empty without any. Nodes that have `UNCLEAR` faults alone do not
+    count where two others are left."""
     checks = [{check for check, _ in report.faults} for report in reports.values()]
     # A silent node may have the same fault as the others; one node alone speaks for itself.
     speaking = [faults for faults in checks if not faults or faults - UNCLEAR]

@@ -285,9 +285,10 @@ def _end_with_notice(number: int, frame: FrameType | None) -> None:
 def main(argv: list[str]) -> int:
     """Answer the driver's questions on stdin until they end, as the module's table has it.
 
-    Exits the process with 0, whatever the checks say, and on a signal of `NOTICE_SIGNALS`, which is
-    reported as a notice. Raise OSError as `Place.from_env` and where no port is free, KeyError or
-    ValueError for a wrong environment or a damaged question.
+    It never returns: it exits the process with 0, whatever the checks say, and on a signal of
+    `NOTICE_SIGNALS`, which is reported as a notice. `argv` is not used. Raise OSError as
+    `Place.from_env` and where no port is free; KeyError, TypeError or ValueError for a wrong
+    environment or a damaged question.
     """
     os.environ["HPC_DDP_NODE"] = ""  # for a notice that comes before the order
     for number in NOTICE_SIGNALS:

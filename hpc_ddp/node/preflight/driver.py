@@ -79,7 +79,7 @@ def examine(
 
 def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool) -> Reports:
     """Call `converse` with a new folder of the run, end the dialogue, remove the folder and return
-    the reports. Raises as `converse`, but for a LaunchError."""
+    the reports, after a LaunchError as they are by then. Raises the other errors of `converse`."""
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
     patience_s = CLOSE_S
     try:

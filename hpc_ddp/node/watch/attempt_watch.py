@@ -23,8 +23,8 @@ class AttemptWatch:
     """Tells a supervisor when the attempt's files are worth a look.
 
     Where the links to its peers are whole, the peers wake it. The first supervisor runs beside the
-    batch script, whose writes Linux tells it of, and wakes the others. Without these it looks each
-    `LOOK_EVERY_S`.
+    batch script, whose writes Linux tells it of, and wakes the others. Where links are missing, or
+    Linux does not tell, it looks each `LOOK_EVERY_S`.
     """
 
     def __init__(self, place: Place, task: Task) -> None:

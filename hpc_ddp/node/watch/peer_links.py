@@ -210,6 +210,7 @@ class PeerLinks:
             link.send(nonce=link.nonce)
 
     def _add(self, connection: socket.socket) -> Link:
+        """Return the link of a connection, of which `_serve` hears from now on."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = Link(connection)
@@ -253,11 +254,11 @@ class PeerLinks:
             self._wake_all_but(link)
 
     def _proves_itself(self, link: Link, message: dict[str, Any]) -> bool:
-        """Take the next message of a link whose other end is not known yet; return False where it
-        does not know the secret.
+        """Take the next message of a link whose other end is not known yet, and answer it; return
+        False where the other end does not know the secret, or is neither parent nor child.
 
         The parent draws a number; the child answers with its proof and a number of its own, and the
-        parent with its proof.
+        parent with its proof. A link that is proved gets its `task`, and wakes this supervisor.
         """
         if link is self._parent and "nonce" in message:
             nonce = str(message["nonce"])

@@ -43,6 +43,7 @@ class Trial:
         return self.result
 
     def _wait(self) -> str:
+        """Do what `failure` says; a process can be waited for only once."""
         give_up = time.monotonic() + TRIAL_S
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -261,7 +261,9 @@ class _Server:
         return 0
 
     def _refusal(self, command: list[str], environ: dict[str, str]) -> str:
-        """Return why a worker with this command and environment is not to be forked, or ''."""
+        """Return why a worker with this command and environment is not to be forked, or '': by
+        `refusal`, for another command than `started_by` makes, and where a variable that an import
+        may depend on has changed since the imports."""
         if self.refusal:
             return self.refusal
         start = started_by(sys.executable, [])

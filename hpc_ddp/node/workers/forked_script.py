@@ -69,7 +69,7 @@ class ForkedScript:
 
 def search_path(script: str) -> list[str]:
     """Return ``sys.path`` as the interpreter would make it for a script: its folder, PYTHONPATH,
-    and the rest, which this process has beside the folder of node.py."""
+    and the rest of this process's own without the folder of node.py."""
     variable = os.environ.get("PYTHONPATH")
     folders = variable.split(":") if variable else []  # an empty one is the working directory
     first = [str(Path(script).resolve().parent), *map(os.path.abspath, folders)]

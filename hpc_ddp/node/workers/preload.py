@@ -113,7 +113,8 @@ def _state(are_known: bool) -> dict[str, Any]:
 
 
 def _open_files() -> dict[str, str]:
-    """Return the open files of this process by their descriptors: workers would share positions."""
+    """Return the open files of this process, but for those in /proc, by their descriptors: workers
+    would share positions."""
     files = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -163,6 +164,7 @@ def _rank_unread(are_known: bool) -> Iterator[None]:
     read, walk = kind.__getitem__, kind.__iter__
 
     def note(self: Any, name: str) -> str:
+        """Return a variable's value; end the import if it is one of a rank, and not there."""
         try:
             return str(read(self, name))
         except KeyError:
@@ -172,6 +174,7 @@ def _rank_unread(are_known: bool) -> Iterator[None]:
             raise
 
     def note_all(self: Any) -> Iterator[str]:
+        """Return an iterator over the names; end the import if it is not known, and asks itself."""
         if not are_known and not _is_called_by_python():
             names.append("all variables")
             raise _RankReadError

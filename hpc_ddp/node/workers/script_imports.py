@@ -164,7 +164,8 @@ def is_installed(name: str) -> bool:
 
 def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
     """Return the first file or folder in `folders`, the script's first, that an import would take
-    in place of one of the `loaded` modules, None without one."""
+    in place of one of the `loaded` modules, None without one. An ``hpc_ddp`` counts in the script's
+    folder alone: the run's own comes before the others."""
     tops = {name.partition(".")[0] for name in loaded} - {"__main__"}
     tops |= {"sitecustomize", "usercustomize"}  # Python imports them at its start
     for folder in folders:
@@ -183,7 +184,7 @@ def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
 
 
 def _read(path: Path) -> _Reading:
-    """Read a Python file; raise UnfitError if it can't be read, or is no Python."""
+    """Return the reading of a Python file; raise UnfitError if that fails, or it is no Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
@@ -327,7 +328,7 @@ def _alias(node: ast.AST) -> str:
 def _folders_elsewhere(name: str) -> list[Path]:
     """Return the folder, in a list, in which the top-level module of `name` is, where that is
     neither installed nor the script's: on PYTHONPATH, or of an editable install. [] where there is
-    none, or it is Python's own."""
+    none, or it is Python's own, `NEVER_AHEAD`, or no text (``.py``)."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in NEVER_AHEAD:
         return []

@@ -214,7 +214,8 @@ def resume_args() -> list[str]:
 
 def value_of(name: str, variable: str = "") -> str:
     """Return the value of the variable `name`, which ``--expand`` names, read from another
-    `variable` where that is given; exit the process with 1 where none is set."""
+    `variable` where that is given. HOSTNAME is this node's; in a dry run HPC_DDP_DRY_`name` stands
+    in for one that only Slurm sets. Exit the process with 1 where none is set."""
     if name == "HOSTNAME":  # the batch script's is that of the first node
         return os.uname().nodename
     for source in (variable or name, f"HPC_DDP_DRY_{name}"):  # the latter is Slurm's, without one
@@ -228,7 +229,8 @@ def fill(command: list[str]) -> list[str]:
     ``--expand`` names filled into the arguments. Fill them into this process's variables of
     HPC_DDP_EXPAND_ENV, too: those of ``env`` whose values differ between workers.
 
-    They are filled in as by `core.job.variables.fill`. Exits as `value_of`.
+    They are filled in as by `core.job.variables.fill`; an argument ``${NAME[@]}`` becomes one for
+    each element of the array. Exits as `value_of`.
     """
     names = os.environ.get("HPC_DDP_EXPAND", "").split()
     if not names:
@@ -300,7 +302,8 @@ def prepare(command: list[str]) -> list[str]:
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
     user's umask, and dies with its parent. It may wait for `tracker_answer`. It exits with 1 if
     torchrun's agent has died already. Raise OSError if the node's folder can't be used, or as
-    `compile_cache`.
+    `compile_cache`; ValueError as `resume_args`; KeyError without the variables of torchrun or of
+    the supervisor.
     """
     die_with_parent()
     # Of srun's the parent may be a wrapper, and Slurm ends what a dead supervisor leaves.

@@ -65,7 +65,8 @@ class Keeper:
                     self.lines.add(line[:-1].decode(errors="surrogateescape"))
 
     def wait_for_first_step(self) -> None:
-        """Return once a rank has done its first step, or no file was opened for `QUIET_S`."""
+        """Return once a rank has done its first step, or no other file was opened for `QUIET_S`;
+        the first file is waited for without end."""
         grown_at, count = time.monotonic(), 0
         while not count or time.monotonic() < grown_at + QUIET_S:
             self.read_record()
@@ -77,7 +78,7 @@ class Keeper:
 
     def pack(self, checks_files: bool) -> None:
         """Write what the parcel lacks: the environment, if too many files are not in it or, with
-        `checks_files`, one of its files has changed; the compile caches, if they have changed.
+        `checks_files`, one of its files has changed; the compile caches, if they have grown.
         While another task of an array packs, nothing is done."""
         make_private(self.parcel, (), is_new=False)
         with open(self.parcel / "lock", "ab") as lock:
@@ -94,12 +95,14 @@ class Keeper:
             self._write_label([*environment, *self._pack_compiled(compiled)])
 
     def _label(self) -> list[str]:
+        """Return the lines of the parcel's label, [] where it can't be read."""
         with suppress(OSError):
             return (self.parcel / "label").read_text(errors="surrogateescape").splitlines()
         return []
 
     def _write_label(self, label: list[str]) -> None:
-        """Write a new label, and remove what it does not name."""
+        """Write a label, and remove the parcel's files that it does not name; nothing where the
+        parcel has this label already."""
         if label == self._label():
             return
         write_whole(self.parcel / "label", "\n".join([*label, ""]))
@@ -110,8 +113,8 @@ class Keeper:
                 path.unlink(missing_ok=True)
 
     def _pack_environment(self, label: list[str], checks_files: bool) -> list[str]:
-        """Return the lines of the label for the environment: `label`, those that are there, or of a
-        new part."""
+        """Return the lines of the label for the environment: `label`, those that are there, if
+        they are enough (see `pack`), else those of a new part, which this writes."""
         self.read_record()
         if label and not checks_files and len(self.lines) == self._packed_lines:
             return label
@@ -142,7 +145,9 @@ class Keeper:
         ]
 
     def _pack_compiled(self, label: list[str]) -> list[str]:
-        """Return the lines of the label for the compile caches, as `_pack_environment`."""
+        """Return the line of the label for the compile caches, in a list: that of a new part, which
+        this writes, if there are more files by now than in the part for this kind of processor;
+        else `label`, what is there, as also for a user's own cache."""
         folder = self.record.parent / "compile"
         if os.environ.get(COMPILE_CACHE) != str(folder):  # the user's own
             return label
@@ -172,8 +177,9 @@ class Keeper:
     def _write_part(
         self, name: str, title: str, sizes: Sequence[int], pack: Callable[[Path], object]
     ) -> str:
-        """Return the line of the label of a new file, which `pack` writes, for files with these
-        `sizes`, in bytes. Raise OSError for more than `MOST_BYTES`."""
+        """Return the line of the label of a new file of the parcel, which `pack` writes, of files
+        with these `sizes`, in bytes, and print its size. Its name is `name` with its checksum.
+        Raise OSError for more than `MOST_BYTES`, and what `pack` raises."""
         if sum(sizes) > MOST_BYTES:
             raise OSError(f"its {title} have {byte_count(sum(sizes))}")
         draft = self.parcel / DRAFT
@@ -217,8 +223,9 @@ def settled_files(folder: Path) -> dict[str, os.stat_result]:
 def is_enough(
     mirror: Mirror, packed: Mapping[str, tuple[int, ...]], checks_files: bool = True
 ) -> bool:
-    """Return whether a parcel with the files `packed` (size, time) has nearly all of a mirror, and,
-    with `checks_files`, as they are now."""
+    """Return whether a parcel with the files `packed` (size, time) has nearly all of a mirror, none
+    that the job writes, and, with `checks_files`, all as they are now. Print the number of those
+    that have changed, where this process runs from a copy."""
     misses = [size for path, (size, _) in mirror.files.items() if path not in packed]
     are_many = len(misses) > MOST_MISSES or sum(misses) > MOST_MISSED_BYTES
     if not packed or are_many or not mirror.written.isdisjoint(packed):
@@ -233,7 +240,8 @@ def is_enough(
 
 
 def checksum_of(path: Path) -> tuple[str, str]:
-    """Return checksum and size of a file, as cksum(1) prints them: ``stage.sh`` has no Python."""
+    """Return checksum and size of a file, as cksum(1) prints them: ``stage.sh`` has no Python.
+    Raise OSError where that fails."""
     with open(path, "rb") as file:
         text = subprocess.run(["cksum"], stdin=file, check=False, capture_output=True, text=True)
     checksum, size = text.stdout.split() if text.returncode == 0 else ("", "")
@@ -249,8 +257,9 @@ def processor() -> str:
 
 
 def keep(keeper: Keeper, unstaged: Path) -> None:
-    """Pack after the first step and from then on; return after an error, which one line tells, and
-    once the run is `unstaged`."""
+    """Pack after the first step, with a look at all files, and from then on, `SOON_S` later and
+    then each `EVERY_S`, without. Return after an error, which one line tells unless the attempt has
+    ended, and once the file `unstaged` is there."""
     keeper.wait_for_first_step()
     pause_s = SOON_S
     while not unstaged.exists():
@@ -265,9 +274,10 @@ def keep(keeper: Keeper, unstaged: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Keep the parcel until the supervisor ends, the process `argv`; on other nodes than the first
-    return 0 after a look at what is left there. Raise KeyError outside of a task of ``stage.sh``.
-    """
+    """Remove what runs that are over have left on this node; on the first node then `keep` the
+    parcel, until the supervisor, the process of the id ``argv[0]``, ends. Return 0: on other nodes,
+    where that has ended already, and where `keep` returns. Raise KeyError outside of a task of
+    ``stage.sh``."""
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that its draft is removed
     if os.getppid() != int(argv[0]):  # it has ended already

@@ -47,6 +47,8 @@ class Mirror:
     folders: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        """Set the beginnings of paths: in the prefixes of the environment (`_tops`), and in those
+        of its places from which Python imports (`_places`)."""
         reals = {root: os.path.realpath(root) for root in self.roots}
         sites = [f"{real}/" for root, real in reals.items() if os.path.basename(root) in SITES]
         self._tops = tuple(f"{re.sub(USER_SITE, '', real)}/" for real in reals.values())
@@ -80,6 +82,7 @@ class Mirror:
         return f"{path}/".startswith(self._places)
 
     def _add_folder(self, path: str) -> None:
+        """Take in a folder and all above it in its prefix; nothing for one that is in no prefix."""
         while f"{path}/".startswith(self._tops) and path not in self.folders:
             self.folders.add(path)
             path = os.path.dirname(path)
@@ -99,8 +102,9 @@ class Mirror:
                     self.folders.add(path)
 
     def stamps(self) -> dict[str, int]:
-        """Return the times, in seconds, by which a start sees that the environment has changed: of
-        the Pythons, the virtual environment's file, and folders that an install changes."""
+        """Return the times of change, in unix seconds by path, by which a start sees that the
+        environment has changed: of the Pythons, the virtual environment's file, and folders that an
+        install changes. Raise OSError for one that is gone."""
         paths = [path for path in self.folders if os.path.basename(path) in SITES]
         paths += [path for path in self.files if path.endswith("/pyvenv.cfg")]
         paths += [path for path in self.files if re.search(r"/bin/python[\d.]*$", path)]
@@ -139,9 +143,9 @@ class Mirror:
                 yield root, os.path.relpath(real, os.path.dirname(root))
 
     def rewritten(self) -> dict[str, bytes]:
-        """Return the files that name folders of the environment by their paths, which lead to the
-        tree instead: ``pyvenv.cfg``, and ``.pth`` files. Raise OSError for one that can't be
-        read."""
+        """Return the new texts, by path, of the files that name folders of the environment by their
+        paths, which lead to the tree instead: ``pyvenv.cfg``, and ``.pth`` files. Raise OSError for
+        one that can't be read."""
         texts = {}
         for path in self.files:
             if path.endswith(("/pyvenv.cfg", ".pth")):
@@ -152,6 +156,7 @@ class Mirror:
         return texts
 
     def _turn(self, line: re.Match[str]) -> str:
+        """Return a line of such a file with `TREE` before its path, if that is in the tree."""
         path = os.path.realpath(line[2].strip())
         is_inside = self.has(path) and path in self.folders
         return f"{line[1]}{TREE if is_inside else ''}{line[2]}"

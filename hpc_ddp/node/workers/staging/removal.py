@@ -42,7 +42,8 @@ def _end_child(pid: int) -> None:
 
 
 def call(action: str) -> None:
-    """Have `STAGE_SH` remove something, within `REMOVE_S`; nothing is raised."""
+    """Have `STAGE_SH` do ``remove``, ``hide`` or ``clean``, and kill it after `REMOVE_S`. No error
+    is raised."""
     with suppress(OSError, subprocess.TimeoutExpired):
         shell = subprocess.Popen([*STAGE_SH, action], start_new_session=True)
         try:

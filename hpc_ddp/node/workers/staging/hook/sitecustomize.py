@@ -29,7 +29,8 @@ def roots() -> "list[str]":
 
 
 def is_of_system(path: str) -> bool:
-    """Return whether a folder is the operating system's, which lies on each node."""
+    """Return whether a folder is the operating system's, which lies on each node, as all in /usr
+    does but what is below /usr/local; True also for a path that is not absolute."""
     is_usr = path == "/usr" or (path.startswith("/usr/") and not path.startswith("/usr/local/"))
     return is_usr or path in ("/", "/usr/local") or not path.startswith("/")
 
@@ -48,6 +49,7 @@ def note_files(record: str) -> None:
     due = 0.0
 
     def append() -> None:
+        """Write the new lines to the record, unless it is full or its disk refuses; forget them."""
         nonlocal due
         due = time.monotonic() + PAUSE_S
         text = ("\n".join(lines) + "\n").encode(errors="surrogateescape")
@@ -61,6 +63,8 @@ def note_files(record: str) -> None:
             pass
 
     def note(event: str, args: "tuple[object, ...]") -> None:
+        """Take the line of an audit event that opens or lists a path of the environment, and
+        `append` the new ones where that is due."""
         path = args[0] if event in EVENTS and len(noted) < MOST_PATHS else None
         if type(path) is str and path.startswith(beginnings):
             flags = args[2] if event == "open" and len(args) == 3 else 0
