@@ -64,7 +64,7 @@ class Handle:
 
     @property
     def name(self) -> str:
-        """The job's name."""
+        """The job's name; ``NAME-USER`` where another user's runs have the folder of that name."""
         return self._run.name
 
     @property
@@ -93,8 +93,9 @@ class Handle:
         """Wait until no process or job works on the run any more, and none will; return its state.
 
         A job that is requeued is waited for until its last attempt is over. A job also counts as
-        not over while Slurm gives no answer, or where its cluster can't be asked from here. A run
-        that this process has started on its machine is over when the process behind it has ended.
+        not over while Slurm gives no answer, or where its cluster can't be asked from here; a
+        process of another machine, until the journal has its end. With the handle that `submit` has
+        returned, a local run, or one in an allocation, is over when its process here has ended.
 
         Parameters
         ----------
@@ -127,9 +128,12 @@ class Handle:
         return self.state
 
     def _at_work(self) -> bool:
-        """Return whether a process or a job works on the run, or will work on it; True also while
-        Slurm gives no answer. Raise HpcDdpError without a Slurm client for a run that has a job,
-        and OSError where the journal can't be read."""
+        """Return whether a process or a job works on the run, or will work on it: the process that
+        `submit` has started, if there is one, alone. True also while Slurm gives no answer.
+
+        Raise HpcDdpError without a Slurm client for a run that has a job, and OSError where the
+        journal can't be read.
+        """
         if self._process:
             return self._process.poll() is None
         try:
@@ -199,8 +203,9 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
         file may set it. Paths are relative to the working directory.
     settings
         keys of ``hpc-ddp.toml``, with ``_`` for ``-``, in place of `spec` or beside it: they come
-        before its fields, and some, as ``site``, have no field. One that is None counts as unset.
-        One more is ``sweep``: a mapping of each parameter's name to its values.
+        before its fields, and some, as ``site``, have no field. One that is None hides the
+        field of `spec`, and counts as unset. One more is ``sweep``: a mapping of each parameter's
+        name to its values.
 
     Raises
     ------
@@ -210,7 +215,8 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     HpcDdpError
         the job could not be started; its folder stays only where Slurm gave no answer
     OSError
-        the batch script, the output or the journal can't be written, or the process not be started
+        the script or the journal can't be read, the batch script or the output not be written, or
+        the process not be started
 
     Examples
     --------

@@ -92,7 +92,7 @@ def _check(
     that it describes, or the error that no setting left out mends.
 
     Lines of refused settings become LOST, in `conversion` too. Nothing is written; the arguments
-    and errors are those of `_render`. ``script`` is never left out.
+    are those of `_render`, whose OSError is raised. ``script`` is never left out.
     """
 
     def effect_of(trial: Conversion) -> list[str] | UsageError:

@@ -167,10 +167,10 @@ def _plan(
     """Return the plan of a job, of a new run or of ``--run``, and its merged settings; nothing is
     written.
 
-    Takes ``run_text`` out of `options`. Prints to stderr which project file and site count, changed
-    files of the code, and warnings. Raise UsageError for a refused setting, and where ``--run``
-    means no run, or one that can't go on; and OSError where its folder, or the script, can't be
-    read.
+    Takes ``run_text`` out of `options`; `forced` as `_prepare` has it. Prints to stderr which
+    project file and site count, changed files of the code, and warnings. Raise UsageError for a
+    refused setting, and where ``--run`` means no run, or one that can't go on; and OSError where
+    its folder, or the script, can't be read.
     """
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
@@ -220,7 +220,8 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     """Start a run and print its job id, or with `as_json` an object with ``job_id`` and ``run``.
 
     A process in the foreground is waited for, and gets Ctrl-C and SIGTERM as a notice. Its exit
-    code ends the command, and stands in the object in place of ``job_id``. Raises as `_begin`.
+    code ends the command, and stands in the object in place of ``job_id``; the trials of a sweep
+    on this machine are listed on stderr. Raises as `_begin`.
     """
     path, forward = str(prepared.run.path), Forward()
     if prepared.spec.backend in ("local", "salloc"):

@@ -33,8 +33,8 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     """Probe Slurm and this login node, and write a site file; its path is printed.
 
     The file is ~/.config/hpc-ddp/site.toml, which counts for all your jobs from here, and is yours
-    to edit. For a site that hpc-ddp knows it holds only what the known file does not. Nothing is
-    submitted.
+    to edit. For a site that hpc-ddp knows it has the site's name, and holds only what the known
+    file does not. Nothing is submitted.
     """
     home = home_folder()
     recognised = None if name else sites.recognised(home, os.environ)
@@ -54,7 +54,10 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
 
 @site.command("list")
 def list_() -> None:
-    """List the site files: yours, and those that come with hpc-ddp. `*` marks the site in use."""
+    """List the site files: yours, the operators', and those that come with hpc-ddp.
+
+    `*` marks those in use.
+    """
     home = home_folder()
     in_use = sites.files(_chosen(home), home, operators.site_file(os.environ))
     for path in sites.all_files(home):

@@ -38,7 +38,8 @@ def command(
     Parameters
     ----------
     node, rank
-        which worker of the newest attempt, as `_pid_file` has it; None: any
+        which worker of the newest attempt: the name of its node, and its rank. None: any node, and
+        the lowest rank there
     words
         ``stacks``, or ``run`` and a command, for `node.attach`
     terminal

@@ -80,7 +80,8 @@ class Backend(Protocol):
         ...
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Start the run; a process in the foreground prints to `output`.
+        """Start the run; a process in the foreground prints to `output` (None: to where this one
+        prints).
 
         Raises
         ------
@@ -102,9 +103,12 @@ class SlurmBackend:
         pass
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Submit the script, and return the job. Raises as `slurm.sbatch`, which may search the
-        queue for the job: the run's earlier ones are not taken for it; and OSError where the
-        journal can't be read."""
+        """Submit the script, and return the job with its cluster; `output` is not used.
+
+        Where sbatch gives no answer, the queue is searched for a new job of the script. Raises as
+        `slurm.sbatch`, and OSError where the journal, which has the run's earlier jobs, can't be
+        read.
+        """
         run = prepared.run
         job = slurm.sbatch(run.script, os.environ, earlier=run.jobs(run.events()))
         return StartedRun(job if job.cluster else JobRef(job.id, slurm.own_cluster()))
@@ -115,8 +119,9 @@ class AllocationBackend(SlurmBackend):
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
         """Start the batch script in a shell, and return its process; `output` as `Backend.start`
-        has it. Raise UsageError outside of an allocation, or in one of another number of nodes than
-        the job asks for, and OSError if the shell can't be started."""
+        has it. Raise UsageError outside of an allocation, and in one whose number of nodes the
+        job does not ask for (for a job of one node any will do), and OSError if the shell can't be
+        started."""
         if "SLURM_JOB_ID" not in os.environ:
             raise UsageError(
                 "the allocation back-end runs inside an allocation, and this shell is in none",
@@ -154,8 +159,8 @@ class LocalBackend(SlurmBackend):
 
     def launch(self, prepared: PreparedRun, output: Output) -> subprocess.Popen[bytes]:
         """Start the run with all that it prints going to `output`, as Popen takes it, and return
-        its process, the leader of a session of its own. Raise UsageError where a variable of
-        ``expand`` is not set here, OSError where the process can't be started."""
+        its process, the leader of a session of its own. Raise UsageError as `_local_env`, OSError
+        where the process can't be started."""
         spec, run = prepared.spec, prepared.run
         env = {**clean_env(os.environ), **_local_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
@@ -181,11 +186,13 @@ class LocalBackend(SlurmBackend):
 
 
 def _local_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables of `job_env` and `node_env` for this machine, filled in.
+    """Return the variables of `job_env` and `node_env` for this machine, filled in, but for those
+    that each worker fills in (`worker_env`).
 
-    Variables of Slurm's in ``expand`` stand for the number of nodes or 0, unless they are set here;
-    workers have these numbers as ``HPC_DDP_DRY_NAME`` in any case. Raise UsageError for another
-    variable that is not set here.
+    Variables of Slurm's in ``expand`` that are not set here are 0, or for SLURM_NNODES and
+    SLURM_JOB_NUM_NODES the number of nodes. The result has these numbers for the workers, as
+    ``HPC_DDP_DRY_NAME``, also of those that are set. Raise UsageError where a value of ``env`` has
+    another variable that is not set here, and as `job_env`.
     """
     env, nodes = {**job_env(spec), **node_env(spec)}, str(spec.node_range[1])
     slurms = {name: "0" for name in spec.expand if name.startswith("SLURM_")}
@@ -298,14 +305,14 @@ BACKENDS: dict[str, Backend] = {
 
 
 def render(prepared: PreparedRun) -> str:
-    """Write the run's script, and return its text.
+    """Write the run's script, and what its back-end needs besides; return the script's text.
 
     Raises
     ------
     UsageError, HpcDdpError
         as `Backend.script`
     OSError
-        the script can't be written
+        a file can't be written
     """
     backend = BACKENDS[prepared.spec.backend]
     text = backend.script(prepared)
@@ -319,8 +326,9 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     """Write a prepared run's script, start the run with its back-end, and journal it; `output` as
     `Backend.start` has it.
 
-    The mark of an earlier cancel is removed. In each case, also after an error, the claim of
-    `Plan.write` on the run is released. A disk that refuses the journal is reported on stderr.
+    The mark of an earlier cancel is removed, also that of each task that starts. In each case, also
+    after an error, the claim of `Plan.write` on the run is released. A disk that refuses the
+    journal is reported on stderr.
 
     Raises
     ------
@@ -335,7 +343,7 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
 
 
 def _start(prepared: PreparedRun, output: Output) -> StartedRun:
-    """Start a prepared run as `start` does, but do not release the claim."""
+    """Do what `start` does, with its errors, but do not release the claim."""
     spec, run = prepared.spec, prepared.run
     journal = run.journal("submit")
     try:

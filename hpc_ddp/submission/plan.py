@@ -87,8 +87,9 @@ class Plan:
 
     def write(self) -> PreparedRun:
         """Write the run's folder, with all that the job needs, and return the run, ready to start.
-        One that exists already is claimed, until `backends.start` or this process ends: no other
-        process can start it. The result keeps what its files had in them, for `discard`.
+        A run that exists already is claimed, until `backends.start` or this process ends: no other
+        process can start it. With `is_forced` its jobs that can't be asked for are journaled as
+        over. The result keeps what the run's files had in them, for `discard`.
 
         Raises
         ------
@@ -157,12 +158,13 @@ class PreparedRun(Plan):
     earlier: dict[Path, bytes] = field(default_factory=dict)
 
     def discard(self) -> None:
-        """Remove the folder of a new run that could not be started; what can't be removed stays,
-        and so does what lies behind a link of another user.
+        """Remove the folder of a new run that could not be started, and that of its name if no
+        other run is there; what can't be removed stays, and so does what lies behind a link of
+        another user.
 
-        The files in `earlier`, of an older run, get their content back, and this start's snapshot
-        of the code goes; its new library stays. One that was refused before it was written stays
-        as it is. Nothing is raised.
+        In an older run the files in `earlier` get their content back, and this start's snapshot of
+        the code goes; its new library stays. An older run that was refused before anything was
+        written stays as it is. Nothing is raised.
         """
         for path, content in self.earlier.items():
             with suppress(OSError):
@@ -178,7 +180,7 @@ class PreparedRun(Plan):
 
 
 def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:
-    """Return the plan of a new run below `root`; `cwd` is its working directory.
+    """Return the plan of a new run below `root`; `cwd` as `job_spec` has it.
 
     Raises
     ------
@@ -214,7 +216,9 @@ def make_plan(
 
     `run` is the job's folder, which does not exist yet if `is_new`. The code is a new snapshot, a
     copy of the newest one of the run `source` where one is given, or with `keeps_code` the newest
-    one of `run`; without any, and for a command, it is the live code.
+    one of `run`. It is the live code where `run` has none to keep, where the settings want no
+    snapshot, and for a command or an installed module. The job itself is `spec`: of `settings` only
+    those of the snapshot count, the limits, and where container-options come from.
 
     Raises
     ------
@@ -260,7 +264,7 @@ def make_plan(
 def find_mistakes(spec: JobSpec) -> list[str]:
     """Return warnings about probable mistakes in a job, a sentence each: a Python or module that is
     not here, a syntax error of the script where it can be read here, an array instead of a chain,
-    and variables that stay as they are."""
+    variables that stay as they are, and settings `without_effect`."""
     mistakes = []
     is_missing = not (spec.container or spec.image or os.path.exists(spec.python))
     if is_missing and os.path.isabs(spec.python):
@@ -297,7 +301,8 @@ def find_mistakes(spec: JobSpec) -> list[str]:
 
 def _check_python(spec: JobSpec) -> None:
     """Raise UsageError for a Python that is too old for hpc-ddp's part of the workers, by the name
-    of its file: nothing is run. One in a container, or that set-up lines bring, is not known."""
+    of its file: nothing is run. One in a container, or that set-up lines bring, is not known, and
+    passes."""
     path = spec.python if "/" in spec.python or spec.setup else shutil.which(spec.python)
     version = re.search(r"/python(\d)\.(\d+)$", os.path.realpath(path or ""))
     if not version or spec.container or spec.image:

@@ -27,8 +27,8 @@ def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
     return the event with their result, also where nodes are bad.
 
     The checks' output goes to stderr. The run's folder, by which the nodes find that they share a
-    disk, is removed again, also after an error. `cwd` is the working directory of the settings,
-    `root` the folder of the runs.
+    disk, is removed again, also after an error. `cwd` is the folder that relative paths of the
+    settings are seen from, `root` the folder of the runs.
 
     Raises
     ------
@@ -64,12 +64,12 @@ def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
 
 
 def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
-    """Write the run of a training that tries each feature once, on all of this allocation or
-    machine, and return it, ready to start.
+    """Write the run of a training that tries each feature once, on all nodes of this allocation,
+    or outside of one on this machine, and return it, ready to start.
 
-    Without GPUs two workers per node train on the CPU. From then on runs of this process may use
-    accelerators. `cwd` is the working directory of the
-    settings, `root` the folder of the runs.
+    It has the GPUs of each node that the allocation names, else the settings, else (outside of an
+    allocation) all; without any, two workers per node train on the CPU. From then on runs of this
+    process may use accelerators (`SHOW_DEVICES`). `cwd` and `root` as `examine` has them.
 
     Raises
     ------

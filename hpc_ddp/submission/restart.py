@@ -33,11 +33,12 @@ def plan_rerun(
     Parameters
     ----------
     run
-        any run; a sweep is repeated as a whole, a task of a sweep as a job of its own
+        any run; an array or a sweep is repeated as a whole, a task of a sweep as a job of its own,
+        and a task of another array as an array of its index alone
     changes
         new values of the script's arguments, by name; of a sweep none of its parameters
     options
-        other new settings, by key
+        other new settings, by key; without ``dependency`` the new job waits for no other
     settings
         the same, merged with those of files: for what a site puts before a job's, and for limits
     cwd
@@ -128,8 +129,9 @@ def plan_continuation(
 
     `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
     that paths in `options` are relative to. With `new_code`, and for a script in `options`, the
-    code is copied anew. An array goes on with its unfinished tasks, a task of one alone. Nothing is
-    written; `Plan.write` looks whether a job works on the run.
+    code is copied anew, unless the settings want no snapshot. An array goes on with its unfinished
+    tasks, or those in `options`; a task of one alone. Nothing is written; `Plan.write` looks
+    whether a job works on the run.
 
     Raises
     ------
@@ -164,9 +166,10 @@ def _fields_of(
 ) -> dict[str, Any]:
     """Return the user's `options` (by key) as new values of an existing job's fields, by field.
 
-    Paths become absolute, by `cwd`; variables go over those of `spec`. A key of `JOINED` has its
-    value from `settings`, which begins with the site's. Raise UsageError for a working directory
-    that does not exist.
+    The paths of ``script``, ``chdir`` and ``template`` become absolute, by `cwd`; variables go over
+    those of `spec`. With a script, a flag of `NO_FILE` that was not given is False. A key of
+    `JOINED` has its value from `settings`, which begins with the site's. Raise UsageError for a
+    working directory that does not exist.
     """
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     # A site's own stand before those that were said: modules, the flags of its srun.

@@ -107,12 +107,12 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
 
 def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the folder of the code around `script`, and the files in it that a snapshot copies, by
-    names relative to it.
+    names relative to it. Large weights that do not fit are left out, with a note on stderr.
 
     Parameters
     ----------
     run
-        the folder of all runs, this one's among them, is left out
+        the folder of all runs that it lies in is left out, and so is any folder of a run
     exclude
         patterns of names relative to the folder, or of absolute ones without links, as of
         `fnmatch`: files to leave out
@@ -136,12 +136,13 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
 
 def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
     """Return the newest snapshot of a run (of a task: of its array), and the relative path in it of
-    `script`, an absolute path; with `is_module` its folder alone exists.
+    `script`, an absolute path. With `is_module` that is a module's name in the folder that Python
+    searches, and no file of that path has to exist.
 
     Raises
     ------
     UsageError
-        there is none, or none of the script
+        there is no snapshot, or no such script in it
     """
     newest_code = run.newest_code
     if newest_code and is_module:
@@ -247,8 +248,8 @@ def _select_within_limits(
 ) -> dict[str, int]:
     """Return the size in bytes of each file to copy, by its name relative to `root`.
 
-    Left out are names that match a pattern of `exclude`, whatever is no file and no link, and with
-    a note large weights that do not fit.
+    Left out are names that match a pattern of `exclude`, whatever is no file and no link, and all
+    large weights where they do not fit together, with a note on stderr.
 
     Raises
     ------

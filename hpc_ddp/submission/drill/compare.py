@@ -70,12 +70,13 @@ class Difference:
 
     @property
     def label(self) -> str:
-        """The kind in words; an optimizer that is not tracked is one, too."""
+        """The kind, with ``optimizer`` for ``untracked``."""
         return "optimizer" if self.kind == "untracked" else self.kind
 
     @property
     def is_rounding(self) -> bool:
-        """Whether only the order of sums differs: small at first, and not much larger later."""
+        """Whether only the order of sums differs: a computed part does, not at a start, in that
+        step by `ROUNDING` at most (by `GROWN` if `drifted`), and at the end by `GROWN`."""
         return (
             not self.at_start
             and self.kind in _COMPUTED

@@ -125,8 +125,9 @@ class _Drill:
         self._limit_s: float | None = None  # how long an attempt may take, once known
 
     def _write_run(self, name: str, code_of: PreparedRun | None = None) -> PreparedRun:
-        """Write the folder of the run `name`, which runs the code of `code_of`, not copied; None:
-        a new snapshot, or as the settings have it.
+        """Write the folder of a new run `name`, and return the run. It runs the code of the run
+        `code_of`, which is not copied; None: a new snapshot, or the live code if the settings want
+        no snapshot.
 
         Raises
         ------
@@ -245,7 +246,7 @@ class _Drill:
         self, run: RunFolder, number: int, leg: Leg, events: list[JournalEvent], code: int
     ) -> str | None:
         """Return what was wrong with an attempt, as the end of a sentence; None where it resumed
-        from where it has to, and ended as `leg` says.
+        from where it has to (the last one past the damaged checkpoint), and ended as `leg` says.
 
         `number` is the attempt's, from 0, `events` are its events, and `code` is its exit code, or
         `TOO_LONG`.
@@ -278,8 +279,8 @@ class _Drill:
         plan: dict[str, Any],
         disturbance: Disturbance | None = None,
     ) -> int:
-        """Run the next attempt until it ends, disturb it once when it is ready, and say its step
-        every `PRINT_EVERY_S`; return its exit code.
+        """Run the next attempt until it ends, disturb it when the recorder says that it is ready,
+        and say its step every `PRINT_EVERY_S`; return its exit code.
 
         `plan` is the recorder's. An attempt that takes longer than `_limit_s`, or without a limit
         longer than `START_S` to its call of start(), is killed, and has the code `TOO_LONG`. One

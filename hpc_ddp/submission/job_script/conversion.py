@@ -55,8 +55,8 @@ class Conversion:
             entries.append((entry, line))
 
     def without_one(self) -> Iterator[tuple[Conversion, str, int]]:
-        """Yield for each setting a conversion without it, its name and its line; the marks and
-        notes of all of them are the same objects."""
+        """Yield for each setting, variable, and entry of a list a conversion without it, its name
+        and its line; the marks and notes of all of them are the same objects."""
         for key, (_, line) in self.values.items():
             values = {name: entry for name, entry in self.values.items() if name != key}
             yield replace(self, values=values), key, line

@@ -26,9 +26,9 @@ def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -
     """Return the settings of a job script's text; none of it is run.
 
     `cwd` is where it is submitted from, `folder` the one of the project file that is to be written,
-    `arguments` are the script's own: ``$1`` and so on. A set-up line sets them, if one uses them.
-    A configuration of Accelerate that it names is read. Raise UsageError where the parser of bash
-    or of YAML is not installed.
+    `arguments` are the script's own: ``$1`` and so on. Where a line of set-up or clean-up uses
+    them, another before it sets them. A configuration of Accelerate that the script names is read.
+    Raise UsageError where the parser of bash or of YAML is not installed.
     """
     directives = read_directives(text)
     numbers = sizes(directives)

@@ -198,8 +198,9 @@ def gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | Non
 
 
 def _request(options: Mapping[str, str], name: str) -> tuple[str, int]:
-    """Return the type ('' without) and the number of GPUs that an option asks for: 1 for gres
-    without a number, else 0, as for an option that is not there."""
+    """Return the type ('' without) and the number of GPUs that an option asks for. Without a number
+    that is 1 for ``gres`` and 0 for another option; it is 0 also for an option that is not there.
+    """
     start = "(?:.*,)?gpu:?" if name == "gres" else ""
     match = re.match(rf"{start}(?:([A-Za-z][\w.-]*):)?(\d*)", options.get(name, ""))
     if not match:

@@ -105,6 +105,9 @@ class Launch:
         ``NAME=value`` with commas between them), ``#NAME`` (a number, for that attribute), ``=KEY``
         (one value), ``!KEY`` (a setting that is true), ``+KEY`` (a list, of ``--name=value``),
         ``&KEY`` (a list, in words of their own), ``%KEY`` (a list, as it is).
+
+        `marks` gets those that are ``ours``, ``lost``, or numbers of nodes or tasks, which are lost
+        where only the job knows them. Requests for GPUs go into `gpus` as well.
         """
         launcher, remaining = words[0].text.rsplit("/", 1)[-1], list(words[1:])
         while remaining and re.match(r"-{1,2}[A-Za-z]", remaining[0].text):

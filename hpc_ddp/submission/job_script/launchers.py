@@ -1,4 +1,8 @@
-"""The launchers of tasks, of containers and of PyTorch's workers, one inside the other."""
+"""The launchers of tasks, of containers and of PyTorch's workers, one inside the other.
+
+A function that takes one gets all words from its name on. It puts what they say into the launch,
+and returns the words that are left for the next one.
+"""
 
 from __future__ import annotations
 
@@ -118,14 +122,15 @@ def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
 
 
 def _handler(name: str) -> Handler | None:
-    """Return the function that takes a launcher's words; sites' own torchruns have its name in
-    theirs."""
+    """Return the function that takes the words of the launcher `name`, None for another command;
+    a name that begins with ``torchrun`` is a site's own of it."""
     return _torchrun if re.fullmatch(r"torchrun[\w-]*", name) else _HANDLERS.get(name)
 
 
 def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take srun and its options. A variable between them is taken to be unset, with a note, where
-    the script does not set it; else it is lost."""
+    """Take srun and its options; one with an image makes pyxis the container tool. A variable
+    between them is taken to be unset, with a note, where the script does not set it; else it is
+    lost."""
     launch.step = "srun"
     remaining = launch.take_options(words, _SRUN, scope)
     while len(remaining) > 1 and remaining[0].parts[0].splits:
@@ -176,7 +181,8 @@ def _command(words: list[Word], launch: Launch) -> None:
 
 
 def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take ``bash -c '…'``, whose text is a script of its own, or in a task ``bash file``."""
+    """Take ``bash -c '…'``, whose text, a script of its own, is put into `inner`. In a task a text
+    that is all code, or ``bash file``, is a command as any other."""
     at = next((i for i, w in enumerate(words[:3]) if re.fullmatch(r"-[a-z]*c", w.text)), 0)
     text = words[at + 1] if at + 1 < len(words) else literal("")
     is_known = not launch.step or any(not p.is_code and p.text.strip() for p in text.parts)
@@ -267,7 +273,7 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take ``accelerate launch``, whose options become the variables that it would set for the
-    program; Accelerate's other commands are no launch."""
+    program; one without a variable is lost. Accelerate's other commands are no launch."""
     if [word.text for word in words[1:2]] != ["launch"]:
         return []
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
@@ -294,8 +300,8 @@ def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
 
 
 def _python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take Python and its flags, but for ``-u`` lost; a launcher, a module or a script follows. A
-    module that surely trains nothing, as pip, is no launch."""
+    """Take Python and its flags, which are lost, but for ``-u``; a launcher, a module or a script
+    follows. A module that surely trains nothing, as pip, is no launch."""
     python, remaining = words[0], words[1:]
     launch.settings["python"] = [python]
     while remaining and re.fullmatch(r"-[uEsSIBOqvx]+|-[WX].*", remaining[0].text):

@@ -51,8 +51,9 @@ class ArgumentWriter:
     def write(self, word: Word, at: int) -> str:
         """Return an argument of line `at`: with ``$NAME`` for variables, which ``expand`` gets.
 
-        A word that the shell may split, or with other code, is an array that a new set-up line
-        fills with all that the word becomes; ``${NAME[@]}`` is returned.
+        A word that the shell may split, that has other code, or needs the script's own value of a
+        variable of hpc-ddp's, is an array that a new set-up line fills with all that the word
+        becomes; ``${NAME[@]}`` is returned.
         """
         is_early = self.key == "setup"  # a worker has hpc-ddp's value
         outer = [name for name in word.names if name in self.assigned]
@@ -69,7 +70,8 @@ class ArgumentWriter:
         return f"${{{name}[@]}}"
 
     def refuse(self, word: Word, key: str, line: int, option: str = "") -> bool:
-        """Return whether a word, behind an `option`, needs what is lost; then so is its `line`."""
+        """Return whether a word, behind an `option`, needs what is lost, or is a placeholder; then
+        its `line` is lost. `key` is the setting that the user is to write."""
         lacking = [f"{n}, of {self.result.unknown[n]}" for n in word.names
                    if n in self.result.unknown]  # fmt: skip
         if word.code and uses_arguments(word.script) and not self.has_arguments:
@@ -197,7 +199,8 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
 
 def _take_python(launch: Launch, result: Conversion) -> None:
     """Leave among the launch's settings the Python that its path names or that set-up lines bring;
-    take out any other: hpc-ddp finds that by itself."""
+    take out any other: hpc-ddp finds that by itself. Note each folder that a set-up line puts at
+    the end of PATH: the script's Python may be there."""
     python = launch.settings.pop("python", [literal("python", launch.line)])
     for text, line in result.lists.get("setup", ()):
         if launch.program and (end := _AT_THE_END.search(text)):
@@ -214,7 +217,8 @@ def _take_python(launch: Launch, result: Conversion) -> None:
 
 def _take_image(launch: Launch, directives: Directives, result: Conversion) -> None:
     """Add the image, and pyxis' other options, of the directives to the launch's settings; a
-    container without an image is taken out of them, and its line is lost."""
+    container without an image is taken out of them, and its line is lost. A note says in which
+    folder a container of pyxis starts."""
     words = {n: literal(operand, at) for n, (operand, at) in directives.options.items()}
     tool = launch.settings.get("container-tool", [literal("")])[0].text
     image = words.get("container-image") or (words.get("image") if tool == "shifter" else None)
@@ -248,7 +252,8 @@ def _of_home(text: str) -> str:
 
 def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
     """Read a configuration of Accelerate from the path in `word`: its keys become the variables
-    that its launcher sets, other keys notes. One that can't be read is a note."""
+    that its launcher sets, ``num_processes`` the number of tasks if no option has it, other keys
+    notes. A configuration that can't be read is a note."""
     path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
     line = word.line or launch.line
     import yaml
@@ -277,7 +282,8 @@ def _take_sizes(
     launch: Launch, result: Conversion, directives: Directives, numbers: dict[str, int]
 ) -> None:
     """Put the numbers of nodes, GPUs, CPUs and workers into `result`: those of the directives
-    (`numbers`, as `sizes` has them) with their lines, else the launch's with its line."""
+    (`numbers`, as `sizes` has them) with their lines, else the launch's with its line; and the
+    command that starts the tasks, unless it is srun with a launcher of workers in them."""
     line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes
     is_range = "SLURM_NNODES" not in numbers and "nodes" in directives.options
     at = directives.line("nodes", "ntasks") or line

@@ -32,7 +32,8 @@ def to_toml(conversion: Conversion, name: str) -> str:
 
 
 def _list(key: str, entries: Sequence[tuple[str, int]]) -> list[str]:
-    """Return the lines of a list: of arguments those of one line together, else one each."""
+    """Return the lines of a list as TOML: arguments, container options and names to expand that
+    come from one line of the script stand together, other entries in a line each."""
     is_joined = key in ("args", "expand", "container-options")
     groups = groupby(enumerate(entries), lambda pair: (pair[1][1], is_joined or pair[0]))
     rows = [(", ".join(_value(e) for _, (e, _) in row), line) for (line, _), row in groups]
@@ -78,8 +79,9 @@ def is_code(line: str) -> bool:
 
 def table(conversion: Conversion, text: str) -> list[str]:
     """Return the rows of a table of what became of each line of a script's `text`, by group, each
-    behind a head with its count. A row has the line's number, text and reason; neighbours with the
-    same reason share one, with the text of the first. A secret's value is not in it."""
+    behind a head with its count. A row has the line's number, its text without further blanks, cut
+    to `_WIDTH` characters, and the reason; neighbours with the same reason share one, with the text
+    of the first. A secret's value is not in it; empty lines and comments have no row."""
     rows: dict[str, list[str]] = {group: [] for group in (TAKEN, OURS, LOST)}
     counts = dict.fromkeys(rows, 0)
     lines = ((n, line) for n, line in enumerate(text.splitlines(), 1) if is_code(line))

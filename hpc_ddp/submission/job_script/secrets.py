@@ -55,8 +55,12 @@ def is_secret(name: str, content: str | None = None) -> bool:
 
 
 def take_out(result: Conversion) -> None:
-    """Take secrets out of the arguments and variables of a conversion: the shell passes each on
-    (``env-names``), by a name that stands in the argument, and its line is lost."""
+    """Take secrets out of the arguments and variables of a conversion, in place.
+
+    In an argument ``$NAME`` takes the secret's place, by the name of its option in capitals, else
+    ``$SECRET``; a variable leaves ``env``. The user's shell passes on each by its name
+    (``env-names``, sorted by line before), and the line that has the secret is lost.
+    """
     result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
     before = ""
     for position, (text, line) in enumerate(result.lists.get("args", [])):

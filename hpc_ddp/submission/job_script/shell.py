@@ -56,7 +56,8 @@ class Word:
 
     @property
     def text(self) -> str:
-        """The word as an argument of hpc-ddp: with ``$NAME``, or ``${NAME}`` before a letter."""
+        """The word as an argument of hpc-ddp: with ``$NAME``, or ``${NAME}`` before a letter, digit
+        or ``[``, and without a backslash at a line's end."""
         texts = []
         for part, after in zip(self.parts, [*self.parts[1:], Part("")], strict=False):
             is_joined = not after.is_code and re.match(r"\w|\[", after.text)
@@ -131,7 +132,7 @@ def names_in(code: str) -> list[str]:
 
 @dataclass
 class Scope:
-    """The variables of a script at one point.
+    """The variables of a script at one point: `values` by name, None where only the job knows it.
 
     `numbers` are those of Slurm's variables that follow from the directives; `is_open` says that a
     file has been sourced, which may have set any variable.
@@ -148,7 +149,7 @@ class Scope:
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
         """Return the words that some nodes of a command become, split as by the shell; `line`, if
-        given, is the line of all of them, else a node's own."""
+        given, is the line of all of them, else a node's own. ``$(which NAME)`` becomes NAME."""
         result: list[Word] = []
         for node in nodes:
             text, at = source(node), line or node.start_point[0] + 1
@@ -175,8 +176,9 @@ class Scope:
         return Word(tuple(parts), node.start_point[0] + 1)
 
     def assign(self, node: Node) -> str:
-        """Set the variable of a ``variable_assignment``, ``+=`` too, and return its name; only the
-        job knows the variable after one to an element of an array."""
+        """Set the variable of a ``variable_assignment``, ``+=`` too, and return its name. Only the
+        job knows a variable after an assignment to one element of an array, or one that needs an
+        old value which is not known."""
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = re.match(r"\w*", source(target))[0]  # type: ignore[index]
         assigned: Value = None  # of an element of an array
@@ -213,7 +215,9 @@ class Scope:
         return Part(text, True, not is_quoted, self._version(text))
 
     def _parts(self, node: Node, is_quoted: bool) -> Iterator[Part]:
-        """Yield the parts of one node of a word."""
+        """Yield the parts of one node of a word, which stands in double quotes if `is_quoted`: text
+        without its quotes and escapes, with the home folder for ``~``; the values of variables as
+        `_expanded` has them; and code for the rest, as for a pattern of files."""
         text, kind = source(node), node.type
         is_leaf = not node.named_children
         if is_leaf and kind in ("word", "number", "variable_name", "command_name"):
@@ -285,8 +289,9 @@ class Scope:
 
     def _is_unset(self, name: str, operator: str) -> bool:
         """Return whether the default behind `operator` (``:-``, ``-``, ``:=``, ``=``) is taken: the
-        variable is empty, for one with a colon, or nothing in the script sets it. Then `defaults`
-        gets it, since the shell that submits might."""
+        variable is empty, for one with a colon, or nothing sets it: not the script, a file that
+        it sources, its arguments, or each job (`OF_A_JOB`). `defaults` gets one that nothing sets,
+        since the shell that submits might."""
         if name in self.values:
             assigned = self.values[name]
             is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
@@ -332,7 +337,8 @@ def _is_readable(assigned: Word, is_quoted: bool) -> bool:
 
 
 def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part]:
-    """Yield the text of a word between two of its nodes, without the quotes and escapes."""
+    """Yield the text of a word (`node`) from byte `start` of the script to `end`; within double
+    quotes without these, and without the backslashes of escapes, but for one at a line's end."""
     text = node.text[start - node.start_byte : end - node.start_byte].decode()
     if is_quoted and text != '"':
         text = re.sub(r'\\([$`"\\\n])', lambda m: m[0] if m[1] == "\n" else m[1], text)

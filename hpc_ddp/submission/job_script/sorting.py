@@ -54,7 +54,8 @@ _DECIDED: Rules = (
 
 
 class Sorter:
-    """Sorts the statements of `reader` into set-up lines, variables, and the rest, in `result`.
+    """Sorts the statements of `reader` into set-up and clean-up lines, variables, and the rest, in
+    `result`, where each line gets a group (TAKEN, OURS or LOST) and a reason.
 
     A line stays if it does something, an assignment if it is exported, or if a line that stays or
     the launch needs its variable: so those of the rendezvous go. `start` is the path of the folder
@@ -100,9 +101,9 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def check(self) -> None:
-        """Note each variable of the script that something uses and nothing sets any more, and add
-        those of the submitting shell to the scope's `defaults`. To be called last, after
-        `program.take`."""
+        """Note each variable of the script that something uses and nothing sets any more. Add to
+        the scope's `defaults` those that the settings use and the script never sets: they were the
+        submitting shell's. To be called last, after `program.take`."""
         lists = (entries for key, entries in self.result.lists.items() if key != "env-names")
         texts = [text for entries in lists for text, _ in entries]
         used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
@@ -119,11 +120,12 @@ class Sorter:
                     self.result.notes.append((statement.lines[0], text))
 
     def _choose(self) -> None:
-        """Set `launch` to the launch that is the training, None where there is none, or a step has
-        it on fewer nodes than the job's; notes say so.
+        """Set `launch` to the launch that is the training: the first of those that weigh most, on
+        all nodes if there is one. None where there is no launch, or where a step runs it on fewer
+        nodes than the job has. Notes say so, and name the file that the launch writes to.
 
-        Launches before it that weigh less, or run on fewer nodes, become plain commands; others are
-        lost.
+        Before a launch on all nodes, those that weigh less or run on fewer nodes become plain
+        commands; all other launches are lost.
         """
         launches = [(i, s, s.launch) for i, s in enumerate(self._statements)
                     if s.launch and not s.lost]  # fmt: skip
@@ -167,8 +169,9 @@ class Sorter:
         return count < self._nodes and not launch.in_loop
 
     def _refuse(self) -> None:
-        """Set `lost` of statements that can't be taken over, and of those that need a variable or
-        function of one; the conversion's `unknown` gets these names."""
+        """Set `lost`, a reason, of statements that can't be taken over, and of those that need a
+        variable or function which a lost one, or a loop over the nodes, sets; the conversion's
+        `unknown` gets the names of these."""
         unknown = dict.fromkeys(self._of_nodes, "a loop")
         outer = {id(s.launch): s.outer for s in self._statements if s.launch}.get(id(self.launch))
         for index, statement in enumerate(self._statements):
@@ -197,7 +200,7 @@ class Sorter:
     def _sort(self, statement: Statement, index: int) -> tuple[str, str, str]:
         """Return the group of a statement, the key that it goes to or another reason, and the text
         of a set-up or clean-up line, '' for another statement. Puts ``chdir`` and variables into
-        the conversion."""
+        the conversion. The last statement comes first: it says which variables are needed."""
         is_after = index > self._at
         is_print = bool(re.match(_PRINTS, statement.text))
         if statement.lost:
@@ -223,7 +226,8 @@ class Sorter:
         return self._keep(statement, statement.text, is_after)
 
     def _keep(self, statement: Statement, text: str, is_after: bool) -> tuple[str, str, str]:
-        """Return group, key and text of a set-up or clean-up line, and note what it needs."""
+        """Return group, key and text of a set-up or clean-up line, and keep in mind what it sets
+        and needs. A task's line gets the batch script's variables by ``expand``."""
         key = "teardown" if is_after else "setup"
         if statement.inside:
             key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
@@ -248,8 +252,8 @@ class Sorter:
 
     def _folder(self, statement: Statement, index: int) -> str:
         """Return the folder of a ``cd`` if it is known, and can be the job's from its start: the
-        ``cd`` is the only one before the launch, and no line before it names a file by a relative
-        path, or the folder is that of the job's start. '' for another statement."""
+        ``cd`` is the only one before the launch, and either no line before it names a file by a
+        relative path, or the folder is that of the job's start. '' for another statement."""
         before = self._statements[: self._at]
         moves = [s for s in before if re.search(r"(^|[\s;&])(cd|pushd|popd)\b", s.text)]
         match = re.fullmatch(r"cd (\S+?)/?(\s*\|\|\s*(exit|\{).*)?", statement.text, re.S)
@@ -264,8 +268,8 @@ class Sorter:
         return text if "$" not in text and (word.is_static or text[:1] == "~") else ""
 
     def _enter(self, folder: str, line: int) -> None:
-        """Set ``chdir`` to a folder. ``output`` and ``error`` become absolute: Slurm opens them
-        before the job's ``cd``."""
+        """Set ``chdir`` to a folder, as seen from the job's start if a directive names that.
+        ``output`` and ``error`` become absolute: Slurm opens them before the job's ``cd``."""
         values, is_moved = self.result.values, "chdir" in self.result.values
         for key in {"output", "error"} & values.keys():
             name, at = values[key]
@@ -311,9 +315,10 @@ class Sorter:
         return OURS, "nothing that is left needs it", ""
 
     def _is_for_env(self, statement: Statement, index: int) -> bool:
-        """Return whether an exported value can stand in ``[env]``, which is set before the set-up
-        lines run: it has only variables of every job, no line before it has its name, and it is no
-        path behind a line that brings software."""
+        """Return whether an assignment can stand in ``[env]``, which is set before the set-up lines
+        run: the batch script exports it, its value has only variables of every job, no line before
+        it has its name, and it is neither a secret nor a path behind a line that brings software.
+        """
         assigned, name = statement.assigned, statement.name
         is_brought = index > self._brought_at and _OF_PATHS.fullmatch(name)
         is_earlier = any(name in s.names | s.sets for s in self._statements[:index])
@@ -325,20 +330,21 @@ class Sorter:
 
 
 def _first(rules: Rules, statement: Statement, is_after: bool) -> str:
-    """Return the reason of the first rule that fits a statement; '' without."""
+    """Return the reason of the first rule that fits a statement before the launch, or behind it
+    (`is_after`); '' without one."""
     fitting = (rule for rule in rules if re.match(rule[0], statement.text, re.S))
     return next((reason for _, places, reason in fitting if is_after in places), "")
 
 
 def _is_command(assigned: Value) -> bool:
-    """Return whether a value is a text of several words."""
+    """Return whether a value is a text of several words that does not begin with code."""
     is_text = isinstance(assigned, Word) and assigned.parts and not assigned.parts[0].is_code
     return bool(is_text and re.search(r"\S\s+\S", assigned.text))  # type: ignore[union-attr]
 
 
 def _is_known(assigned: Value) -> bool:
-    """Return whether a value stands where its variable is used: it is text and names, or more than
-    one word; of an array, one word at least is text."""
+    """Return whether a value is written where its variable is used: it is text and names, or a
+    command (`_is_command`); of an array, one word at least is text."""
     if isinstance(assigned, Word):
         return _is_command(assigned) or all(part.name for part in assigned.code)
     return assigned is not None and any(word.is_static for word in assigned)

@@ -135,7 +135,8 @@ class Reader:
 
     def _add(self, node: Node, text: str = "", **known_facts: Any) -> Statement:
         """Append a statement of `text`, else the node's, with known attributes, and return it; the
-        scope forgets what it may set. One that uses unknown arguments is lost."""
+        scope forgets the variables, arguments and folder that it may change. One that uses unknown
+        arguments is lost."""
         text = text or source(node).strip()
         statement = Statement(text, self._at(node), inside=self._place.inside, **known_facts)
         if not (statement.name or statement.launch or statement.defines):
@@ -291,8 +292,9 @@ class Reader:
     def _has_launch(
         self, part: Node | str, step: str = "", arguments: Sequence[Word] | None = None
     ) -> bool:
-        """Return whether a part of the script, or the text of one, may start the training: plain
-        Python does so only in a text or a task. Adds no statement to this reader."""
+        """Return whether a part of the script, or the text of one, may start the training, in tasks
+        of `step` and with `arguments` ('', None: as here). Plain Python does so only in a text or a
+        task. Adds no statement to this reader."""
         scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
         scope.arguments = self.scope.arguments if arguments is None else arguments
         probe = Reader(scope)
@@ -355,7 +357,7 @@ class Reader:
         self._functions[name] = node, self._add(node, defines=name, sets=sets)
 
     def _if_statement(self, node: Node) -> None:
-        """Read the branch that is known to run; the whole is one statement where none is."""
+        """Read the branch that is known to run, if any; one statement where that is not known."""
         has_launch, chosen = self._has_launch(node), None
         branches = list(syntax.branches_of(node))
         for condition, lines in branches:
@@ -376,7 +378,7 @@ class Reader:
             self._walk(child)
 
     def _for_statement(self, node: Node) -> None:
-        """Read a loop as one statement, or one over nodes that starts the training as its body."""
+        """Read a loop as one statement; of one over nodes that starts the training, its body."""
         text = source(node)
         if not self._has_launch(node) or not _ON_NODES.search(text):
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"

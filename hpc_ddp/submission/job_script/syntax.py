@@ -24,8 +24,9 @@ _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare
 
 
 def parse(text: str) -> Node:
-    """Return the root of the syntax tree of a bash script; raise UsageError where the parser, or
-    that of YAML, is not installed."""
+    """Return the root of the syntax tree of a bash script. The tree's text is not quite the
+    script's: a placeholder, ``=<name>``, has quotes, and see `_with_whole_words`. Raise UsageError
+    where the parser, or that of YAML, is not installed."""
     try:
         import tree_sitter
         import tree_sitter_bash
@@ -71,8 +72,8 @@ def source(node: Node) -> str:
 
 
 def uses_arguments(text: str) -> bool:
-    """Return whether some code uses the script's own arguments; those of awk or Python, in single
-    quotes, do not count."""
+    """Return whether some code uses the script's own arguments (``$1``, ``$@``, ``$#``); one with a
+    default, ``${1:-x}``, does not count, nor do those of awk or Python, in single quotes."""
     return bool(_ARGUMENTS.search(re.sub(r"'[^']*'", "", text)))
 
 

@@ -32,7 +32,9 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     one.
 
     ``container`` is the whole command. For an ``image`` the file of ``container-tool`` is filled
-    in: the run folder, the code and the working directory are mounted under their own paths.
+    in: the user's options, the tool's own for GPUs where the job has some and the user has named no
+    such option, and mounts of the run folder, the code and the working directory under their own
+    paths.
 
     Raises
     ------

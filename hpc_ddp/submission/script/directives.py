@@ -55,8 +55,8 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
 
 
 def output_word(pattern: str, chdir: str) -> str:
-    """Return the path of ``--output`` as a word for bash; a relative one lies in the working
-    directory `chdir`.
+    """Return the path of ``--output`` or ``--error`` as a word for bash; a relative one lies in the
+    working directory `chdir`.
 
     Raise UsageError for a field of Slurm's that is not in `_FIELDS`.
     """
@@ -72,7 +72,8 @@ def output_word(pattern: str, chdir: str) -> str:
 
 
 def output_file(spec: JobSpec, run: RunFolder) -> str:
-    """Return the path of the job's output, with Slurm's ``%a`` for the index of an array's task."""
+    """Return the path of the job's output as ``--output`` takes it: a ``%`` of the folder's name is
+    doubled, and Slurm's ``%a`` stands for the index of an array's task."""
     path = str(run.slurm_out).replace("%", "%%")
     return f"{path.removesuffix('.out')}-%a.out" if spec.array else path
 

@@ -50,8 +50,9 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
     ------
     UsageError
         an option is overridden, but for a raw one by another raw one, as a site's by the job's; a
-        variable of ``env`` has another value in a worker; or an array of ``expand`` stands within a
-        text; with what to use instead
+        container's option is one that the step has; a variable of ``env`` has another value in a
+        worker, or is Slurm's; or an array of ``expand`` stands within a text; with what to use
+        instead
     """
     declared, raw = directives(replace(spec, sbatch=())), as_pairs(spec.sbatch, SBATCH)
     _check_pairs("sbatch", [*declared, *raw], header, raw)
@@ -119,8 +120,8 @@ def _line_warnings(lines: Iterable[str], launcher: str) -> list[str]:
 
 
 def _check_container_options(pairs: Sequence[Pair]) -> None:
-    """Raise UsageError for an option of the container that is one of the step, as those of pyxis
-    are, and that the step has already."""
+    """Raise UsageError for an option that hpc-ddp sets for the step already. `pairs` are those of
+    the container that are options of the step, as pyxis' are."""
     for name, text in pairs:
         if instead := {**SRUN_SETTLED, "container-image": _INSTEAD["container-image"]}.get(name):
             raise UsageError(
@@ -133,7 +134,8 @@ def _check_pairs(
     command: str, requested: Sequence[Pair], final: Sequence[Pair], raw: Collection[Pair]
 ) -> None:
     """Raise UsageError for a `requested` option that is not the last of its name and family in
-    `final`, which has all of them, unless the last one has the same value, or both are `raw`."""
+    `final`, which has all of them, unless the last one has the same value, both are `raw`, or all
+    values count (`_ADDED`). `command`, ``sbatch`` or ``srun``, is for the message."""
     for name, text in requested:
         winner = [pair for pair in final if _is_same(pair, (name, text))][-1]
         if name in _ADDED or winner == (name, text) or {winner, (name, text)} <= {*raw}:

@@ -309,8 +309,8 @@ def _read_layer(
 
 
 def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check a program's settings (`values`) as a file's values are, change them in place as
-    `_checked` does, and return them; `where` is the program's name, for errors.
+    """Check settings (`values`) as a file's are, change them in place as `_checked` does, and
+    return them. `where` is a file's path, or a program's name: relative paths stay so then.
 
     Raises
     ------
@@ -323,9 +323,9 @@ def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
 def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
     """Check a file's keys and values, or those of one of its tables (`layer`), and return it.
 
-    It is changed in place: the paths of `script`, `template` and `notify`, which are meant from the
-    file's folder, begin with that folder, and variables and `gpus-per-node` become texts. `keys`
-    are the accepted ones; without `is_strict` another one is dropped with a warning.
+    It is changed in place: the paths of `script` (if a file), `template` and `notify` begin with
+    the file's folder, or for ``~`` the home folder; variables and `gpus-per-node` become texts.
+    `keys` are the accepted ones; without `is_strict` another one is dropped with a warning.
 
     Raises
     ------

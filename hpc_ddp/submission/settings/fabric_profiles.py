@@ -29,8 +29,8 @@ def fabric_env(name: str) -> dict[str, str]:
 
 
 def for_auto() -> dict[str, dict[str, str]]:
-    """Return the variables of the fabrics that `auto` may choose, by name: what nodes carry. Raise
-    UsageError for a broken profile."""
+    """Return the variables of each fabric that a node may choose for `auto`, by the fabric's name.
+    Raise UsageError for a broken profile."""
     layers = {path.stem: read_toml(path) for path in _files()}
     return {name: _env(values) for name, values in layers.items() if values.get("by-auto", True)}
 

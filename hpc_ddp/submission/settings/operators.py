@@ -79,7 +79,8 @@ class Limits:
         return {key: bound for key, bound in self.bounds.items() if key == "budget-gpu-hours"}
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job whose request exceeds the operators' limits; the local back-end is exempt.
+        """Refuse a job whose request exceeds the operators' limits (a job without a budget exceeds
+        that of budgets); the local back-end is exempt.
 
         Raises
         ------

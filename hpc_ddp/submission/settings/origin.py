@@ -47,11 +47,11 @@ class Origin:
 
 
 def origins(plan: Plan, settings: Settings) -> list[Origin]:
-    """Return the settings of a planned job that are not empty, nor taken out by ``without``, with
-    the origin of each.
+    """Return the settings of a planned job, with the origin of each, but for those that are empty,
+    False, or taken out by ``without``.
 
-    The lines of a list (set-up lines of a site, then of the job) and the variables of ``env`` have
-    an origin each. Raise UsageError for a broken fabric profile.
+    The lines of a list (set-up lines of a site, then of the job) and the variables of ``env``, also
+    the fabric's, have an origin each. Raise UsageError for a broken fabric profile.
     """
     rows: list[Origin] = []
     for field in fields(JobSpec):

@@ -142,8 +142,8 @@ def _accounts(facts: ClusterFacts) -> list[Setting]:
 
 
 def _chains(threats: Sequence[Preemption]) -> list[Setting]:
-    """Return the way of continuing where Slurm cancels the jobs that it preempts; [] where it does
-    not."""
+    """Return ``continue-by = "resubmit"`` for each partition or QOS, or for all jobs, where Slurm
+    cancels the jobs that it preempts; [] where it does not."""
     why = "PreemptMode=CANCEL: a preempted job is not requeued"
     return [
         Setting("continue-by", "resubmit", why, threat.scope)
@@ -161,8 +161,9 @@ def _expedited(facts: ClusterFacts) -> list[Setting]:
 
 
 def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Setting]:
-    """Return the requests for GPUs and CPUs by partition; [] where none has GPUs. Certain are only
-    those for GPUs where jobs get whole nodes, all of one kind.
+    """Return the requests for GPUs by partition, and for CPUs where jobs share nodes; [] where none
+    has GPUs. Certain are only those for GPUs where jobs get whole nodes, all of one kind and
+    with one type of GPUs.
 
     Measured: in a partition with whole nodes a step without a request has no GPUs.
     """
