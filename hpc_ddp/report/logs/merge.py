@@ -167,9 +167,9 @@ def _has_notes(name: str) -> bool:
 
 
 def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
-    """Return the whole unix seconds in which equal lines of several ranks may have come: those
-    within `FOLD_S`, and one, of a second in which several logs have grown, or in which one has
-    grown before or after another one."""
+    """Return the whole unix seconds in which equal lines of several ranks may have come: those at
+    most `FOLD_S` + 1 from a second in which several logs have grown, or in which another log has
+    grown than in the noted second before or after it."""
     owners: dict[int, tuple[str, int] | None] = {}
     for key, log in logs.items():
         for second in map(int, log.times):
