@@ -186,8 +186,8 @@ def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
 
 def _cuts(log: LogFile, busy: Container[int] | None) -> list[Cut]:
     """Return where to cut the new part of a log so that its lines can be put in order with those of
-    others: at each note of a `busy` second (None: any second), and else where such seconds
-    begin."""
+    others: at each note of a `busy` second (None: any second), and at the last one of each row of
+    other notes, which `is_alone`."""
     first = bisect_right(log.sizes, log.position)
     if busy is None:
         return [Cut(size, False) for size in log.sizes[first:]]
