@@ -66,8 +66,8 @@ def open_folder(folder: Path, size: int, augment: bool = False) -> ImageFolder:
 
 
 def open_data(data: Path, size: int) -> tuple[ImageFolder, ImageFolder, ImageFolder]:
-    """Return what to train on, to validate on, and to test on: the last two are one without
-    ``Test``.
+    """Return what to train on, to validate on, and to test on: without a folder ``Test`` what is
+    validated on as well.
 
     Raise UsageError as `open_folder`, or if they have other classes.
     """
@@ -128,7 +128,8 @@ def make_model(arch: str, weights: Path | None, classes: int, freeze: bool) -> n
 def evaluate(
     run: Run, model: nn.Module, images: ImageFolder, batch_size: int, **loading: Any
 ) -> tuple[float, float, torch.Tensor]:
-    """Return mean loss, accuracy, and how often class i (row) was read as class j (column).
+    """Return mean loss, as in training (`SMOOTHING`), accuracy, and how often class i (row) was
+    read as class j (column).
 
     Over all ranks: each image counts once, and all ranks get the same numbers; all call it.
     `loading` are options of the loader.

@@ -194,7 +194,8 @@ def cut_stage(model: GPT, stage: int, stages: int) -> None:
 
 
 def use_devices(model: GPT, devices: list[torch.device]) -> None:
-    """Plain model parallel: move the blocks to this worker's devices, one after the other."""
+    """Plain model parallel: move the model to this worker's devices, the embedding to the first, an
+    equal share of the blocks, in order, to each, and the head to the last."""
     for i, (name, block) in enumerate(model.blocks.items()):
         model.devices[name] = devices[i * len(devices) // len(model.blocks)]
         block.to(model.devices[name])
