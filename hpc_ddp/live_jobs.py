@@ -76,9 +76,9 @@ class Queue:
         return self._cluster
 
     def find(self, job: JobRef, run: RunFolder) -> QueuedJob | None:
-        """Return Slurm's line of a job of `run`; None without one, where the job's cluster can't be
-        asked, and where the line is that of another run's job: a cluster that is set up anew begins
-        its numbers anew.
+        """Return Slurm's line of a job of `run`, for a task that waits that of all waiting ones;
+        None without one, where the job's cluster can't be asked, and where the line is that of
+        another run's job: a cluster that is set up anew begins its numbers anew.
 
         Raise OSError where the job's script can't be looked at, UsageError as `has_task`.
         """
@@ -126,8 +126,8 @@ class Queue:
 
 def is_of_another_run(run: RunFolder, script: str) -> bool:
     """Return whether `script`, the path of a job's script, is the script of another run than `run`
-    and its array; False where there is no such file here. Raise OSError where the file can't be
-    looked at."""
+    and its array; False for a file of another name than runs' scripts have, and where there is no
+    such file here. Raise OSError where the file can't be looked at."""
     path = Path(script)
     if path.name != run.script.name or not os.path.isfile(path):
         return False
@@ -166,13 +166,13 @@ def describe_work(
     run: RunFolder, queue: Queue, besides: JobRef | None = None, guesses: bool = True
 ) -> Work | None:
     """Return the first job or process that works on a run or on one of its tasks, or will work on
-    it; for a task, a job of its array, too. None without one.
+    it; for a task, a live job of its array that has the task, too. None without one.
 
     A job whose cluster can't be asked, or a process of another machine, counts too, with
     `Life.UNKNOWN`, if the journal does not have its end. With `guesses` any job counts that may
-    have been submitted without hpc-ddp, and, where this cluster can't be asked, a job of which the
-    journal has the end. The job `besides` does not count, unless another shell of it works on the
-    run.
+    have been submitted without hpc-ddp for a run that has had no job, and, where this cluster can't
+    be asked, a job of which the journal has the end. The job `besides` does not count, unless
+    another shell of it works on the run.
 
     Raise OSError where a journal can't be read, or a job's script can't be looked at.
     """
@@ -348,8 +348,10 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
 def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
     """Return whether the attempt of `run` that `info` (its attempt.json) describes still runs.
 
-    The caller is a start of the job `own_job`. A controller of this cluster that gives no answer is
-    asked again without end; an attempt whose job it does not know is over.
+    The caller is a start of the job `own_job`: an earlier start of that job is over, but in an
+    allocation (``salloc``) while its shell runs. A controller of this cluster that gives no answer
+    is asked again without end; an attempt whose job it does not know, or has restarted since, is
+    over.
 
     Raises
     ------

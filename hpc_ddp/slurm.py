@@ -235,8 +235,8 @@ def requeue(job_id: str) -> None:
 
 
 def forbid_requeue(job: str | JobRef) -> None:
-    """Have Slurm end a job when its batch script does, with any exit code. Raise HpcDdpError where
-    Slurm refuses, or gives no answer for PATIENCE_S."""
+    """Have Slurm never requeue a job, whatever ends it. Raise HpcDdpError where Slurm refuses, or
+    gives no answer for PATIENCE_S."""
     _run_patiently(["scontrol", *_at_cluster(job), "update", f"JobId={_id_of(job)}", "Requeue=0"])
 
 
@@ -262,8 +262,8 @@ def why_refused(script: Path, *options: str) -> str:
 
 
 def unusable(nodes: Sequence[str]) -> list[str]:
-    """Return those of the nodes that are down, drained, or do not answer the controller; none where
-    Slurm gives no answer."""
+    """Return those of the nodes that are down, drained or failing, or do not answer the controller;
+    none where Slurm gives no answer."""
     bad = re.compile(r"down|drain|fail|.*\*")  # a star: it does not answer
     if not nodes:
         return []

@@ -169,16 +169,16 @@ class Record:
 
 
 def parse_job_id(printed: str) -> str | None:
-    """Return ``id`` or ``id;cluster`` of what ``sbatch --parsable`` printed, None without one: some
-    sites' print a banner, too."""
+    """Return the last line of what ``sbatch --parsable`` printed that is ``id`` or ``id;cluster``,
+    None without one: some sites' print a banner, too."""
     lines = [line.strip() for line in printed.splitlines()]
     return next((line for line in reversed(lines) if _JOB_ID.fullmatch(line)), None)
 
 
 def parse_job(text: str) -> Job:
-    """Read what ``scontrol show job`` prints in several lines; a missing field is '', None or 0.
-    Fields are anchored at line starts: a job's name, which stands on the first line, may hold
-    anything."""
+    """Read what ``scontrol show job`` prints in several lines; a missing field is '', None, 0 or
+    False. Fields are anchored at line starts: a job's name, which stands on the first line, may
+    hold anything."""
 
     value = partial(_field, text)
     limit = value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")
@@ -199,8 +199,8 @@ def parse_job(text: str) -> Job:
 
 
 def parse_record(text: str) -> Record:
-    """Read what ``scontrol show job`` prints; of several jobs, as an array has, the first one. A
-    missing field is '' or None."""
+    """Read what ``scontrol show job`` prints; of several jobs, as an array has, the first one. The
+    reason has blanks in place of its ``_``; a missing field is '' or None."""
 
     value = partial(_field, text)
     return Record(
@@ -215,7 +215,8 @@ def parse_record(text: str) -> Record:
 def parse_accounting(text: str) -> Record | None:
     """Read ``sacct --format=State,Reason,ExitCode,NodeList,Start``; None without a line of it.
 
-    The last line is the newest start of a job that was requeued.
+    The last line is the newest start of a job that was requeued. A state such as ``CANCELLED by
+    1000`` is cut after its first word.
     """
     rows = parse_table(text, 5)
     if not rows:
@@ -261,9 +262,9 @@ def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]
 
 
 def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the options of a batch script's text and of the words of a command line (`more`), by
-    long name; the last one of a name counts. The value is '' for a flag, and also where a blank
-    stands between the option and its value."""
+    """Return the options of a batch script's text, of all its lines ``#SBATCH``, and of the words
+    of a command line (`more`), by whole long name; the last one of a name counts. The value is ''
+    for a flag, and also where a blank stands between the option and its value."""
     lines = re.findall(r"^#SBATCH\s(.*)", script, flags=re.M)
     words = [word for line in lines for word in _split_words(line)] + [*more]
     options = {}

@@ -66,7 +66,7 @@ def block(channels_in: int, channels_out: int) -> list[nn.Module]:
 
 
 def make_model(side: int) -> nn.Module:
-    """Return a network for square images of `side` pixels, which 4 divides."""
+    """Return a network for images (n, 1, side, side), with ten classes; 4 divides `side`."""
     features = 32 * (side // 4) ** 2
     return nn.Sequential(*block(1, 16), *block(16, 32), nn.Flatten(), nn.Linear(features, 10))
 

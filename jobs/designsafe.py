@@ -48,10 +48,11 @@ def open_image(path: str) -> Any:
 
 
 def open_folder(folder: Path, size: int, augment: bool = False) -> ImageFolder:
-    """Return images (3, size, size) and class numbers; with `augment` changed at random, which can
-    be resumed.
+    """Return images (3, size, size) and class numbers; with `augment` changed at random, after a
+    resume in the same way.
 
-    Raise UsageError for a folder without images in folders of classes.
+    Raise UsageError for a folder without images in folders of classes. An image is read when it is
+    taken, and raises as `open_image`.
     """
     steps = [v2.Resize((size, size)), *([v2.AutoAugment()] if augment else []), v2.ToImage()]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
@@ -65,8 +66,8 @@ def open_folder(folder: Path, size: int, augment: bool = False) -> ImageFolder:
 
 
 def open_data(data: Path, size: int) -> tuple[ImageFolder, ImageFolder, ImageFolder]:
-    """Return what to train on, to validate on, and to test on: the last two are one without
-    ``Test``.
+    """Return what to train on, to validate on, and to test on: without a folder ``Test`` what is
+    validated on as well.
 
     Raise UsageError as `open_folder`, or if they have other classes.
     """
@@ -104,8 +105,8 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 def make_model(arch: str, weights: Path | None, classes: int, freeze: bool) -> nn.Module:
     """Return a network of torchvision's with a new head; with `freeze` only that is trained.
 
-    `weights` is a file of `read_weights`, whose head is left out, or None. Raise UsageError for
-    weights of another network.
+    `weights` is a file of `read_weights`, whose head is left out, or None. Raise UsageError as
+    that does, and for weights of another network.
     """
     model: Any = torchvision.models.get_model(arch, weights=None)
     width = model.fc.in_features
@@ -127,7 +128,8 @@ def make_model(arch: str, weights: Path | None, classes: int, freeze: bool) -> n
 def evaluate(
     run: Run, model: nn.Module, images: ImageFolder, batch_size: int, **loading: Any
 ) -> tuple[float, float, torch.Tensor]:
-    """Return mean loss, accuracy, and how often class i (row) was read as class j (column).
+    """Return mean loss, as in training (`SMOOTHING`), accuracy, and how often class i (row) was
+    read as class j (column).
 
     Over all ranks: each image counts once, and all ranks get the same numbers; all call it.
     `loading` are options of the loader.
@@ -148,9 +150,11 @@ def evaluate(
 
 
 def report(run: Run, model: nn.Module, images: ImageFolder, confusion: torch.Tensor) -> None:
-    """Show the confusion matrix and sample predictions: as text, as PNG, and in TensorBoard.
+    """Print the confusion matrix; draw it, and predictions of 12 images, as PNG in the run's folder
+    and in TensorBoard.
 
-    All ranks call it, with the `confusion` of `evaluate`. Raise OSError if a PNG can't be written.
+    All ranks call it, with the `confusion` of `evaluate`. On rank 0, raise OSError if a PNG can't
+    be written, and UsageError as `open_image`.
     """
     names = [NAMES.get(name, name) for name in images.classes]
     for name, row in zip(names, confusion.int().tolist(), strict=True):

@@ -75,7 +75,8 @@ def digest(model: nn.Module) -> str:
 
 
 def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
-    """Train for `EPOCHS`; return the loss of the first and last steps, and the weights' digest.
+    """Train for `EPOCHS`; return the mean losses of the first and of the last four steps, the
+    weights' digest, and the step at which a run has resumed. All ranks call it.
 
     With `kill` the last rank kills itself at step `KILLED`, unless the run has resumed; a `sharded`
     model has no digest.
@@ -128,7 +129,8 @@ def wait_for(path: Path, noun: str, patience_s: float) -> None:
 
 
 def all_reduce(run: Run) -> Details:
-    """Add up a tensor of the device over all ranks; return the backend and the speed.
+    """Add up a tensor of the device over all ranks; return the backend and the speed. All ranks
+    call it.
 
     Raises
     ------
@@ -202,7 +204,8 @@ class Table:
         return int(read_json(path)["port"])
 
     def is_left(self, name: str) -> bool:
-        """Tell whether a feature is to be tried: the kill is planned once, other crashes end it."""
+        """Return whether a feature is to be tried: it has neither worked nor failed, and no earlier
+        start of the workers has ended in it; of the last one, whose kill is planned, one may."""
         row = self._rows[name]
         return not row.get("ok") and "error" not in row and self._crashes(name) < 1 + (name == LAST)
 
@@ -211,7 +214,7 @@ class Table:
         return len({*self._rows[name].get("starts", ())} - {self._start})
 
     def put(self, name: str, **details: Any) -> None:
-        """Add details to a row, on rank 0."""
+        """Add details to a row; rank 0 also writes the row and the table."""
         self._rows[name] = self._rows[name] | details
         if self._rank == 0:
             write_json(self.path(name), self._rows[name])

@@ -83,6 +83,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two linear layers, for each character alone."""
+
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -94,6 +96,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Adds to vectors (batch, length, width) what attention, then the MLP make of them."""
+
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, dropout)
@@ -106,7 +110,8 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Vectors for characters and for their places."""
+    """Numbers of characters (batch, length) to vectors (batch, length, width): one for each
+    character and one for its place, added."""
 
     def __init__(self, characters: int, length: int, width: int) -> None:
         super().__init__()
@@ -179,7 +184,7 @@ def share_layers(run: Run, model: GPT) -> None:
 
 
 def cut_stage(model: GPT, stage: int, stages: int) -> None:
-    """Pipeline parallel: leave one stage of the model, the others' layers are deleted from it."""
+    """Pipeline parallel: leave `stage` of `stages`, from 0; delete the model's other layers."""
     count = len(model.blocks)
     for i in range(count):
         if i * stages // count != stage:
@@ -189,7 +194,8 @@ def cut_stage(model: GPT, stage: int, stages: int) -> None:
 
 
 def use_devices(model: GPT, devices: list[torch.device]) -> None:
-    """Plain model parallel: move the blocks to this worker's devices, one after the other."""
+    """Plain model parallel: move the model to this worker's devices, the embedding to the first, an
+    equal share of the blocks, in order, to each, and the head to the last."""
     for i, (name, block) in enumerate(model.blocks.items()):
         model.devices[name] = devices[i * len(devices) // len(model.blocks)]
         block.to(model.devices[name])
@@ -199,8 +205,8 @@ def use_devices(model: GPT, devices: list[torch.device]) -> None:
 
 
 def spread(run: Run, model: GPT, args: argparse.Namespace) -> Any:
-    """Return what is tracked, a model, and what the training calls: the same, or a pipeline. All
-    ranks call it."""
+    """Spread a model in place as the command line says; return what is tracked, a model, and what
+    the training calls: the same, or a pipeline. All ranks call it."""
     if args.compile:  # block by block, in place: names stay, and it goes with every strategy
         for block in model.blocks.values():
             compile_for_resume(block)
@@ -254,8 +260,8 @@ def validate(run: Run, model: Any, text: TensorDataset, batch_size: int) -> floa
 
 
 def sample(run: Run, model: Any, prompt: torch.Tensor, length: int) -> list[int]:
-    """Return the numbers of `length` characters that the model draws after a prompt of shape (its
-    window,).
+    """Return the numbers of `length` characters that the model draws after a prompt of shape
+    (characters of a window,).
 
     All ranks call it.
     """

@@ -65,7 +65,7 @@ def split(whole: TensorDataset) -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model(side: int) -> nn.Module:
-    """Return a network for square images of `side` pixels, which 4 divides."""
+    """Return a network for images (n, 1, side, side), with ten classes; 4 divides `side`."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),

@@ -56,7 +56,8 @@ class EpochStop(StopPoint):
         `loader` is one that the library has prepared. Its persistent workers end as an epoch
         begins, and the random generators take the checkpoint's states. A warning is printed for an
         epoch that is done, and for one that another number of ranks has begun, which begins anew.
-        Raise UsageError for a second loader of an epoch, and before `load`.
+        Raise UsageError for a second loader of an epoch, within the loop over another one, and
+        before `load`.
         """
         with self._only_loader(epoch):
             done = self._begin_epoch(epoch)

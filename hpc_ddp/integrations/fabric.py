@@ -55,7 +55,8 @@ class Stop(EpochStop):
         Raises
         ------
         UsageError
-            an object without a ``state_dict``, or a data loader; or as `StopPoint.latest`
+            an object without ``state_dict`` and ``load_state_dict``, or a data loader; or as
+            `StopPoint.latest`
         HpcDdpError
             as `StopPoint.latest`
         RuntimeError

@@ -64,7 +64,7 @@ def fit(trainer: Trainer, *args: Any, stop: StopCallback | None = None, **kwargs
     ------
     UsageError
         a ``ckpt_path``, a second StopCallback; or as `StopPoint` or `StopCallback.latest`
-    HpcDdpError
+    HpcDdpError, RuntimeError
         as `StopCallback.latest`
     """
     if kwargs.get("ckpt_path") is not None or len(args) > MOST_ARGS:
@@ -111,7 +111,7 @@ class StopCallback(Callback):
         ------
         UsageError
             `trainer` is to start its other ranks itself; or as `StopPoint.latest`
-        HpcDdpError
+        HpcDdpError, RuntimeError
             as `StopPoint.latest`
         """
         if trainer.world_size > 1:
@@ -142,9 +142,10 @@ class StopCallback(Callback):
         vars(loop)["_load_combined_loader_states"] = load_states
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the training in the run, take the signals back from Lightning, freeze again what a
-        checkpoint says is frozen, and mend Lightning's counters and hooks for a save between two
-        batches; all ranks call it.
+        """Begin the training in the run, take the signals back from Lightning, fix the order of
+        DDP's sums, freeze again what a checkpoint says is frozen, and mend Lightning's counters and
+        hooks for a save between two batches. Another number of ranks than before gets a warning;
+        all ranks call it.
 
         Raises as `StopPoint.begin` and `check_step`; UsageError for a loader whose order a resume
         would not find again.
@@ -317,7 +318,7 @@ def _frozen_parts(module: LightningModule) -> dict[str, list[str]]:
 
 
 def _freeze_again(module: LightningModule, frozen: dict[str, list[str]]) -> None:
-    """Freeze the parameters and BatchNorms of a checkpoint, and no others."""
+    """Freeze the parameters and BatchNorms that a checkpoint names, and unfreeze all others."""
     for name, weight in module.named_parameters():
         weight.requires_grad_(name not in frozen["parameters"])
     for name, part in module.named_modules():

@@ -52,7 +52,8 @@ class StopPoint(Member):
     plain values that a checkpoint keeps and `latest` brings back. `format` names what the library
     writes: another one's checkpoint is refused. The options are those of
     `hpc_ddp.training.start`. Making one takes over signals and exceptions of the process; it raises
-    UsageError for a wrong option, and ValueError outside of the main thread.
+    UsageError for a wrong option or a wrong variable of the launcher's, and ValueError outside of
+    the main thread.
     """
 
     _own_names: frozenset[str] = frozenset()  # of files in a checkpoint that no library writes
@@ -226,7 +227,8 @@ class StopPoint(Member):
         beat()
 
     def finish(self) -> None:
-        """End the training: wait for the last save; no signal leads to another one.
+        """End the training: wait for the last save, which is not repeated if it has failed; no
+        signal leads to another one.
 
         The run is done when the script ends without an error: rank 0 journals that at its exit.
         Until then a new attempt begins at the last checkpoint. A second call does nothing. Raises

@@ -98,7 +98,8 @@ class StopCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **values: Any
     ) -> None:
-        """Begin the training in the run; all ranks call it. Raise UsageError before `latest`, for a
+        """Begin the training in the run, and fix the order of DDP's sums; another number of ranks
+        than before gets a warning. All ranks call it. Raise UsageError before `latest`, for a
         loader that can't skip what is done, and as `check_step`; raises as `StopPoint.begin`."""
         if self._trainer is None:
             raise UsageError(
@@ -114,8 +115,9 @@ class StopCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **values: Any
     ) -> None:
-        """Put the generators into the states with which a resumed epoch began, tell the samplers
-        their epoch, and save if that is due. Raises as `StopPoint.checkpoint`."""
+        """End the loader's persistent workers, put the generators into the states with which a
+        resumed epoch began, tell the samplers their epoch, and save if that is due. Raises as
+        `_save_if_due`."""
         loader = values.get("train_dataloader")
         drop_iterator(loader)
         generators, devices = generators_of(loader), [args.device]
@@ -127,7 +129,7 @@ class StopCallback(TrainerCallback):
         self._save_if_due(args)  # before the order of this epoch is drawn
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """Save if that is due. Raises as `StopPoint.checkpoint`."""
+        """Save if that is due. Raises as `_save_if_due`."""
         self._save_if_due(args)
 
     def on_log(

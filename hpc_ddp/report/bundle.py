@@ -43,8 +43,10 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 
 
 class Redaction:
-    """Replaces in a text the values of a job's environment variables, and each value behind a name
-    like that of a secret. A secret in `environ`, the user's own, or in the job is replaced wherever
+    """Replaces in a text the values of a job's environment variables, also of those that its set-up
+    and tear-down lines set, each value behind a name like that of a secret, passwords in URLs, and
+    headers with a login or cookies. A secret in the job, and in `environ`, the user's own, each
+    value of a variable that is named like a secret or that the job takes over, is replaced wherever
     it stands, if it has 8 characters or more."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
@@ -62,8 +64,8 @@ class Redaction:
 
     def clean(self, text: str, suffix: str) -> str:
         """Return the redacted text of a file with this suffix: ``.json``, ``.jsonl`` by its lines,
-        ``.sbatch``, or any other for a log. A broken file or line of JSON is replaced as a
-        whole."""
+        ``.sbatch``, or any other for a log. JSON is formatted anew; a broken file or line of it is
+        replaced as a whole."""
         if suffix == ".json":
             return self._json(text, indent=1)
         if suffix == ".jsonl":
@@ -81,7 +83,7 @@ class Redaction:
     def _redact(self, content: Any, name: str) -> Any:
         """Return JSON content without secrets, by the `name` before it ('' at the top). All values
         below ``env`` are replaced; in a table behind a secret's name only those behind names that
-        are a secret's, too. None stays."""
+        are a secret's, too. `None` is kept, and other texts are treated as those of a script."""
         if isinstance(content, dict):
             return {k: self._redact(v, "env" if name == "env" else k) for k, v in content.items()}
         if isinstance(content, list):
@@ -109,8 +111,8 @@ def _named(content: list[Any], name: str) -> list[tuple[str, Any]]:
 
 
 def _secrets_in(content: Any, name: str) -> Iterator[str]:
-    """Yield the values in JSON content that are secrets by the `name` before them ('' at the top),
-    as `Redaction` replaces them; an option behind another option is no value."""
+    """Yield the texts in JSON content that are secrets by the `name` before them ('' at the top; an
+    option behind another option is no value), and the secrets within any text (`_SECRETS`)."""
     if isinstance(content, (dict, list)):
         parts = content.items() if isinstance(content, dict) else _named(content, name)
         for part_name, part in parts:
@@ -123,7 +125,7 @@ def _secrets_in(content: Any, name: str) -> Iterator[str]:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a variable is named like a secret."""
+    """Return whether a name has a part like that of a secret."""
     return bool(re.search(SECRET_NAME, name, re.I))
 
 

@@ -33,12 +33,13 @@ LOOKS = 10  # at the queue after a scancel, a second apart
 
 
 def cancel(run: RunFolder) -> None:
-    """End a run for good, an array with all tasks: send SIGTERM to its process on this machine,
-    cancel its jobs, and wait up to `LOOKS` seconds for the jobs' end.
+    """End a run for good, an array with all tasks, a task alone: send SIGTERM to its processes on
+    this machine, cancel its jobs, and wait up to `LOOKS` seconds for the jobs' end.
 
-    The run's mark comes first, so that a verdict made just now sees it. A disk that takes no mark
-    is reported on stderr, and the jobs are cancelled all the same. A finished run whose script has
-    not ended (it hangs, say) gets no mark, and stays finished.
+    The run's mark, and an event in its journal, come first, so that a verdict made just now sees
+    the mark. A disk that takes no mark is reported on stderr, and the jobs are cancelled all the
+    same. A finished run whose script has not ended (it hangs, say) gets no mark, and stays
+    finished; a finished task of an array is passed over.
 
     Raises
     ------
@@ -86,8 +87,9 @@ def cancel(run: RunFolder) -> None:
 
 
 def _is_done(run: RunFolder) -> bool:
-    """Return whether a run is finished but its job or process has not ended. Raise UsageError for a
-    finished run on which nothing works, OSError where its journal can't be read."""
+    """Return whether a run is finished but its job or process has not ended, for which Slurm is
+    asked. Raise UsageError for a finished run on which nothing works, OSError where its journal
+    can't be read."""
     events = run.events()
     is_done = is_finished(events)
     if is_done and (
@@ -103,7 +105,7 @@ def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> lis
 
     A verdict sees the run's mark and requeues no job. Without the mark (`is_marked`) Slurm is asked
     not to requeue them; that it refuses this is passed over. Raise HpcDdpError where Slurm gives no
-    answer or does not cancel them.
+    answer or does not cancel them, and OSError as `Queue.find`.
     """
     for job in jobs if not is_marked else ():
         with suppress(HpcDdpError):
@@ -172,9 +174,10 @@ def _live_jobs(
 
 def _may_be_of_run(run: RunFolder, queued: QueuedJob) -> bool:
     """Return whether a job that the journal does not name is worth a question to Slurm: it has the
-    run's script or name, or the run's name without the user's behind it."""
+    run's script, or the run's name, whole or as much of it as comes before one of its dashes."""
     name = run.name
-    is_namesake = queued.name == name or name.startswith(f"{queued.name}-")  # NAME-USER
+    # A run is named NAME-USER, and its job NAME, where another user has runs of that name.
+    is_namesake = queued.name == name or name.startswith(f"{queued.name}-")
     return _has_script(run, queued) or is_namesake
 
 

@@ -125,13 +125,14 @@ def find_deletions(
     states
         only runs in these states; none: in any
     checkpoints_only
-        of finished runs, too, only checkpoints but the last good one and the best
+        of finished runs, too, only checkpoints, but not the last good one, later ones, the best,
+        and those of ``keep_every``
 
     Raises
     ------
     UsageError
         a named run is another user's, not hpc-ddp's, live, or may be, part of an array, not below
-        `root`, or its state can't be read
+        `root`, lost within `SILENT_S`, or its state can't be read
     OSError
         its folder or journal can't be read
     """
@@ -222,8 +223,8 @@ def _check_deletable(run: RunFolder, root: Path, queue: Queue) -> None:
 
 
 def _is_from_hpc_ddp(run: RunFolder) -> bool:
-    """Return whether hpc-ddp has made a folder with a job.json; False where that is broken or can't
-    be read."""
+    """Return whether hpc-ddp has made a folder with a job.json: a journal or a copy of hpc-ddp lies
+    beside it. False where job.json is broken or can't be read."""
     try:
         JobSpec.from_json(read_text(run.job_json))
     except (HpcDdpError, OSError, ValueError):
@@ -234,7 +235,8 @@ def _is_from_hpc_ddp(run: RunFolder) -> bool:
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:
     """Return the run's folder if the run is finished, or if neither it nor its tasks have a
     checkpoint or a result; else, and with `checkpoints_only` in any case, the old checkpoints of
-    the run and its tasks, () without any. Raise OSError where a folder or journal can't be read."""
+    the run and its tasks, () without any; not those to which a link leads out of the run. Raise
+    OSError where a folder or journal can't be read."""
     runs = [run, *run.tasks()]
     is_needed = any(_has_checkpoint(task.checkpoints) or _has_results(task) for task in runs)
     if not checkpoints_only and (state is RunState.FINISHED or not is_needed):
@@ -300,7 +302,7 @@ def _fingerprint(run: RunFolder) -> _Fingerprint:
 
 def _size(path: Path) -> int:
     """Return the bytes of all files below a folder; links are not followed, files that are gone not
-    counted. A file of several names, as checkpoints share frozen weights, counts once."""
+    counted. Each of a file's n names, as checkpoints share frozen weights, counts 1/n of it."""
     total = 0.0
     for folder, _, files in os.walk(path):
         for name in files:

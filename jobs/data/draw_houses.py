@@ -125,7 +125,8 @@ def draw_set(folder: Path, counts: dict[str, int], size: int, seed: int) -> None
 
 
 def main() -> None:
-    """Draw the set of the command line; exit with 2 and a message for wrong options."""
+    """Draw the set of the command line; exit with 2 and a message for wrong options, and where the
+    folder can't be written."""
     parser = argparse.ArgumentParser(description="Draw houses with low, medium and high damage.")
     parser.add_argument("folder", type=Path, help="where Train, Validation and Test go")
     parser.add_argument("--train", type=int, default=80, help="images per class to train on")

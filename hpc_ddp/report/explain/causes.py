@@ -48,7 +48,8 @@ _GIVEN_UP = ("no progress", "unfinished", "budget spent")
 
 def explain_end(facts: RunFacts) -> Explanation:
     """Explain a run that does not go on by itself, by the end of its newest attempt, or by its
-    cancelling; the text continues a sentence whose subject is the run."""
+    cancelling; the text continues a sentence whose subject is the run. It also says where the run
+    could go on after that end, or why it was given up."""
     verdict = facts.verdict
     if facts.cancelled and verdict is None:
         place = " before it began" if facts.newest is None else at_step(facts)
@@ -84,8 +85,9 @@ def _is_same_on_all_nodes(verdict: VerdictGiven | None) -> bool:
 
 
 def explain_attempt(facts: RunFacts) -> Explanation:
-    """Explain the end of the newest attempt; the text continues a sentence whose subject is the
-    attempt."""
+    """Explain the end of the newest attempt, or of a job that had none: by its verdict, else by the
+    stop that a standalone script has journaled, else by Slurm's last state of the job. The text
+    continues a sentence whose subject is the attempt."""
     verdict = facts.verdict
     if verdict:
         return _explain_verdict(facts, verdict)
@@ -135,8 +137,8 @@ def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
 
 
 def _explain_unfit_nodes(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
-    """Explain an attempt that its preflight has ended: by the fault of all nodes, or by the bad
-    nodes."""
+    """Explain an attempt that its preflight has ended: by the fault of all nodes, whose kind and
+    hint are those of a known failure if it is one, or by the bad nodes."""
     why = verdict.why.removeprefix("preflight: ")
     kind, hint = "bad node", facts.again
     if _is_same_on_all_nodes(verdict):
@@ -182,7 +184,7 @@ def _explain_no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain a run that was given up after attempts in a row without a newer checkpoint.
 
     The last part of the verdict's reason, after a ``;``, counts them; the cause is that of the last
-    one.
+    one, and so is the hint, but after a time limit or a notice, where it is to save more often.
     """
     if verdict.cause == Cause.BAD_NODE:
         last = _explain_unfit_nodes(facts, verdict)
@@ -200,7 +202,8 @@ def _explain_no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 
 def _explain_failure(facts: RunFacts, failure: RecordedFailure) -> Explanation:
-    """Explain a failure of a rank, or of torchrun itself."""
+    """Explain a failure of a rank, or of torchrun itself. The hint is `CPU_ONLY` where a run on
+    this machine lacks a GPU."""
     kind, text, hint = _describe_failure(facts, failure)
     if facts.spec.get("backend") == "local" and NO_GPU.search(failure.error):
         hint = CPU_ONLY
@@ -208,8 +211,9 @@ def _explain_failure(facts: RunFacts, failure: RecordedFailure) -> Explanation:
 
 
 def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, str, str]:
-    """Return kind, text and hint of a failure: by the first that there is of an error line of the
-    script's own, a known pattern, another error, a signal, and an exit code."""
+    """Return kind, text and hint of a failure, by the first that there is: an error that is an
+    error line of the script's own (`ERROR_LINE`), a known pattern in the error, or without one in
+    the end of the log, such a line in the rank's log, another error, a signal, an exit code."""
     process = "torchrun" if failure.rank is None else f"rank {failure.rank}"
     process += f" on {failure.node}" if failure.node else ""
     logs = fill_hint(facts, "{logs}", {}, failure.rank)

@@ -174,8 +174,8 @@ def _explain_finished(facts: RunFacts) -> Explanation:
 
 
 def _explain_array(facts: RunFacts) -> Explanation:
-    """Count an array's tasks by kind, name the first `MOST_TRIALS` trials of a sweep, and explain
-    the first task in full that did not go well, if there is one."""
+    """Count an array's tasks by kind, name the first `MOST_TRIALS` trials of a sweep, say why tasks
+    wait, and explain the first task in full that did not go well, if there is one."""
     tasks = {name: explain(task) for name, task in facts.tasks.items()}
     kinds = Counter(task.kind for task in tasks.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -342,7 +342,7 @@ def _count_lost(facts: RunFacts) -> tuple[int | None, float | None]:
     """Return the number of the newest attempt's steps that no checkpoint has, and their seconds.
 
     Both are None where the attempt did not reach its training, and 0 where it stopped or finished
-    in order. Without a checkpoint of the run all its steps count.
+    in order. Without a checkpoint on disk all steps of the run count.
     """
     events = [event for event in facts.events if event.attempt == facts.newest]
     began = last_event(events, TrainingBegun) or last_event(events, FirstStep)
@@ -366,9 +366,10 @@ def _is_progress(event: JournalEvent) -> bool:
 
 
 def _loss_sentence(facts: RunFacts, explanation: Explanation) -> str:
-    """Return the sentence on lost steps; '' where the run goes on or is finished, and where its
-    newest attempt did not reach its training. For a script that reports no steps it says that the
-    progress is unknown, unless the script failed by itself."""
+    """Return the sentence on lost steps; '' for a run that runs, is suspended, is finished or was
+    only rendered, for an array, and where the newest attempt did not reach its training. For a
+    script that reports no steps it says that the progress is unknown, unless the script failed by
+    itself."""
     if explanation.kind in ("finished", "rendered", "array", "running", "suspended"):
         return ""
     if explanation.lost_steps is None:

@@ -90,8 +90,8 @@ def fill_hint(
     """Return a hint with its fields filled: ``{again}``, ``{with_new_code}``, ``{path}``,
     ``{python}``, ``{logs}``, and `groups`.
 
-    ``{logs}`` is the command that shows the log of `rank`, or (None) the run's output. Raise
-    KeyError for another field.
+    ``{logs}`` is the command that shows the log of `rank` in the newest attempt, or (None) the
+    run's output; for a standalone script it is `log_hint`. Raise KeyError for another field.
     """
     option = "" if rank is None or facts.standalone else f" --rank {rank} --attempt {facts.newest}"
     fields = {

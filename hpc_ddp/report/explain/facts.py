@@ -232,15 +232,16 @@ def _is_live(events: Sequence[JournalEvent]) -> bool:
 
 
 def _newest_checkpoint(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint with its final name, None without one; raise OSError
-    where the folder can't be listed."""
+    """Return the step of the newest checkpoint with its final name in a run's folder `checkpoints`,
+    None without one; raise OSError where the folder can't be listed."""
     published = checkpoints.published(folder)
     return checkpoints.step_of(published[0]) if published else None
 
 
 def _library(folder: Path) -> str:
-    """Return the name of the library that wrote the newest checkpoint, '' for hpc-ddp or without
-    one; raise OSError or ValueError where it can't be read."""
+    """Return the name of the library that wrote the newest checkpoint in a run's folder
+    `checkpoints`, '' for hpc-ddp or without one; raise OSError or ValueError where it can't be
+    read."""
     for newest in checkpoints.published(folder)[:1]:
         name = checkpoints.read_manifest(newest).get("format")
         return name if isinstance(name, str) else ""
@@ -308,9 +309,10 @@ def _is_name(node: str) -> bool:
 
 
 def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
-    """Return the failure that the verdict names, with the code and error that `failures` have of
-    it. Where no verdict names a node, return the earliest of `failures` that is no consequence of
-    another, else the earliest; None without any."""
+    """Return the failure that the verdict names, with its exit code by `failures`, else by the
+    verdict, and its error by the verdict, else by `failures`. Where no verdict names a node, return
+    the earliest of `failures` that is no consequence of another, else the earliest; None without
+    any."""
     verdict = facts.verdict
     if verdict is None or verdict.node is None:
         return min(failures, key=lambda f: (f.is_consequence, f.time), default=None)

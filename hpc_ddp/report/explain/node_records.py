@@ -45,7 +45,8 @@ class RecordedFailure:
 
 
 def tail(path: Path) -> str:
-    """Return the last `TAIL_BYTES` of a log; '' where it can't be read."""
+    """Return the last `TAIL_BYTES` of a log, without noise and marks of ranks (`read_tail`); ''
+    where it can't be read."""
     return read_tail(path, TAIL_BYTES)
 
 
@@ -72,7 +73,7 @@ def _is_of_the_end(name: str) -> bool:
 
 def _content(node: NodeFolder, name: str, small: SmallFile | None) -> bytes:
     """Return the last `TAIL_BYTES` of a node's file: of its content `small`, or for None from the
-    disk; b'' where it can't be read."""
+    disk, by `tail`; b'' where it can't be read."""
     return small.content[-TAIL_BYTES:] if small else tail(node.path / name).encode()
 
 

@@ -160,7 +160,7 @@ def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count
 def _number_scale(curve: Curve) -> Scale:
     """Return the scale of a curve's numbers: logarithmic where they are above 0 and far apart
     (`LOG_RATIO`), else from zero where that is near, else with some room on either side; about 0
-    to 1 where none is finite. The speed is never logarithmic."""
+    to 1 where none is finite. The speed is never logarithmic, and from zero on."""
     finite = curve.finite
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     is_speed = curve.name == "samples_per_s"

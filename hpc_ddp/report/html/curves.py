@@ -52,7 +52,8 @@ class Segment(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A start of the workers; `is_restart`: it is not the first one of its attempt."""
+    """A start of the workers, which begins behind `step`; `is_restart`: it is not the first one of
+    its attempt."""
 
     attempt: int
     step: float

@@ -109,8 +109,8 @@ def _tiles(
     history: RunHistory, spec: JobSpec | None, curves: Mapping[str, Curve]
 ) -> list[tuple[str, str, str]]:
     """Return the figures at the top of the page: name, figure, and an addition to it ('' without
-    one), all as text. Unknown figures are left out (``–``: a result that is no
-    number, the lowest of losses that are none); `spec` None: also the GPU hours."""
+    one), all as text. Unknown figures are left out; but a result that is no number, and the lowest
+    loss where none is finite, are ``–``. `spec` None: the GPU hours are left out as well."""
     status, tiles = history.status, []
     if status.step is not None:
         total = f"of {status.total_steps:,}" if status.total_steps else ""

@@ -186,8 +186,8 @@ class LogFile:
         content: bytes | None = None,
         chunk: int = CHUNK,
     ) -> Iterator[Block]:
-        """Yield the new lines as `new_text` does, in blocks that end at the `cuts`, whose sizes
-        rise; `chunk` is the `size` of `new_text`."""
+        """Yield the new lines as `new_text` does, in blocks that end at the last line break before
+        each of the `cuts`, whose sizes rise; `chunk` is the `size` of `new_text`."""
         next_cut = 0
         for text in self.new_text(is_last, content, chunk):
             begin, at = self.position - len(text), 0

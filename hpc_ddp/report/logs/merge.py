@@ -167,9 +167,9 @@ def _has_notes(name: str) -> bool:
 
 
 def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
-    """Return the whole unix seconds in which equal lines of several ranks may have come: those
-    within `FOLD_S`, and one, of a second in which several logs have grown, or in which one has
-    grown before or after another one."""
+    """Return the whole unix seconds in which equal lines of several ranks may have come: those at
+    most `FOLD_S` + 1 from a second in which several logs have grown, or in which another log has
+    grown than in the noted second before or after it."""
     owners: dict[int, tuple[str, int] | None] = {}
     for key, log in logs.items():
         for second in map(int, log.times):
@@ -186,8 +186,8 @@ def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
 
 def _cuts(log: LogFile, busy: Container[int] | None) -> list[Cut]:
     """Return where to cut the new part of a log so that its lines can be put in order with those of
-    others: at each note of a `busy` second (None: any second), and else where such seconds
-    begin."""
+    others: at each note of a `busy` second (None: any second), and at the last one of each row of
+    other notes, which `is_alone`."""
     first = bisect_right(log.sizes, log.position)
     if busy is None:
         return [Cut(size, False) for size in log.sizes[first:]]

@@ -91,8 +91,9 @@ def _task(
     """Return one task of an array.
 
     `trial` has its values of the sweep's parameters, `run` is its folder (None: not begun), `queue`
-    has the user's jobs in Slurm, and `waits` says that a job of the array waits there. Raise
-    OSError where the task's journal or folder of checkpoints can't be read.
+    has the user's jobs in Slurm, and `waits` says that a job of the array waits there: so does then
+    a task that has not begun, or not since it was submitted again. Raise OSError where the task's
+    journal or folder of checkpoints can't be read.
     """
     status = status_of(run, queue) if run else None
     if run is None or status is None or status.state is RunState.RENDERED:
@@ -221,5 +222,5 @@ def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
 
 
 def _short(number: float | None) -> str | None:
-    """Return a number with four digits; None for None."""
+    """Return a number with four significant digits; None for None."""
     return None if number is None else f"{number:.4g}"

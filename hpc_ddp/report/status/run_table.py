@@ -179,7 +179,8 @@ def table(rows: Sequence[Status], width: int | None = None, colours: bool = Fals
     Parameters
     ----------
     width
-        of the terminal, in characters: columns are dropped until the others fit; None: no limit
+        of the terminal, in characters: columns are dropped until the others fit, and ``why`` is
+        cut; None: no limit
     colours
         of the states, as terminal codes
     """
