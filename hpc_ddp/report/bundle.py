@@ -146,8 +146,11 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
     """
     top = RunFolder(run.whole)
     redaction = Redaction(JobSpec.from_json(read_text(top.job_json)), os.environ)
-    names = (*JOB_FILES, *FOLDERS)
-    omissions = [f"{path.name} (by rule)" for path in top.path.iterdir() if path.name not in names]
+    names = {*JOB_FILES, *FOLDERS, *(folder.path.name for folder in top.tasks())}
+    paths = (path for folder in _folders(run) for path in folder.path.iterdir())
+    omissions = [
+        f"{path.relative_to(top.path)} (by rule)" for path in paths if path.name not in names
+    ]
     entries: list[str] = []
     size = 0
     with _create(output) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
@@ -199,10 +202,15 @@ def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str
         yield name, text, f" (its last {limit >> 20} MiB)" if is_cut else ""
 
 
+def _folders(run: RunFolder) -> list[RunFolder]:
+    """Return the folders of a run: of an array with its tasks, of a task with its array before."""
+    return [RunFolder(run.whole), *([run] if run.is_task else run.tasks())]
+
+
 def _files(run: RunFolder) -> Iterator[Path]:
     """Yield the files of a run: job, journals, logs; of an array also those of its tasks, of a task
     also those of its array. Folders that are links, or may not be read, are left out."""
-    folders = [RunFolder(run.whole), *([run] if run.is_task else run.tasks())]
+    folders = _folders(run)
     yield from (f.path / name for f in folders for name in JOB_FILES if (f.path / name).exists())
     for name in FOLDERS:
         tops = [f.path / name for f in folders if not (f.path / name).is_symlink()]

@@ -199,7 +199,7 @@ def _local_env(spec: JobSpec) -> dict[str, str]:
     slurms |= {name: nodes for name in slurms if name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
     values = {**slurms, **os.environ}
     try:
-        for name in spec.env.keys() - worker_env(spec):
+        for name in spec.env.keys() & env.keys() - {*worker_env(spec)}:
             env[name] = fill(env[name], spec.expand, values)
     except KeyError as error:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -166,10 +167,10 @@ def _fields_of(
 ) -> dict[str, Any]:
     """Return the user's `options` (by key) as new values of an existing job's fields, by field.
 
-    The paths of ``script``, ``chdir`` and ``template`` become absolute, by `cwd`; variables go over
-    those of `spec`. With a script, a flag of `NO_FILE` that was not given is False. A key of
-    `JOINED` has its value from `settings`, which begins with the site's. Raise UsageError for a
-    working directory that does not exist.
+    The paths of ``script``, ``chdir``, ``template`` and ``notify`` become absolute, by `cwd`;
+    variables go over those of `spec`. With a script, a flag of `NO_FILE` that was not given is
+    False. A key of `JOINED` has its value from `settings`, which begins with the site's. Raise
+    UsageError for a working directory that does not exist.
     """
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     # A site's own stand before those that were said: modules, the flags of its srun.
@@ -182,6 +183,8 @@ def _fields_of(
         changed["chdir"] = working_directory(cwd, changed["chdir"])
     if "template" in changed:
         changed["template"] = str(cwd / changed["template"])
+    if changed.get("notify"):
+        changed["notify"] = str(absolute(cwd / os.path.expanduser(changed["notify"])))
     if "env" in changed:
         changed["env"] = {**spec.env, **changed["env"]}
     return changed

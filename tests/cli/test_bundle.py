@@ -188,11 +188,14 @@ def test_a_bundle_of_an_array_and_of_a_task(run: RunFolder, tmp_path: Path) -> N
         task = run.task(index).make()
         task.job_json.write_text(run.job_json.read_text())
         task.journal("batch").write(raw("started", nodes=["n1"]))
-    packed, _ = bundle.write(run, tmp_path / "a.tar.gz")
+    packed, left_out = bundle.write(run, tmp_path / "a.tar.gz")
     assert {"task-0/job.json", "task-1/journal/batch.jsonl"} <= {*packed}
-    packed, _ = bundle.write(run.task(1), tmp_path / "b.tar.gz")
+    omissions = {"checkpoints (by rule)", *(f"task-{i}/checkpoints (by rule)" for i in (0, 1))}
+    assert omissions <= {*left_out}
+    packed, left_out = bundle.write(run.task(1), tmp_path / "b.tar.gz")
     assert {"job.sbatch", "task-1/journal/batch.jsonl"} <= {*packed}
     assert "task-0/job.json" not in packed
+    assert [name for name in left_out if "task" in name] == ["task-1/checkpoints (by rule)"]
 
 
 def test_an_archive_is_not_written_over(call: Cli, run: RunFolder, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs
@@ -92,6 +93,17 @@ def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prep
         return restart.plan_rerun(run, changes, {}, settings, tmp_path, root, same_code).write()
 
     return make
+
+
+def test_the_addresses_of_a_run_lie_where_they_were_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format("then"))
+    (tmp_path / "to.txt").write_text("mail = me@here.org\n")
+    (tmp_path / "to.txt").chmod(0o600)
+    options, settings = {"notify": "to.txt"}, config.load({}, tmp_path, tmp_path)
+    runs = tmp_path / "runs"
+    plan = restart.plan_rerun(begun(tmp_path), {}, options, settings, tmp_path, runs, False)
+    run = plan.write().run
+    assert JobSpec.from_json(run.job_json.read_text()).notify == str(tmp_path / "to.txt")
 
 
 def begun(folder: Path, **said: Any) -> RunFolder:

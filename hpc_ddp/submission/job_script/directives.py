@@ -36,10 +36,12 @@ _LATER = ("nodes", "cpus-per-task", *GPUS)  # what the launch has to do with, to
 @dataclass
 class Directives:
     """The directives of a job script: `options` has (value, line) by sbatch's long name, the value
-    '' for a flag; `marks` the group and the reason of lines that count for nothing, by line."""
+    '' for a flag; `marks` the group and the reason of lines that count for nothing, by line;
+    `replaced` (line, reason) of single options, beside which others of the line may count."""
 
     options: dict[str, tuple[str, int]] = field(default_factory=dict)
     marks: dict[int, tuple[str, str]] = field(default_factory=dict)
+    replaced: list[tuple[int, str]] = field(default_factory=list)
 
     def get(self, name: str) -> str | None:
         return self.options.get(name, (None, 0))[0]
@@ -74,8 +76,9 @@ def read_directives(text: str) -> Directives:
             result.marks[number] = LOST, reason
         for name, operand in pairs:
             if name in result.options:
-                place = result.options[name][1]
-                result.marks[place] = OURS, f"line {number} replaces --{name}"
+                result.replaced.append(
+                    (result.options[name][1], f"line {number} replaces --{name}")
+                )
             result.options[name] = operand, number
     return result
 
@@ -101,8 +104,6 @@ def take_directives(directives: Directives, result: Conversion) -> None:
     are taken over. Nodes, CPUs, GPUs and pyxis are left to `program.take`: the launch has such
     options, too."""
     for name, (operand, line) in directives.options.items():
-        if line in directives.marks:
-            continue
         text = f"--{name}={operand}" if operand else f"--{name}"
         group, reason = _use(name, operand)
         if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
@@ -130,7 +131,9 @@ def take_directives(directives: Directives, result: Conversion) -> None:
         else:
             result.append("sbatch", text, line)
     for line, mark in directives.marks.items():
-        result.marks[line] = [mark]
+        result.mark(line, line, *mark)
+    for line, reason in directives.replaced:
+        result.mark(line, line, OURS, reason)
 
 
 def _exported(operand: str) -> list[tuple[str, str | None]]:

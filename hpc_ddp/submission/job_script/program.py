@@ -223,8 +223,8 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
     tool = launch.settings.get("container-tool", [literal("")])[0].text
     image = words.get("container-image") or (words.get("image") if tool == "shifter" else None)
     if tool == "shifter" and image:  # hpc-ddp writes that option
-        entries = result.lists["sbatch"]
-        result.lists["sbatch"] = [e for e in entries if not e[0].startswith("--image=")]
+        entries = result.lists.setdefault("sbatch", [])
+        entries[:] = [entry for entry in entries if not entry[0].startswith("--image=")]
     if image and "image" not in launch.settings:
         launch.settings["image"] = [image]
         launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])

@@ -62,6 +62,7 @@ def take_out(result: Conversion) -> None:
     (``env-names``, sorted by line before), and the line that has the secret is lost.
     """
     result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
+    contents: dict[str, str] = {}  # by the name that stands for it
     before = ""
     for position, (text, line) in enumerate(result.lists.get("args", [])):
         option, _, inline = text.partition("=")
@@ -69,6 +70,9 @@ def take_out(result: Conversion) -> None:
         is_named = option.startswith("-") and re.search(rf"{_NAME}$", option)
         if is_secret(option if is_named else "", content):
             name = re.sub(r"\W", "_", option.lstrip("-")).upper() if is_named else "SECRET"
+            while contents.setdefault(name, content) != content:  # another secret has that name
+                stem, _, number = name.rpartition("_")
+                name = f"{stem}_{int(number) + 1}" if number.isdecimal() else f"{name}_2"
             hidden = f"{option}=${name}" if inline else f"${name}"
             result.lists["args"][position] = hidden, line
             result.append("expand", name, line)

@@ -274,7 +274,8 @@ class Sorter:
         for key in {"output", "error"} & values.keys():
             name, at = values[key]
             values[key] = os.path.normpath(os.path.join(self._start, name)), at
-        values["chdir"] = os.path.join(self._start, folder) if is_moved else folder, line
+        place = os.path.join(self._start, os.path.expanduser(folder)) if is_moved else folder
+        values["chdir"] = place, line
 
     def _assignment(self, statement: Statement, index: int) -> tuple[str, str, str]:
         """Return the group of an assignment, its key or reason, and the text of a set-up line, ''

@@ -106,8 +106,8 @@ class LibraryCheckpoints(Checkpoints):
         checkpoints."""
         outcome = super()._publish(plan, draft, content, answers)
         if outcome.error is None:
-            mode = stat.S_IMODE(self._run.checkpoints.stat().st_mode)
             with suppress(OSError):  # it is published; for its owner it is good
+                mode = stat.S_IMODE(self._run.checkpoints.stat().st_mode)
                 (self._run.checkpoints / f"step-{content.step}").chmod(0o700 | mode & 0o755)
         return outcome
 

@@ -259,15 +259,16 @@ class Checkpoints(Restorer):
         """
         plan = plan_of(claims)
         size = sum(part.size for part in plan.parts) + sum(claim.frozen for claim in claims)
-        files = {part.file for part in plan.parts}
-        count = len(files) + sum(len(claim.layouts) > 1 for claim in claims) + 2
+        count = 2 + len({p.file for p in plan.parts}) + sum(len(c.layouts) > 1 for c in claims)
         draft.parent.mkdir(exist_ok=True)  # a run that was moved away is not made anew
         draft.mkdir(exist_ok=True)
         for give_way in (self._remove_parcel, partial(self._make_room, content)):
             try:
                 disk.check_space(draft, size, count)
                 return plan
-            except OSError:
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
                 give_way()
         disk.check_space(draft, size, count)
         return plan

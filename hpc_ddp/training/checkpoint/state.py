@@ -326,9 +326,8 @@ def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str])
 
 
 def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a copy of `value` with `TENSOR` or `ON_DEVICE` for each tensor, which goes to
-    `tensors` under its place below `where`. Mappings that are not of `_DICTS` become dicts, and
-    subclasses of list, tuple and set their plain types.
+    """Return a copy of `value` with `TENSOR` or `ON_DEVICE` for each tensor, which `tensors` gets
+    under its place below `where`. Subclasses become plain dicts (but `_DICTS`), lists and so on.
 
     Raise HpcDdpError for what ``weights_only`` would refuse to load again; what was before it is in
     `tensors`.

@@ -74,3 +74,12 @@ def test_an_allocation_of_another_size_is_refused(
     prepared = replace(prepare_run(tmp_path), spec=JobSpec("train.py", nodes=4))
     with pytest.raises(UsageError, match="nodes is 4, and the allocation has 1"):
         backends.AllocationBackend().start(prepared)
+
+
+def test_a_variable_that_a_job_leaves_out_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PLACE", "here")
+    env = {"FOO": "1", "BAR": "at $PLACE"}
+    spec = JobSpec(script="a.py", python="python", env=env, without=("FOO",), expand=("PLACE",))
+    assert backends._local_env(spec)["BAR"] == "at here"

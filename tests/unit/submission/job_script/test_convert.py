@@ -494,3 +494,31 @@ def test_a_secret_of_a_directive_is_not_written() -> None:
     result = of_text("#SBATCH --nodes=2", line, "srun python train.py")
     assert result.group(3)[0] == LOST
     assert "abcdef" not in str(result.settings())
+
+
+def test_an_option_that_a_later_line_replaces_takes_no_other_along() -> None:
+    lines = ("#SBATCH -p gpu -N 1", "#SBATCH -N 2", "srun python train.py")
+    result = of_text(*lines)
+    assert result.settings()["partition"] == "gpu"
+    assert result.settings()["nodes"] == 2
+    assert result.group(2) == ("taken over", "--partition=gpu")
+
+
+def test_two_secrets_have_two_names() -> None:
+    secrets = [f"hf_{letter * 20}" for letter in "ab"]
+    command = f"srun python train.py {' '.join(secrets)} --token {'c' * 20} --token {'d' * 20}"
+    result = of_text("#SBATCH --nodes=2", command).settings()
+    assert result["args"] == [
+        *("$SECRET", "$SECRET_2", "--token", "$TOKEN", "--token", "$TOKEN_2"),
+    ]
+    assert result["env-names"] == ["SECRET", "SECRET_2", "TOKEN", "TOKEN_2"]
+
+
+def test_a_folder_below_home_is_no_part_of_another() -> None:
+    lines = ("#SBATCH --nodes=2", "#SBATCH --chdir=/a", "cd $HOME/b", "srun python train.py")
+    assert of_text(*lines).settings()["chdir"] == str(Path.home() / "b")
+
+
+def test_an_image_that_is_a_placeholder_is_no_error() -> None:
+    lines = ("#SBATCH --nodes=2", "#SBATCH --image=<image>", "srun shifter python train.py")
+    assert of_text(*lines).group(3)[0] == LOST

@@ -242,6 +242,25 @@ def test_old_checkpoints_are_removed_before_the_disk_is_full(
     assert checkpoint_names(run) == ["step-1", "step-3", "step-4", "step-5"]
 
 
+def test_a_disk_that_does_not_answer_costs_no_old_checkpoint(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    background = LoneRank()
+    saver = make(Retention(9), background)
+    assert save_steps(saver, 1, 2, 3) == [True] * 3
+
+    def check(draft: Path, size: int, files: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(disk, "check_space", check)
+    run.parcel.mkdir()
+    background.peers = [NOTHING]
+    background.claims = [Claim(tensors=1000)]
+    assert save_steps(saver, 4) == [False]
+    assert checkpoint_names(run) == ["step-1", "step-2", "step-3"]
+    assert run.parcel.exists()
+
+
 @pytest.mark.parametrize("is_seen_before", [True, False])
 def test_a_parcel_gives_way_before_checkpoints_do(
     run: RunFolder, make: Make, space: list[tuple[int, int]], is_seen_before: bool
