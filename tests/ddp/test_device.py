@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -415,3 +416,16 @@ def test_gradients_that_accumulate_travel_once(
     output = make_device_crew("once").go(2, *words, "--accumulate", "8", script="count_waits.py")
     (flight,) = (line for line in output.splitlines() if line.startswith("FLIGHT"))
     assert 0 < flight.count(name) < 64  # micro-batches
+
+
+def test_replicas_of_a_sharded_model_begin_alike(make_device_crew: Callable[[str], Any]) -> None:
+    """On GPUs of two kinds the same seed gives other numbers."""
+    output = make_device_crew("replicas").go(2, script="parted_replicas.py")
+    assert "EQUAL True" in output
+
+
+def test_replicas_that_part_are_refused_at_a_save(make_device_crew: Callable[[str], Any]) -> None:
+    launch = make_device_crew("parted").launch(2, "later", script="parted_replicas.py")
+    assert launch.wait() != 0
+    expected = r"model\.0\.weight at \(0, 0\) differs between rank 0 and rank 1, which have copies"
+    assert re.search(expected, launch.output())

@@ -14,7 +14,12 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import put_back, state
-from hpc_ddp.training.checkpoint.rank_comparison import find_misfit, inventory_of, start_checksums
+from hpc_ddp.training.checkpoint.rank_comparison import (
+    find_misfit,
+    inventory_of,
+    start_checksums,
+    with_checksums,
+)
 from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import Restored
 from hpc_ddp.training.checkpoint.save import Checkpoints
@@ -23,7 +28,7 @@ from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng
-from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.dtensor import is_sharded, local_copies
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import TrainedParameters
 
@@ -219,7 +224,10 @@ class CheckpointManager:
         have alike; return the content of a save. It waits for the devices that have frozen weights.
         Raise HpcDdpError for a state that can't be saved."""
         current = state.collect(self._objects, self._per_rank, self.trained.ids())
-        wait_for_checksums = start_checksums(current.equal if compares else {})
+        copies = local_copies(current.shared) if compares else {}
+        copied = {place: part for place, (part, _) in copies.items()}
+        weights = {place: weight for place, (_, weight) in copies.items()}
+        wait_for_checksums = start_checksums({**current.equal, **copied} if compares else {})
         parts = my_parts(current, self._dims)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
         frozen = self._checkpoints.frozen.take_out(parts, current.frozen)
@@ -242,7 +250,7 @@ class CheckpointManager:
             buffer=self._buffer,
             frozen=frozen,
             trained=current.trained if self._only_finite else set(),
-            inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
+            inventory=lambda: with_checksums(inventory, wait_for_checksums(), weights),
         )
 
     def _rank_values(self, current: State) -> dict[str, Any]:

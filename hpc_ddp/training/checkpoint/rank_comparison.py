@@ -10,7 +10,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +25,14 @@ _SHOWN = 4
 
 
 class Digest(NamedTuple):
-    """An inventory in a few numbers, equal on all ranks of a stage but for `written`."""
+    """An inventory in a few numbers, equal on all ranks of a stage but for the last two."""
 
     objects: int  # CRC32 of their names, equal on all ranks
     stage: int
     tensors: int  # CRC32 of names, shapes and checksums
     expected: int  # the sum over all tensors of their sizes, each times a weight of its name
     written: int
+    copies: int  # adds up to 0 over all ranks where copies of the same part are equal
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Inventory:
         compared
     objects
         names of the tracked objects that the ranks share, in order
+    copies
+        weights and checksums of the parts of sharded tensors that other ranks have, too, by name
+        and place (see `dtensor.local_copies`); empty where they are not compared
     """
 
     stage: int
@@ -58,10 +62,11 @@ class Inventory:
     written: Mapping[str, int] = field(default_factory=dict)
     checksums: Mapping[str, int] = field(default_factory=dict)
     objects: Sequence[str] = ()
+    copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def digest(self) -> Digest:
-        """The inventory in five numbers, for a first comparison."""
+        """The inventory in six numbers, for a first comparison."""
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         return Digest(
             _crc(self.objects),
@@ -69,6 +74,7 @@ class Inventory:
             _crc([*self.shapes.items(), *self.checksums.items()]),
             _weighted(sizes),
             _weighted(self.written),
+            _weighted({place: weight * total for place, (weight, total) in self.copies.items()}),
         )
 
 
@@ -124,6 +130,18 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
     return wait
 
 
+def with_checksums(
+    inventory: Inventory, sums: Mapping[str, int], weights: Mapping[str, int]
+) -> Inventory:
+    """Return an inventory with the checksums in `sums`, which are by name, or of the copies by
+    place; `weights` has those of the copies."""
+    return replace(
+        inventory,
+        checksums={name: total for name, total in sums.items() if name not in weights},
+        copies={place: (weight, sums[place]) for place, weight in weights.items()},
+    )
+
+
 def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
     """Return on all ranks the error for ranks that share different objects, or whose tensors would
     not make a whole; None for a whole.
@@ -140,12 +158,14 @@ def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
 
 def fit_together(digests: Sequence[Digest]) -> bool:
     """Return whether the digests, by rank, say that all ranks share the same objects, all ranks of
-    a stage the same tensors, and that each number of a tensor is written once."""
+    a stage the same tensors, that each number of a tensor is written once, and that copies of the
+    same part are equal."""
     written = Counter[Digest]()
     for digest in digests:
-        written[digest._replace(written=0)] += digest.written
+        written[digest._replace(written=0, copies=0)] += digest.written
     return (
-        len({digest.objects for digest in digests}) == 1
+        sum(digest.copies for digest in digests) == 0
+        and len({digest.objects for digest in digests}) == 1
         and len({digest.stage for digest in digests}) == len(written)
         and all(digest.expected == count for digest, count in written.items())
     )
@@ -164,7 +184,8 @@ def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
         }
         shapes = {rank: {*inventory.shapes.items()} for rank, inventory in members.items()}
         fault = fault or _different_names(shapes, "has other tensors to save")
-        fault = fault or _different_numbers(members) or _uncovered(members)
+        fault = fault or _different_numbers(members) or _different_copies(members)
+        fault = fault or _uncovered(members)
     return fault or HpcDdpError("the ranks' tensors do not fit together")
 
 
@@ -211,6 +232,22 @@ def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
                 " (local SGD, DiLoCo): run.track(…, per_rank=('model', 'optimizer')) saves each"
                 " rank's",
             )
+    return None
+
+
+def _different_copies(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+    """Return an error that names the first part of a sharded tensor that is another one on a rank
+    with a copy, None without one. `members` are as in `_different_numbers`."""
+    first: dict[str, tuple[int, int]] = {}  # checksum and rank by place
+    for rank, inventory in members.items():
+        for place, (_, total) in inventory.copies.items():
+            expected, holder = first.setdefault(place, (total, rank))
+            if total != expected:
+                return HpcDdpError(
+                    f"{place} differs between rank {holder} and rank {rank}, which have copies of"
+                    " it: a checkpoint takes one, and a resume would go on with other numbers",
+                    hint="change weights after run.fully_shard on all ranks alike, or before it",
+                )
     return None
 
 

@@ -5,8 +5,9 @@ Importing it takes a second, so that is done only where a script has loaded it a
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -136,6 +137,37 @@ def copies_of(tensor: Any) -> list[tuple[Any, int, bool]]:
         (group, first, first == dist.get_rank())
         for group, first in zip(groups, firsts, strict=True)
     ]
+
+
+def local_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
+    """Return this rank's parts of DTensors that other ranks have, too, by their names and places.
+
+    Beside each stands its weight, of the first rank the number of the others, of these -1: the
+    weighted sum over the ranks of anything that is equal on all of them is 0.
+    """
+    copies: dict[str, tuple[torch.Tensor, int]] = {}
+    for name, tensor in tensors.items():
+        groups = copies_of(tensor) if is_sharded(tensor) else []
+        if groups:
+            local: Any = tensor
+            count = math.prod(group.size() for group, _, _ in groups)
+            weight = count - 1 if all(is_first for _, _, is_first in groups) else -1
+            copies[f"{name} at {local_box(tensor)[0]}"] = local.to_local().detach(), weight
+    return copies
+
+
+def make_copies_equal(model: torch.nn.Module, device: torch.device) -> None:
+    """Give the ranks that have the same part of a parameter, a DTensor, the numbers of the first of
+    them, in place; they travel through `device`. All ranks call it."""
+    for parameter in model.parameters():
+        groups = copies_of(parameter) if is_sharded(parameter) else []
+        local: Any = parameter.detach()
+        for group, first, _ in groups if groups and local.to_local().numel() else ():
+            part = local.to_local()
+            sent = part.to(device).contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), first, group)
+            if sent.data_ptr() != part.data_ptr():
+                part.copy_(sent)
 
 
 @lru_cache(maxsize=64)  # there are few meshes, and thousands of tensors

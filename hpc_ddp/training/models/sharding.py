@@ -24,6 +24,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.state import unwrap
+from hpc_ddp.training.models.dtensor import make_copies_equal
 from hpc_ddp.training.models.evaluation import in_eval_mode
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.meta import Init, materialize
@@ -139,6 +140,7 @@ def shard_fully(
     fp32 where `dtype` is given, else in the type of the parameters.
 
     torch moves each unit to the device as it shards it, so a device never has the whole model.
+    Replicas begin with the first one's numbers. All ranks call it.
 
     Parameters
     ----------
@@ -170,6 +172,8 @@ def shard_fully(
     for module in (*units, model):
         materialize(module, device, init)
         fully_shard(module, **options)
+    # GPUs of other kinds draw other numbers, and a script may load weights on one rank alone.
+    make_copies_equal(model, device)
 
 
 class Pipeline:

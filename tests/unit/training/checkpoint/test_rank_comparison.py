@@ -15,6 +15,7 @@ from hpc_ddp.training.checkpoint.rank_comparison import (
     fit_together,
     inventory_of,
     start_checksums,
+    with_checksums,
 )
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import rows, whole
@@ -137,3 +138,19 @@ def test_checksums_are_of_the_moment_they_were_started_at() -> None:
         weight.zero_()
     assert wait() == expected
     assert start_checksums({})() == {}
+
+
+def test_copies_of_a_part_are_compared_with_each_other_alone() -> None:
+    """Two replicas of a weight in two parts."""
+
+    def ranks(*sums: int) -> list[Inventory]:
+        places = ["m.weight at (0, 0)", "m.weight at (2, 0)"]
+        weights = [{place: weight} for weight in (1, -1) for place in places]
+        inventories = [Inventory(0, SHAPES, ALL), *(Inventory(0, SHAPES) for _ in range(3))]
+        rows = zip(inventories, weights, sums, strict=True)
+        return [with_checksums(i, dict.fromkeys(w, total), w) for i, w, total in rows]
+
+    assert _fit(*ranks(5, 7, 5, 7))
+    beginning = "m.weight at (2, 0) differs between rank 1 and rank 3"
+    assert _fault(*ranks(5, 7, 5, 8)).startswith(beginning)
+    assert _fault(*ranks(5, 7, 7, 5)).startswith("m.weight at (0, 0) differs")
