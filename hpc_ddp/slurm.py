@@ -72,7 +72,8 @@ def _run(
         raise NoAnswerError(
             f"{argv[0]} gave no answer within {timeout_s:.0f} s", hint="scontrol ping"
         ) from None
-    if done.returncode:
+    has_id = argv[0] == "sbatch" and slurm_text.parse_job_id(done.stdout)  # its wrapper failed
+    if done.returncode and not has_id:
         printed = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         reason = slurm_text.parse_reason(argv[0], printed)
         if slurm_text.NO_ANSWER.search(reason):
@@ -83,8 +84,7 @@ def _run(
 
 
 def own_cluster() -> str:
-    """Ask Slurm's controller once for its cluster, and return that as `JobRef` has it; '' without
-    an answer."""
+    """Ask the controller once for its cluster, as `JobRef` has it; '' without an answer."""
     try:
         return slurm_text.parse_cluster(show_config())
     except HpcDdpError:
@@ -92,8 +92,8 @@ def own_cluster() -> str:
 
 
 def _at_cluster(job: str | JobRef) -> list[str]:
-    """Return ``--clusters=NAME`` for a job of another cluster; [] for one of this cluster, as each
-    id alone. For a job with a cluster, raise HpcDdpError where this one's name can't be asked."""
+    """Return ``--clusters=NAME`` for a job of another cluster; [] for one of this cluster, and for
+    an id alone. With a cluster, raise HpcDdpError where this one's name can't be asked."""
     name = job.cluster_name if isinstance(job, JobRef) else ""
     if not name or name == show_config().get("ClusterName"):
         return []

@@ -20,7 +20,8 @@ from hpc_ddp.core.job.slurm_values import array_indexes
 # Printed by a command to which the controller has not answered; another try may do better.
 NO_ANSWER = re.compile(
     r"Socket timed out|Unable to contact slurm controller|Zero Bytes were transmitted"
-    r"|backup controller in standby|temporarily unable to accept|Connection (refused|reset)",
+    r"|backup controller in standby|temporarily unable to accept|Connection (refused|reset)"
+    r"|authentication error|Munge (en|de)code failed|Invalid authentication credential",
     re.I,
 )
 

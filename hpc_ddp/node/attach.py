@@ -78,8 +78,9 @@ def stacks(pid: int) -> None:
         the worker has ended or is another user's
     """
     python = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-    path = f"{os.path.dirname(python)}:{environment_of(pid).get('PATH', '')}"
-    py_spy = shutil.which("py-spy", path=path)
+    places = (os.path.dirname(python), *environment_of(pid).get("PATH", "").split(":"))
+    # A relative one would be seen from this command's folder, which may be anybody's.
+    py_spy = shutil.which("py-spy", path=":".join(filter(os.path.isabs, places)))
     if py_spy and subprocess.run([py_spy, "dump", "--pid", str(pid)]).returncode == 0:
         return
     stacks_file = _stacks_file(pid)

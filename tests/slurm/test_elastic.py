@@ -146,6 +146,20 @@ def test_the_first_node_ends_the_attempt(hpc: Hpc, cluster: Cluster, backend: st
 
 
 @pytest.mark.more
+def test_a_suspension_restarts_no_worker(hpc: Hpc, cluster: Cluster) -> None:
+    """All agents have stood still, and so have their heartbeats."""
+    use(cluster)
+    words = ("--nodes", "2", "--nproc-per-node", "1", "--elastic")
+    job = hpc.submit(*words, str(WALK), "--step-seconds", "0.2")
+    job.at_step(20)
+    cluster.run("scontrol", "suspend", job.id)
+    time.sleep(30)  # longer than nodes are waited for
+    cluster.run("scontrol", "resume", job.id)
+    assert job.end() == "COMPLETED", job.output()
+    assert len(job.events("first_step")) == 1, job.output()
+
+
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_elastic_script_that_fails_still_ends(hpc: Hpc, cluster: Cluster, backend: str) -> None:
     """Rank 1 kills itself at step 25, whenever it comes there."""

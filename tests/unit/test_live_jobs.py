@@ -110,6 +110,7 @@ def test_a_job_of_another_run_with_the_number_of_an_old_one_is_no_work(
     other = RunFolder(tmp_path / "other" / "20260102-000000-abcd").make()
     for part in (run, other):
         part.script.write_text("")
+        part.job_json.write_text("{}")
     run.journal("batch").write(raw("started", job_id="7", cluster="here"))
     line = squeue_rows(f"7|7|RUNNING|None|n1|9:00|/|{other.script}\n")
     slurm_commands.answer("squeue", line)
@@ -120,6 +121,9 @@ def test_a_job_of_another_run_with_the_number_of_an_old_one_is_no_work(
     info = {"job_id": "7", "cluster": "here", "restarts": 0}
     assert not is_attempt_live(run, JobRef("9", "here"), info)
     slurm_commands.answer("scontrol", shown.replace(str(other.path), str(run.path)))
+    assert is_attempt_live(run, JobRef("9", "here"), info)
+    other.job_json.unlink()  # a copy, which a site's sbatch has submitted
+    slurm_commands.answer("scontrol", shown)
     assert is_attempt_live(run, JobRef("9", "here"), info)
 
 

@@ -2,8 +2,8 @@
 
 Its state is a pickle in a store that whoever reaches the port may write to, and torchrun would load
 any: here it carries a signature with the attempt's secret. Nodes have Slurm's order, a node that is
-lost counts, and no source files are looked at while the workers run. A job of fixed size has
-`fixed_rendezvous`.
+lost counts, but no suspension of the job does, and no source files are looked at while the workers
+run. A job of fixed size has `fixed_rendezvous`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ def patch(hosts: Sequence[str], secret: bytes) -> None:
     rank_in_order(hosts)
     sign_state(secret)
     count_lost_nodes()
+    forgive_suspensions()
 
 
 def sign_state(secret: bytes) -> None:
@@ -119,6 +121,31 @@ def count_lost_nodes() -> None:
 
     Handler.num_nodes_waiting = waiting_or_lost  # type: ignore[method-assign]
     Handler.next_rendezvous = join_and_count  # type: ignore[method-assign]
+
+
+def forgive_suspensions() -> None:
+    """Patch torchrun: an agent that has stood still, with the whole job in a suspension of Slurm's,
+    counts no node as lost before the others have had time for a heartbeat, 15 s.
+
+    torchrun's first look at the state after the suspension finds all heartbeats older than that.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        _BackendRendezvousStateHolder as Holder,
+    )
+
+    sanitize = Holder._sanitize
+
+    def sanitize_in_time(self: Any) -> None:
+        """Drop nodes without a heartbeat from the state, unless this agent has just stood still."""
+        now, interval_s = time.monotonic(), self._settings.keep_alive_interval.total_seconds()
+        if now > getattr(self, "sanitized_at", now) + 2 * interval_s:
+            self.waits_until = now + interval_s * self._settings.keep_alive_max_attempt
+        self.sanitized_at = now
+        self._dead_nodes = []
+        if now >= getattr(self, "waits_until", now):
+            sanitize(self)
+
+    Holder._sanitize = sanitize_in_time  # type: ignore[method-assign]
 
 
 def leave_sources_alone() -> None:

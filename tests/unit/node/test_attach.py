@@ -59,6 +59,18 @@ def test_a_missing_py_spy_is_reported(
     assert Path(f"/proc/{worker}").exists()
 
 
+def test_no_py_spy_of_the_working_directory_is_taken(
+    tmp_path: Path, worker: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may be a stranger's; the folder of a bare `python`, and parts of PATH, lead there."""
+    (here := tmp_path / "here").mkdir()
+    _py_spy(here, 0)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(attach, "environment_of", lambda pid: {"PATH": ":."})
+    assert attach.main([str(tmp_path / "rank-0.pid"), "stacks"]) == 1
+    assert "there is no py-spy" in capfd.readouterr().err
+
+
 Script = Callable[[str], int]
 
 

@@ -100,6 +100,21 @@ def test_a_controller_that_is_away_is_waited_for(
     )
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "scontrol: error: Munge encode failed: Failed to access /run/munge/munge.socket.2",
+        "slurm_load_jobs error: Protocol authentication error",
+        "Invalid authentication credential",
+    ],
+)
+def test_munged_that_is_away_is_waited_for(slurm_commands: Slurm, clock: Clock, error: str) -> None:
+    """It is started again, say; a link of a chain that it refuses would end the chain."""
+    slurm_commands.answer("scontrol", err=error, code=1)
+    slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
+    assert slurm.show_job("7").state == "RUNNING"
+
+
 def test_a_controller_is_awaited_for_a_bounded_time(slurm_commands: Slurm, clock: Clock) -> None:
     slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
     with pytest.raises(NoAnswerError, match="scontrol got no answer"):

@@ -134,6 +134,12 @@ def test_a_job_missing_from_the_queue_is_submitted_again(
     assert "trying again" in capsys.readouterr().err
 
 
+def test_a_wrapper_may_fail_once_the_job_is_accepted(slurm_commands: Slurm) -> None:
+    """The job runs, and needs its folder."""
+    slurm_commands.answer("sbatch", "8\n", err="accounting: no database", code=1)
+    assert _submit() == "8"
+
+
 def test_a_submit_is_given_up_after_a_while(slurm_commands: Slurm, clock: Clock) -> None:
     slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
     slurm_commands.answer("squeue", "")

@@ -48,6 +48,23 @@ def test_a_node_that_is_lost_counts_as_one_that_waits(monkeypatch: pytest.Monkey
     assert DynamicRendezvousHandler.num_nodes_waiting(handler) == 1
 
 
+def test_a_suspension_of_the_job_loses_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it all heartbeats are old; a node without one stays lost when there was time for it."""
+    holder_type = dynamic_rendezvous._BackendRendezvousStateHolder
+    dropped: list[float] = []
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(holder_type, "_sanitize", lambda holder: dropped.append(clock.now))
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    elastic_rendezvous.forgive_suspensions()
+    interval = timedelta(seconds=5)
+    settings = SimpleNamespace(keep_alive_interval=interval, keep_alive_max_attempt=3)
+    holder: Any = SimpleNamespace(_settings=settings)
+    for seconds in (0, 5, 35, 5, 5, 5, 5):
+        clock.now += seconds
+        holder_type._sanitize(holder)
+    assert dropped == [100.0, 105.0, 155.0, 160.0]
+
+
 class Marker:
     """Creates a file where it is loaded from a pickle."""
 

@@ -236,7 +236,7 @@ def test_a_refused_requeue_submits_a_new_job(
     slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
     slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
-    slurm_commands.answer("sbatch", "8\n", code=code)
+    slurm_commands.answer("sbatch", "" if code else "8\n", code=code)
     assert end() == ended
     assert printed[0] == "scontrol refused: Requested operation is disabled"
     if ended:
