@@ -19,6 +19,7 @@ from harness import (
     QUICK_WALK,
     SCRIPTS,
     TWO_BY_TWO,
+    WALK,
     Hpc,
     Job,
     in_one_go,
@@ -295,3 +296,24 @@ class _frozen:
 
     def __exit__(self, *_: object) -> None:
         self.timer.join()
+
+
+@pytest.mark.more
+def test_munged_that_is_started_again_ends_no_run(hpc: Hpc, settings: Cluster) -> None:
+    """A job of a run that exists asks for the one before it, as the links of a chain do."""
+    words = (*ONE_BY_TWO, "--setup", "until [ -e $HPC_DDP_RUN/go ]; do sleep 0.1; done", str(WALK))
+    first = hpc.submit(*words)
+    (first.run.path / "go").touch()
+    first.event("checkpoint")
+    hpc("cancel", first.id)
+    first.end()
+    (first.run.path / "go").unlink()
+    job = hpc.submit("--run", str(first.run.path))
+    job.until(lambda: job.state() == "RUNNING", "second job")
+    socket = settings.folder / "munge.socket"
+    socket.rename(away := socket.with_name("munge.away"))
+    (job.run.path / "go").touch()
+    job.printed("trying again")
+    away.rename(socket)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts()[-1] == ("finished", "none")
