@@ -287,8 +287,8 @@ def written_by_owner() -> Iterator[None]:
 
 
 def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
-    """Make a folder of mode 0700, `folders` in it, and those above that are missing; all these
-    others have 0755 at most. One that is there gets the mode 0700, or with `is_new` is refused.
+    """Make a folder of mode 0700, `folders` in it, and those above that are missing, which their
+    owner alone can write. One that is there gets the mode 0700, or with `is_new` is refused.
 
     It works by descriptors: what another user puts in place of a new folder meanwhile, such as a
     link to one of this user's, stays as it is.
@@ -300,18 +300,41 @@ def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
     OSError
         it can't be made, or has been replaced
     """
-    with written_by_owner():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _opened(path.parent) as parent:
-            with contextlib.suppress(*() if is_new else (FileExistsError,)):
-                os.mkdir(path.name, 0o700, dir_fd=parent)
-            with _opened(path.name, parent, os.O_NOFOLLOW if is_new else 0) as top:
-                if is_new and os.listdir(top):
-                    raise FileExistsError(errno.EEXIST, "was made meanwhile", str(path))
-                os.fchmod(top, 0o700)
-                for name in folders:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(name, 0o755, dir_fd=top)
+    make_folders(path.parent)
+    with _opened(path.parent) as parent:
+        with contextlib.suppress(*() if is_new else (FileExistsError,)):
+            os.mkdir(path.name, 0o700, dir_fd=parent)
+        with _opened(path.name, parent, os.O_NOFOLLOW if is_new else 0) as top:
+            if is_new and os.listdir(top):
+                raise FileExistsError(errno.EEXIST, "was made meanwhile", str(path))
+            os.fchmod(top, 0o700)
+            for name in folders:
+                _make_folder(name, top)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder, and those above that are missing, so that their owner alone can write them;
+    one that is there stays as it is. Raise OSError where one can't be made.
+
+    The umask says little of a new folder's mode: a project's group may have 002, and the default
+    ACL of a folder above, which a project's files often get, takes the umask's place.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    for folder in reversed(missing):
+        _make_folder(folder)
+
+
+def _make_folder(path: Path | str, parent: int | None = None) -> None:
+    """Make a folder as `make_folders` does; a relative `path` is of the folder with the descriptor
+    `parent`."""
+    try:
+        os.mkdir(path, 0o755, dir_fd=parent)
+    except FileExistsError:
+        return
+    with _opened(path, parent, os.O_NOFOLLOW) as folder:
+        mode = stat.S_IMODE(os.fstat(folder).st_mode)
+        if mode & 0o022:  # some file systems look at an ACL alone
+            os.fchmod(folder, mode & ~0o022)
 
 
 @contextlib.contextmanager
