@@ -22,7 +22,13 @@ from typing import Any
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.notification import read_addresses
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import check_links, close_to_others, write_json, written_by_owner
+from hpc_ddp.core.file_io import (
+    check_links,
+    close_to_others,
+    make_folders,
+    write_json,
+    write_whole,
+)
 from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.variables import literal_names
@@ -111,8 +117,7 @@ class Plan:
                 for path in (run.job_json, run.limits_json, run.script, *marks):
                     if path.exists():
                         prepared.earlier[path] = path.read_bytes()
-            with written_by_owner():
-                self._write_files()
+            self._write_files()
         except OSError as error:
             path = self.run.path
             if isinstance(error, FileExistsError) and error.filename in (str(path), path.name):
@@ -139,6 +144,8 @@ class Plan:
         run = self.run.make(self.is_new)  # and the folders above
         check_folder(run)
         snapshot.carry_library(run)
+        if self.source or self.copies_code:
+            make_folders(run.code)
         if self.source:
             newest, _ = snapshot.newest(self.source, self.spec.program, self.spec.module)
             shutil.copytree(newest, self.code, symlinks=True)
@@ -146,7 +153,7 @@ class Plan:
             snapshot.take(self.spec.program, run, self.exclude)
         if self.code.is_relative_to(run.path):
             close_to_others(self.code)
-        run.job_json.write_text(self.spec.to_json())
+        write_whole(run.job_json, self.spec.to_json(), mode=0o644)
         write_json(run.limits_json, {**self.limits})
 
 

@@ -13,20 +13,26 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
+from unit.fakes import set_acl
 
 
+@pytest.mark.parametrize("has_acl", [False, True])
 def test_nothing_of_a_run_can_be_written_by_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_acl: bool
 ) -> None:
-    """Its owner has the umask of a project's group, and so have the script and the package."""
+    """Its owner has the umask of a project's group, and so have the script and the package; or the
+    folder has a default ACL, which takes the umask's place."""
     umask = os.umask(0o002)
     try:
+        if has_acl:
+            set_acl(tmp_path, "default")
         project = tmp_path / "project"
         (project / "part").mkdir(parents=True)
         (project / "part" / "more.py").write_text("")
@@ -39,6 +45,9 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
         settings = Settings({"script": "train.py"})
         run = plan.plan_new(settings, project, tmp_path / "runs").write()
         backends.render(run)
+        backends.SubmititBackend().write_further_files(run)
+        task_of(run.run, 0)
+        run.run.claim_attempt({}, lambda _: False)
         run.run.journal("worker").write(raw("first_step", step=1))  # a worker has its user's umask
         assert os.umask(0o002) == 0o002
     finally:
