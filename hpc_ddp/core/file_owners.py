@@ -152,13 +152,53 @@ def check_folder(run: RunFolder) -> None:
             fault = f"belongs to {user_name(status.st_uid)}"
         elif is_writable_by_others(status, part) and not status.st_mode & stat.S_ISVTX:
             fault = f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
-            hint = f"chmod +t {shlex.quote(str(folder))}, or chmod go-w"
+            hint = f"chmod +t {shlex.quote(str(folder))}, or chmod go-w; without effect? --runs-dir"
         if fault:
             raise UsageError(
                 f"{refusal} it {fault}, so a run in it could be replaced; accepted: a folder of"
                 " yours, in which others can rename nothing of yours",
                 hint=hint,
             )
+
+
+def check_kept_modes(run: RunFolder) -> None:
+    """Refuse a run that this process has just closed to others and written, where its batch script
+    would start nothing of it: on a file system that does not keep modes, as of a share of CIFS with
+    ``dir_mode=0775``, or of gcsfuse.
+
+    The script's own look is ``check_owner`` of the template. The owners that it compares are those
+    of new files, which these are.
+
+    Raises
+    ------
+    UsageError
+        others can enter the run still, and write in it what is executed
+    OSError
+        a part of it can't be looked at
+    """
+    if not stat.S_IMODE(run.path.stat().st_mode) & 0o077:
+        return
+    for path in _judged_by_script(run):
+        mode = path.lstat().st_mode
+        if mode & 0o022 and not stat.S_ISLNK(mode):
+            raise UsageError(
+                f"the file system of {run.root} does not keep permissions: {path} has mode"
+                f" {stat.S_IMODE(mode):04o} whatever chmod has set, and a job starts nothing that"
+                " other users can write",
+                hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
+            )
+
+
+def _judged_by_script(run: RunFolder) -> Iterator[Path]:
+    """Yield the files and folders of a run whose modes count for the batch script."""
+    yield from (run.path, *run.path.glob("job.*"))
+    for tree in (run.lib, run.code, run.submitit):
+        if tree.is_symlink():  # a task's, to the array's
+            continue
+        for path in (tree, *tree.rglob("*")):
+            is_named = path.name in ("lib", "stage.sh", "supervisor.pkl") or ".py" in path.name
+            if is_named and os.path.lexists(path):
+                yield path
 
 
 def check_executable(run: RunFolder) -> None:

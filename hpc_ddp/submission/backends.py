@@ -20,6 +20,7 @@ from hpc_ddp.core.accelerators import SHOW_DEVICES, hiding_env
 from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env, installed_python
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import close_to_others, make_folders, write_whole
+from hpc_ddp.core.file_owners import check_kept_modes
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
@@ -311,7 +312,7 @@ def render(prepared: PreparedRun) -> str:
     Raises
     ------
     UsageError, HpcDdpError
-        as `Backend.script`
+        as `Backend.script`, and for a file system that keeps no permissions
     OSError
         a file can't be written
     """
@@ -319,6 +320,7 @@ def render(prepared: PreparedRun) -> str:
     text = backend.script(prepared)
     write_whole(prepared.run.script, text, mode=0o644)
     backend.write_further_files(prepared)
+    check_kept_modes(prepared.run)
     return text
 
 

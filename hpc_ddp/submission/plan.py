@@ -29,7 +29,7 @@ from hpc_ddp.core.file_io import (
     write_json,
     write_whole,
 )
-from hpc_ddp.core.file_owners import check_folder
+from hpc_ddp.core.file_owners import check_folder, check_kept_modes
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.variables import literal_names
 from hpc_ddp.core.journal.events import Rerun
@@ -101,9 +101,9 @@ class Plan:
         ------
         UsageError
             the folder can't be written, another submit has just made it, another process starts the
-            run just now, other users could replace it, the code is too large, git can't list it, a
-            job works on the run, or may, or the newest checkpoint is of another version of hpc-ddp;
-            nothing of a new run is left behind
+            run just now, other users could replace it, its disk keeps no permissions, the code is
+            too large, git can't list it, a job works on the run, or may, or the newest checkpoint
+            is of another version of hpc-ddp; nothing of a new run is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:
@@ -142,6 +142,7 @@ class Plan:
         and OSError; what was written by then stays."""
         check_folder(self.run)  # before anything is made, and again: a link may have come since
         run = self.run.make(self.is_new)  # and the folders above
+        check_kept_modes(run)
         check_folder(run)
         snapshot.carry_library(run)
         if self.source or self.copies_code:
