@@ -221,13 +221,15 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
 
-    The draft has a random name and is new: others may write to the folder. The umask takes from the
-    `mode`. Raise OSError where the disk refuses it; the old file then stays.
+    The draft has a random name and is new: others may write to the folder. The umask, or a default
+    ACL of the folder, takes from the `mode`, and adds nothing. Raise OSError where the disk refuses
+    it; the old file then stays.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         opener = partial(os.open, mode=mode)
         with open(draft, "x", encoding="utf-8", opener=opener) as file:  # x: it follows no link
+            _limit_mode(file.fileno(), mode)
             file.write(text)
         draft.replace(path)
     except BaseException:
@@ -269,26 +271,9 @@ def read_tail(path: Path, size_bytes: int) -> str:
     return _NOISE_LINE.sub("", _RANK_MARK.sub("", text))
 
 
-@contextlib.contextmanager
-def written_by_owner() -> Iterator[None]:
-    """Have only the owner write the files that are made inside the block, by the process's umask,
-    which is put back behind it.
-
-    A project's group may have the umask 002. An owner may open a run for others to read, and its
-    files are executed and believed. The umask is no whole process's: a job inherits that of its
-    submit, and so do the files of its script.
-    """
-    umask = os.umask(0o022)
-    os.umask(umask | 0o022)
-    try:
-        yield
-    finally:
-        os.umask(umask)
-
-
 def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
-    """Make a folder of mode 0700, `folders` in it, and those above that are missing; all these
-    others have 0755 at most. One that is there gets the mode 0700, or with `is_new` is refused.
+    """Make a folder of mode 0700, `folders` in it, and those above that are missing, which their
+    owner alone can write. One that is there gets the mode 0700, or with `is_new` is refused.
 
     It works by descriptors: what another user puts in place of a new folder meanwhile, such as a
     link to one of this user's, stays as it is.
@@ -300,18 +285,47 @@ def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
     OSError
         it can't be made, or has been replaced
     """
-    with written_by_owner():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _opened(path.parent) as parent:
-            with contextlib.suppress(*() if is_new else (FileExistsError,)):
-                os.mkdir(path.name, 0o700, dir_fd=parent)
-            with _opened(path.name, parent, os.O_NOFOLLOW if is_new else 0) as top:
-                if is_new and os.listdir(top):
-                    raise FileExistsError(errno.EEXIST, "was made meanwhile", str(path))
-                os.fchmod(top, 0o700)
-                for name in folders:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(name, 0o755, dir_fd=top)
+    make_folders(path.parent)
+    with _opened(path.parent) as parent:
+        with contextlib.suppress(*() if is_new else (FileExistsError,)):
+            os.mkdir(path.name, 0o700, dir_fd=parent)
+        with _opened(path.name, parent, os.O_NOFOLLOW if is_new else 0) as top:
+            if is_new and os.listdir(top):
+                raise FileExistsError(errno.EEXIST, "was made meanwhile", str(path))
+            os.fchmod(top, 0o700)
+            for name in folders:
+                _make_folder(name, top)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder, and those above that are missing, so that their owner alone can write them;
+    one that is there stays as it is. Raise OSError where one can't be made.
+
+    The umask says little of a new folder's mode: a project's group may have 002, and the default
+    ACL of a folder above, which a project's files often get, takes the umask's place.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    for folder in reversed(missing):
+        _make_folder(folder)
+
+
+def _make_folder(path: Path | str, parent: int | None = None) -> None:
+    """Make a folder as `make_folders` does; a relative `path` is of the folder with the descriptor
+    `parent`."""
+    try:
+        os.mkdir(path, 0o755, dir_fd=parent)
+    except FileExistsError:
+        return
+    with _opened(path, parent, os.O_NOFOLLOW) as folder:
+        _limit_mode(folder, 0o755)
+
+
+def _limit_mode(descriptor: int, mode: int) -> None:
+    """Take from a new file or folder what it has above the `mode` that it was made with: some file
+    systems look at the ACL of its folder alone. Raise OSError where that is refused."""
+    present = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    if present & 0o777 & ~mode:
+        os.fchmod(descriptor, present & (mode | ~0o777))
 
 
 @contextlib.contextmanager
@@ -328,8 +342,9 @@ def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iter
 def close_to_others(top: Path) -> None:
     """Take the right to write of all but the owner from a folder and all below it.
 
-    A copy has its original's mode, whatever the umask. Links stay as they are. Raise OSError where
-    `top` is missing, or a mode can't be changed.
+    A copy has its original's mode, whatever the umask, and a default ACL takes the umask's place:
+    so neither keeps others from files that are executed and believed. Links stay as they are.
+    Raise OSError where `top` is missing, or a mode can't be changed.
     """
     for path in (top, *top.rglob("*")):
         mode = path.lstat().st_mode

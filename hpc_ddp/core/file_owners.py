@@ -1,7 +1,7 @@
 """Which files and runs of a shared disk may act for the user, by owner and mode.
 
-As git's ``safe.directory`` and sshd's ``StrictModes`` judge. Mode bits are all that is read: an ACL
-shows in the group's bits on most file systems, and not on all.
+As git's ``safe.directory`` and sshd's ``StrictModes`` judge. An ACL's entries are not read: one of
+POSIX shows in the group's bits, and those of NFSv4 and GPFS may not.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from hpc_ddp.core.file_io import ROOT, check_links
 from hpc_ddp.core.run_folder import RunFolder
 
 
-def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
+def file_fault(
+    file: os.stat_result, folder: os.stat_result, uid: int, others_can_write: bool
+) -> str:
     """Return why a settings file or template may not act for the user `uid`; '' if it may.
 
-    `file` is its status, `folder` that of its folder; root's files are accepted. So is a folder
-    that a group can write: a file put in place of this one would belong to another user, and be
-    refused for that.
+    `file` is its status, `others_can_write` is `is_writable_by_others` of it, `folder` the status
+    of its folder; root's files are accepted. So is a folder that a group can write: a file put in
+    place of this one would belong to another user, and be refused for that.
     """
     if not stat.S_ISREG(file.st_mode):
         return "it is no regular file"
     if file.st_uid not in (uid, ROOT):  # root can change what the user runs anyway
         return f"it belongs to {user_name(file.st_uid)}"
-    if is_writable_by_others(file):
+    if others_can_write:
         return f"other users can write it (mode {stat.S_IMODE(file.st_mode):04o})"
     # In /tmp a file of root's may be a hard link that another user has put there.
     is_kept = folder.st_mode & stat.S_ISVTX and file.st_uid == uid
@@ -43,14 +45,27 @@ def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
     return ""
 
 
-def is_writable_by_others(status: os.stat_result) -> bool:
-    """Return whether a user besides the owner can write a file or folder, by its `status`.
+def is_writable_by_others(status: os.stat_result, file: int | Path) -> bool:
+    """Return whether a user besides the owner can write a file or folder, by its `status`; `file`
+    is its descriptor or path, where a link's is followed.
 
     A group that holds its user alone counts as the user, as Debian's sshd has it: with such groups
-    comes the umask 002, by which all of a user's files can be written by the group.
+    comes the umask 002, by which all of a user's files can be written by the group. With an ACL the
+    group's bits are those of its mask, and speak of other users and groups as well.
     """
-    by_group = status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid, status.st_uid)
-    return bool(status.st_mode & stat.S_IWOTH or by_group)
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    by_group = bool(status.st_mode & stat.S_IWGRP)
+    return by_group and not (_is_private(status.st_gid, status.st_uid) and not _has_acl(file))
+
+
+def _has_acl(file: int | Path) -> bool:
+    """Return whether a file or folder has a POSIX ACL besides its mode; False where the system or
+    the file system knows none."""
+    try:
+        return "system.posix_acl_access" in os.listxattr(file)
+    except (AttributeError, OSError):  # macOS has no listxattr
+        return False
 
 
 def _is_private(gid: int, uid: int) -> bool:
@@ -84,18 +99,19 @@ def user_name(uid: int) -> str:
         return f"uid {uid}"
 
 
-def run_fault(status: os.stat_result, uid: int, is_reachable: bool = True) -> str:
+def run_fault(path: Path, status: os.stat_result, uid: int, is_reachable: bool = True) -> str:
     """Return why the user `uid` may start nothing from a file or folder of a run; '' if they may.
 
-    `status` is of `lstat`. The mode does not count for a link, nor where a folder above keeps
-    others out (not `is_reachable`); the owner always does, since others may have reached it
-    earlier. Unlike a settings file, root's is refused too: root writes settings for all users, and
-    no user has to go on with a run of root's, to which the user could not even write a checkpoint.
+    `status` is of the `path`, by `lstat`. The mode does not count for a link, nor where a folder
+    above keeps others out (not `is_reachable`); the owner always does, since others may have
+    reached it earlier. Unlike a settings file, root's is refused too: root writes settings for all
+    users, and no user has to go on with a run of root's, to which the user could not even write a
+    checkpoint.
     """
     if status.st_uid != uid:
         return f"belongs to {user_name(status.st_uid)}"
     is_link = stat.S_ISLNK(status.st_mode)
-    if is_reachable and not is_link and is_writable_by_others(status):
+    if is_reachable and not is_link and is_writable_by_others(status, path):
         return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
     return ""
 
@@ -134,15 +150,55 @@ def check_folder(run: RunFolder) -> None:
         fault, hint = "", folder_hint
         if status.st_uid not in owners:
             fault = f"belongs to {user_name(status.st_uid)}"
-        elif is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX:
+        elif is_writable_by_others(status, part) and not status.st_mode & stat.S_ISVTX:
             fault = f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
-            hint = f"chmod +t {shlex.quote(str(folder))}, or chmod go-w"
+            hint = f"chmod +t {shlex.quote(str(folder))}, or chmod go-w; without effect? --runs-dir"
         if fault:
             raise UsageError(
                 f"{refusal} it {fault}, so a run in it could be replaced; accepted: a folder of"
                 " yours, in which others can rename nothing of yours",
                 hint=hint,
             )
+
+
+def check_kept_modes(run: RunFolder) -> None:
+    """Refuse a run that this process has just closed to others and written, where its batch script
+    would start nothing of it: on a file system that does not keep modes, as of a share of CIFS with
+    ``dir_mode=0775``, or of gcsfuse.
+
+    The script's own look is ``check_owner`` of the template. The owners that it compares are those
+    of new files, which these are.
+
+    Raises
+    ------
+    UsageError
+        others can enter the run still, and write in it what is executed
+    OSError
+        a part of it can't be looked at
+    """
+    if not stat.S_IMODE(run.path.stat().st_mode) & 0o077:
+        return
+    for path in _judged_by_script(run):
+        mode = path.lstat().st_mode
+        if mode & 0o022 and not stat.S_ISLNK(mode):
+            raise UsageError(
+                f"the file system of {run.root} does not keep permissions: {path} has mode"
+                f" {stat.S_IMODE(mode):04o} whatever chmod has set, and a job starts nothing that"
+                " other users can write",
+                hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
+            )
+
+
+def _judged_by_script(run: RunFolder) -> Iterator[Path]:
+    """Yield the files and folders of a run whose modes count for the batch script."""
+    yield from (run.path, *run.path.glob("job.*"))
+    for tree in (run.lib, run.code, run.submitit):
+        if tree.is_symlink():  # a task's, to the array's
+            continue
+        for path in (tree, *tree.rglob("*")):
+            is_named = path.name in ("lib", "stage.sh", "supervisor.pkl") or ".py" in path.name
+            if is_named and os.path.lexists(path):
+                yield path
 
 
 def check_executable(run: RunFolder) -> None:
@@ -160,7 +216,7 @@ def check_executable(run: RunFolder) -> None:
     uid = os.geteuid()
     is_reachable = bool(stat.S_IMODE(run.whole.stat().st_mode) & 0o077)
     for path in _executed(run):
-        if fault := run_fault(path.lstat(), uid, is_reachable):
+        if fault := run_fault(path, path.lstat(), uid, is_reachable):
             raise UsageError(
                 f"run {run.path} can only be read: {path} {fault}; accepted: a run that is yours,"
                 " and that no other user can write",
@@ -234,7 +290,7 @@ def checkpoint_fault(run: RunFolder, folder: Path) -> str:
             return f"{path.relative_to(run.checkpoints)} belongs to {user_name(uid)}"
     for path, statuses in {run.checkpoints: _statuses(run.checkpoints), **parts}.items():
         for status in statuses:
-            is_open = not stat.S_ISLNK(status.st_mode) and is_writable_by_others(status)
+            is_open = not stat.S_ISLNK(status.st_mode) and is_writable_by_others(status, path)
             if status.st_uid not in owners or is_open:
                 _refuse_checkpoint(run, folder, path)
     return ""

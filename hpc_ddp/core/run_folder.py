@@ -20,7 +20,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import secrets
 import shlex
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import make_private, read_json
+from hpc_ddp.core.file_io import make_private, read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef, distinct
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
@@ -268,9 +267,9 @@ class RunFolder:
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         try:
-            (draft / "attempt.json").write_text(json.dumps(info))
+            write_json(draft / "attempt.json", info)
             for name in ("notice", "failed", "fabric", "end-time", "trackers"):
-                (draft / name).touch()
+                (draft / name).touch(mode=0o644)
             (draft / "secret").touch(mode=0o600)
             (draft / "secret").write_bytes(secrets.token_bytes(32))
             draft.rename(attempt.path)  # fails on a folder that isn't empty: ours never is

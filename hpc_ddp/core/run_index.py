@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import check_links, read_json, written_by_owner
+from hpc_ddp.core.file_io import check_links, make_folders, read_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -32,8 +32,7 @@ def link_job(job: JobRef, run: RunFolder) -> None:
     try:
         if os.path.lexists(index):  # before a folder is made behind a link of another user
             check_links(index)
-        with written_by_owner():
-            link.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(link.parent)
         check_links(link.parent)
         if index.stat().st_uid != os.geteuid():
             raise OSError(errno.EPERM, "a folder of another user", str(index))

@@ -19,7 +19,8 @@ from hpc_ddp import slurm
 from hpc_ddp.core.accelerators import SHOW_DEVICES, hiding_env
 from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env, installed_python
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.file_io import written_by_owner
+from hpc_ddp.core.file_io import close_to_others, make_folders, write_whole
+from hpc_ddp.core.file_owners import check_kept_modes
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
@@ -239,8 +240,9 @@ class SubmititBackend(SlurmBackend):
 
         kind, command = node_command(prepared.spec, prepared.run, prepared.script)
         folder = prepared.run.submitit
-        folder.mkdir(exist_ok=True)
+        make_folders(folder)
         DelayedSubmission(submitit_main, kind, command).dump(folder / PICKLE)
+        close_to_others(folder / PICKLE)
 
     def _executor(self, plan: Plan) -> Any:
         """Return submitit's executor, with our set-up and tear-down lines.
@@ -310,15 +312,15 @@ def render(prepared: PreparedRun) -> str:
     Raises
     ------
     UsageError, HpcDdpError
-        as `Backend.script`
+        as `Backend.script`, and for a file system that keeps no permissions
     OSError
         a file can't be written
     """
     backend = BACKENDS[prepared.spec.backend]
     text = backend.script(prepared)
-    with written_by_owner():
-        prepared.run.script.write_text(text)
-        backend.write_further_files(prepared)
+    write_whole(prepared.run.script, text, mode=0o644)
+    backend.write_further_files(prepared)
+    check_kept_modes(prepared.run)
     return text
 
 

@@ -22,8 +22,14 @@ from typing import Any
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.notification import read_addresses
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import check_links, close_to_others, write_json, written_by_owner
-from hpc_ddp.core.file_owners import check_folder
+from hpc_ddp.core.file_io import (
+    check_links,
+    close_to_others,
+    make_folders,
+    write_json,
+    write_whole,
+)
+from hpc_ddp.core.file_owners import check_folder, check_kept_modes
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.variables import literal_names
 from hpc_ddp.core.journal.events import Rerun
@@ -95,9 +101,9 @@ class Plan:
         ------
         UsageError
             the folder can't be written, another submit has just made it, another process starts the
-            run just now, other users could replace it, the code is too large, git can't list it, a
-            job works on the run, or may, or the newest checkpoint is of another version of hpc-ddp;
-            nothing of a new run is left behind
+            run just now, other users could replace it, its disk keeps no permissions, the code is
+            too large, git can't list it, a job works on the run, or may, or the newest checkpoint
+            is of another version of hpc-ddp; nothing of a new run is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:
@@ -111,8 +117,7 @@ class Plan:
                 for path in (run.job_json, run.limits_json, run.script, *marks):
                     if path.exists():
                         prepared.earlier[path] = path.read_bytes()
-            with written_by_owner():
-                self._write_files()
+            self._write_files()
         except OSError as error:
             path = self.run.path
             if isinstance(error, FileExistsError) and error.filename in (str(path), path.name):
@@ -137,8 +142,11 @@ class Plan:
         and OSError; what was written by then stays."""
         check_folder(self.run)  # before anything is made, and again: a link may have come since
         run = self.run.make(self.is_new)  # and the folders above
+        check_kept_modes(run)
         check_folder(run)
         snapshot.carry_library(run)
+        if self.source or self.copies_code:
+            make_folders(run.code)
         if self.source:
             newest, _ = snapshot.newest(self.source, self.spec.program, self.spec.module)
             shutil.copytree(newest, self.code, symlinks=True)
@@ -146,7 +154,7 @@ class Plan:
             snapshot.take(self.spec.program, run, self.exclude)
         if self.code.is_relative_to(run.path):
             close_to_others(self.code)
-        run.job_json.write_text(self.spec.to_json())
+        write_whole(run.job_json, self.spec.to_json(), mode=0o644)
         write_json(run.limits_json, {**self.limits})
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,8 @@ from pathlib import Path
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import close_to_others
+from hpc_ddp.core.file_io import ROOT, close_to_others
+from hpc_ddp.core.file_owners import user_name
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.settings.fabric_profiles import for_auto
@@ -75,9 +77,10 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     """Copy the code around `script` to its `place`; a bar on stderr shows the progress.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
-    ignored), or else its folder, without folders of runs. Large weights are left out, with a note
-    on stderr, where it would be too large with them. Links are copied as links. `exclude` has
-    patterns of files to leave out, but for the script, which is copied in any case.
+    ignored), or else its folder, without folders of runs. Left out, with a note on stderr, are
+    files of other users, and large weights where it would be too large with them. Links are copied
+    as links. `exclude` has patterns of files to leave out, but for the script, which is copied in
+    any case.
 
     Raises
     ------
@@ -107,7 +110,8 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
 
 def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the folder of the code around `script`, and the files in it that a snapshot copies, by
-    names relative to it. Large weights that do not fit are left out, with a note on stderr.
+    names relative to it. Files of other users, and large weights that do not fit, are left out,
+    with a note on stderr.
 
     Parameters
     ----------
@@ -131,7 +135,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     else:
         root = script.parent
         names = _plain_files(root, run.root)
-    return root, list(_select_within_limits(root, _without_runs(root, names), exclude))
+    names = _without_runs(root, names)
+    return root, list(_select_within_limits(root, names, exclude, _trusted_owners(script)))
 
 
 def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
@@ -184,15 +189,34 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 def _work_tree(script: Path) -> Path | None:
     """Return the git work tree that `script` lies in; None without one, without git, where git
-    refuses, and where the script's path leads there through a link."""
+    refuses, where the script's path leads there through a link, and where the tree, its ``.git`` or
+    what that leads to is another user's: who makes one above the user's folder, as in /scratch,
+    would decide what belongs to the code."""
     try:
-        done = _git(script.parent, "rev-parse", "--show-toplevel")
+        top, git_folder = (
+            _git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
+        )
     except FileNotFoundError:
         return None
-    if done.returncode:
+    if top.returncode or git_folder.returncode:
         return None
-    root = Path(os.fsdecode(done.stdout.removesuffix(b"\n")))
-    return root if script.is_relative_to(root) else None  # reached through a link: take the folder
+    root, settings = (
+        script.parent / os.fsdecode(done.stdout.removesuffix(b"\n")) for done in (top, git_folder)
+    )
+    if not script.is_relative_to(root):  # reached through a link: take the folder
+        return None
+    marks = [path for path in (root, root / ".git", settings) if os.path.lexists(path)]
+    owners = {mark.lstat().st_uid for mark in marks} | {settings.stat().st_uid}
+    return root if owners <= _trusted_owners(script) else None
+
+
+def _trusted_owners(script: Path) -> set[int]:
+    """Return the users whose files beside `script` are code of the user's: this one, root, and the
+    script's owner, whose code runs in any case. Some disks give all files to one user."""
+    owners = {os.geteuid(), ROOT}
+    with suppress(OSError):  # of a module that has no file
+        owners.add(script.stat().st_uid)
+    return owners
 
 
 def _git_files(root: Path, runs: Path) -> Iterator[str]:
@@ -244,12 +268,13 @@ def _without_runs(root: Path, names: Iterable[str]) -> Iterator[str]:
 
 
 def _select_within_limits(
-    root: Path, names: Iterable[str], exclude: Sequence[str]
+    root: Path, names: Iterable[str], exclude: Sequence[str], owners: set[int]
 ) -> dict[str, int]:
     """Return the size in bytes of each file to copy, by its name relative to `root`.
 
-    Left out are names that match a pattern of `exclude`, whatever is no file and no link, and all
-    large weights where they do not fit together, with a note on stderr.
+    Left out are names that match a pattern of `exclude`, whatever is no file and no link, and, with
+    a note on stderr, files and links of users besides the `owners`, and all large weights where
+    they do not fit together.
 
     Raises
     ------
@@ -261,15 +286,25 @@ def _select_within_limits(
     real_root = root.resolve()
     sizes: dict[str, int] = {}
     weights: dict[str, int] = {}
+    foreign: dict[str, int] = {}  # their owners
     total = 0
     for name in names:
         path = root / name
         names_of_it = name, str(real_root / name)
         if any(fnmatch(text, pattern) for text in names_of_it for pattern in exclude):
             continue
-        if not path.is_symlink() and not path.is_file():  # deleted but tracked, a submodule, a pipe
+        try:
+            status = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):  # deleted, but tracked
             continue
-        size = path.lstat().st_size
+        if not (
+            stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
+        ):  # a submodule, a pipe
+            continue
+        if status.st_uid not in owners:  # in the copy it would be the user's, and be imported
+            foreign[name] = status.st_uid
+            continue
+        size = status.st_size
         if size > LARGE_BYTES and path.suffix in WEIGHTS:
             weights[name] = size
             continue
@@ -277,6 +312,11 @@ def _select_within_limits(
         total += size
         if len(sizes) > LIMIT_FILES or total > LIMIT_BYTES:
             _refuse(root, sizes)
+    for name, uid in [*foreign.items()][:1]:
+        say(
+            f"note: the copy of the code leaves out {name} of {user_name(uid)}; files of other"
+            f" users: {len(foreign)}; --no-snapshot runs the live code, with them"
+        )
     if total + sum(weights.values()) <= LIMIT_BYTES:
         return sizes | weights
     say(f"note: the copy of the code has no room for {_largest(weights)}")

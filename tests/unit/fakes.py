@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import struct
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.skips import skip_or_fail
 
 _COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo")
 
@@ -104,3 +108,16 @@ USER, STRANGER, GROUP = 54321, 54322, 54323
 
 def raise_disk_full(*args: Any, **options: Any) -> Any:
     raise OSError(28, "No space left on device")
+
+
+def set_acl(path: Path, kind: str = "access") -> None:
+    """Let a group besides the owner's read, write and enter a folder, by an ACL of POSIX; with the
+    `kind` "default", whatever will be made in it."""
+    nobody, any_id = 65534, 0xFFFFFFFF
+    # The owner, the owner's group, the group of `nobody`, the mask and all others.
+    entries = ((1, 7, any_id), (4, 5, any_id), (8, 7, nobody), (16, 7, any_id), (32, 5, any_id))
+    text = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(path, f"system.posix_acl_{kind}", text)
+    except OSError as error:
+        skip_or_fail(f"this file system has no ACL: {error}")

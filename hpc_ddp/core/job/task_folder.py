@@ -24,7 +24,7 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
     def make() -> RunFolder:
         task = run.task(index).make()
         if not task.job_json.exists() or task.job_json.read_bytes() != job.encode():
-            write_whole(task.job_json, job)
+            write_whole(task.job_json, job, mode=0o644)
         link = task.path / "lib"
         if not link.is_symlink():
             link.symlink_to(Path("..") / "lib")

@@ -43,21 +43,21 @@ def read(path: Path) -> bytes:
     OSError
         it can't be read
     """
-    content, status = _open(path)
-    fault = _fault(path, status)
+    content, status, others_can_write = _open(path)
+    fault = _fault(path, status, others_can_write)
     if fault and _accepted().get(_key(path)) != _entry(content, status):
         change = ", and has changed since it was accepted" if _key(path) in _accepted() else ""
         raise UsageError(
             f"{path} is not used: {fault}{change}; accepted: a file that belongs to you or to root,"
             " and that no other user can write or replace",
-            hint=_hint(path, status),
+            hint=_hint(path, status, others_can_write),
         )
     return content
 
 
-def _hint(path: Path, status: os.stat_result) -> str:
+def _hint(path: Path, status: os.stat_result, others_can_write: bool) -> str:
     """Return what to do about a file that may not act for the user."""
-    if status.st_uid == os.geteuid() and file_owners.is_writable_by_others(status):
+    if status.st_uid == os.geteuid() and others_can_write:
         return f"chmod go-w {_quoted(path)}; or, as it is now: hpc-ddp trust {_quoted(path)}"
     return f"read it; if it may decide what your jobs run: hpc-ddp trust {_quoted(path)}"
 
@@ -90,7 +90,7 @@ def accept(path: Path) -> None:
         the record can't be written
     """
     try:
-        content, status = _open(path)
+        content, status, _ = _open(path)
     except OSError as error:
         raise UsageError(
             f"{path} can't be read: {error.strerror}", hint=f"ls -l {_quoted(path)}"
@@ -100,24 +100,27 @@ def accept(path: Path) -> None:
     _write({**_accepted(), _key(path): _entry(content, status)})
 
 
-def _open(path: Path) -> tuple[bytes, os.stat_result]:
-    """Return a file's content, b'' for no regular file, and the status of the opened file; raise
-    OSError."""
+def _open(path: Path) -> tuple[bytes, os.stat_result, bool]:
+    """Return a file's content, b'' for no regular file, the status of the opened file, and whether
+    other users can write it; raise OSError."""
     # A symbolic link is followed to its end. Without O_NONBLOCK a FIFO would be waited for.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(os.path.realpath(path), flags), "rb") as file:
         status = os.fstat(file.fileno())
-        return file.read() if stat.S_ISREG(status.st_mode) else b"", status
+        others_can_write = file_owners.is_writable_by_others(status, file.fileno())
+        return file.read() if stat.S_ISREG(status.st_mode) else b"", status, others_can_write
 
 
-def _fault(path: Path, status: os.stat_result) -> str:
-    """Return what is wrong with an opened file of this `status`, with its folder or with the link
-    that led to it; '' for a good one. Raise OSError where it is gone."""
+def _fault(path: Path, status: os.stat_result, others_can_write: bool) -> str:
+    """Return what is wrong with an opened file of this `status`, which `others_can_write` or not,
+    with its folder or with the link that led to it; '' for a good one. Raise OSError where it is
+    gone."""
     uid = os.geteuid()
     link = path.lstat()
     if file_io.is_link_of_another(link):
         return f"it is a symbolic link that belongs to {file_owners.user_name(link.st_uid)}"
-    return file_owners.file_fault(status, Path(os.path.realpath(path)).parent.stat(), uid)
+    folder = Path(os.path.realpath(path)).parent.stat()
+    return file_owners.file_fault(status, folder, uid, others_can_write)
 
 
 def _key(path: Path) -> str:
@@ -145,13 +148,15 @@ def _accepted() -> dict[str, Any]:
     """
     path = home_folder() / RECORD
     try:
-        content, status = _open(path)
+        content, status, others_can_write = _open(path)
         values = json.loads(content)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} can't be read: {error}", hint=f"rm {_quoted(path)}") from None
-    fault = _fault(path, status) or ("" if isinstance(values, dict) else "it holds no JSON object")
+    fault = _fault(path, status, others_can_write)
+    if not (fault or isinstance(values, dict)):
+        fault = "it holds no JSON object"
     if fault:
         raise UsageError(
             f"{path} is not used: {fault}; accepted: a file that only you can write",

@@ -13,8 +13,10 @@ import pytest
 from hpc_ddp.core import file_owners
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_owners import check_folder
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
-from unit.fakes import GROUP, STRANGER, USER
+from hpc_ddp.core.run_index import link_job
+from unit.fakes import GROUP, STRANGER, USER, set_acl
 
 REGULAR, FOLDER, LINK = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK
 
@@ -42,7 +44,8 @@ def status(kind: int, mode: int, uid: int, gid: int = GROUP) -> os.stat_result:
 def test_the_fault_of_a_file_is_named(
     file: os.stat_result, folder: os.stat_result, fault: str
 ) -> None:
-    answer = file_owners.file_fault(file, folder, USER)
+    others_can_write = file_owners.is_writable_by_others(file, Path("/dev/null"))
+    answer = file_owners.file_fault(file, folder, USER, others_can_write)
     assert bool(answer) == bool(fault)
     assert fault in answer
 
@@ -69,7 +72,34 @@ def test_a_group_of_one_user_counts_as_that_user(
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
     file = status(REGULAR, 0o664, USER, gid)
-    assert file_owners.is_writable_by_others(file) is not is_private
+    assert file_owners.is_writable_by_others(file, Path("/dev/null")) is not is_private
+
+
+def test_an_acl_of_a_private_group_speaks_of_other_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the group are the ACL's mask."""
+    monkeypatch.setattr(file_owners, "_is_private", lambda gid, uid: True)
+    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
+    for path in (run.root, run.path.parent):
+        path.chmod(0o775)
+        check_folder(run)
+        set_acl(path)
+        assert path.stat().st_mode & 0o777 == 0o775
+        with pytest.raises(UsageError, match=r"can be written by other users \(mode 0775\)"):
+            check_folder(run)
+        path.chmod(0o755)  # the hint: the mask lets others write no more
+        check_folder(run)
+
+
+def test_below_a_default_acl_others_write_no_folder_of_runs(tmp_path: Path) -> None:
+    """It takes the umask's place."""
+    set_acl(tmp_path, "default")
+    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
+    link_job(JobRef("7", "main"), run)
+    made = [run.root, *run.root.rglob("*/")]
+    assert run.root / f".jobs-{os.geteuid()}" / "main" in made
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
 
 
 @pytest.mark.parametrize("names", [[], ["me"], ["me", "alias"], ["me", "you"]])
@@ -83,7 +113,7 @@ def test_a_group_may_be_the_primary_one_of_another_user(
     monkeypatch.setattr(pwd, "getpwall", lambda: [account(name, uids[name]) for name in names])
     file_owners._is_shared.cache_clear()
     file = status(REGULAR, 0o664, USER)
-    assert file_owners.is_writable_by_others(file) is ("you" in names)
+    assert file_owners.is_writable_by_others(file, Path("/dev/null")) is ("you" in names)
     file_owners._is_shared.cache_clear()
 
 
@@ -99,7 +129,7 @@ def test_a_group_may_be_the_primary_one_of_another_user(
     ],
 )
 def test_files_of_other_users_are_not_executed(entry: os.stat_result, fault: str) -> None:
-    assert file_owners.run_fault(entry, USER) == fault
+    assert file_owners.run_fault(Path("/dev/null"), entry, USER) == fault
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,10 @@ def test_a_full_disk_keeps_no_drafts_of_attempts(
 ) -> None:
     run = make_run(tmp_path)
 
-    def fill(path: Path, text: str) -> int:
+    def fill(path: Path, content: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fill)
+    monkeypatch.setattr(Path, "write_bytes", fill)
     with pytest.raises(OSError, match="No space left"):
         run.claim_attempt({"pid": 1}, lambda identity: False)
     assert list(run.logs.iterdir()) == []

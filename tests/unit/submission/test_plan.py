@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +13,28 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core import file_owners
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
+from unit.fakes import set_acl
 
 
+@pytest.mark.parametrize("has_acl", [False, True])
 def test_nothing_of_a_run_can_be_written_by_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_acl: bool
 ) -> None:
-    """Its owner has the umask of a project's group, and so have the script and the package."""
+    """Its owner has the umask of a project's group, and so have the script and the package; or the
+    folder has a default ACL, which takes the umask's place."""
     umask = os.umask(0o002)
     try:
+        if has_acl:
+            set_acl(tmp_path, "default")
         project = tmp_path / "project"
         (project / "part").mkdir(parents=True)
         (project / "part" / "more.py").write_text("")
@@ -39,6 +47,9 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
         settings = Settings({"script": "train.py"})
         run = plan.plan_new(settings, project, tmp_path / "runs").write()
         backends.render(run)
+        backends.SubmititBackend().write_further_files(run)
+        task_of(run.run, 0)
+        run.run.claim_attempt({}, lambda _: False)
         run.run.journal("worker").write(raw("first_step", step=1))  # a worker has its user's umask
         assert os.umask(0o002) == 0o002
     finally:
@@ -48,6 +59,36 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
     assert [path for path in paths if path.stat().st_mode & 0o022] == []
     for folder in (run.run.path.parent, run.run.root):
         assert not folder.stat().st_mode & 0o022
+
+
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(0o775, 0o664), (0o755, 0o664)])
+def test_a_disk_that_keeps_no_permissions_is_refused_before_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder_mode: int, file_mode: int
+) -> None:
+    """As CIFS with dir_mode and file_mode, and gcsfuse: the batch script would start nothing."""
+    monkeypatch.setattr(file_owners, "_is_private", lambda gid, uid: True)
+    (tmp_path / "train.py").write_text("")
+    make_folder, open_file, set_mode = os.mkdir, os.open, os.chmod
+
+    def make(name: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        make_folder(name, mode, dir_fd=dir_fd)
+        set_mode(name, folder_mode, dir_fd=dir_fd)
+
+    def open_there(name: str, *words: int, **options: Any) -> int:
+        descriptor = open_file(name, *words, **options)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            set_mode(descriptor, file_mode)
+        return descriptor
+
+    monkeypatch.setattr(os, "mkdir", make)
+    monkeypatch.setattr(os, "open", open_there)
+    for name in ("chmod", "fchmod"):
+        monkeypatch.setattr(os, name, lambda *_, **options: None)
+    new = plan.plan_new(Settings({"script": "train.py"}), tmp_path, tmp_path / "runs")
+    with pytest.raises(UsageError, match=r"runs does not keep permissions: .* mode 0\d") as caught:
+        backends.render(new.write())
+    assert "--runs-dir" in str(caught.value.hint)
+    assert (new.run.path / "journal").exists() is (folder_mode == 0o755)  # `render` removes none
 
 
 @pytest.mark.parametrize("new_code", [False, True])

@@ -14,6 +14,8 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.package_files import PACKAGE
+from tests.skips import skip_or_fail
+from unit.fakes import STRANGER
 
 
 def test_a_broken_git_index_is_named(tmp_path: Path) -> None:
@@ -131,3 +133,58 @@ def test_the_library_is_imported_with_pythonsafepath(tmp_path: Path) -> None:
         check=False,
     )
     assert (ended.stdout.strip(), ended.stderr) == (str(part), "")
+
+
+@pytest.fixture
+def script_below_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in the user's folder, in a work tree of another user that git is told to accept, as
+    in a scratch folder of all users."""
+    if os.geteuid():
+        skip_or_fail("only root can give a file to another user")
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "safe.directory")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "*")
+    script = tmp_path / "mine" / "train.py"
+    script.parent.mkdir()
+    script.touch()
+    (tmp_path / "yaml.py").touch()
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    for path in (tmp_path / "yaml.py", tmp_path / ".git", *(tmp_path / ".git").rglob("*")):
+        os.chown(path, STRANGER, -1)
+    return script
+
+
+@pytest.mark.parametrize("is_own_top", [False, True])
+def test_a_work_tree_of_another_user_is_none(
+    script_below_a_stranger: Path, is_own_top: bool
+) -> None:
+    script, top = script_below_a_stranger, script_below_a_stranger.parent.parent
+    if is_own_top:  # the stranger's settings exclude files of the user's all the same
+        (top / ".git" / "config").write_text(f"[core]\nworktree = {script.parent}\n")
+    run = RunFolder(top / "runs" / "train" / "20260101-000000-abcd")
+    assert snapshot.place(script, run)[1] == run.code / "0" / "train.py"
+    assert snapshot.files(script, run, ()) == (script.parent, ["train.py"])
+
+
+@pytest.mark.parametrize("has_git", [False, True])
+def test_files_of_other_users_are_no_code(
+    script_below_a_stranger: Path, has_git: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A colleague may write in the folder: the copies would be the user's, and be imported."""
+    script, folder = script_below_a_stranger, script_below_a_stranger.parent
+    if has_git:
+        subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    for name in ("numpy.py", "pipe.py", "part.py"):
+        (folder / name).touch()
+    (folder / "yaml.py").symlink_to("part.py")
+    for name in ("numpy.py", "yaml.py"):
+        os.chown(folder / name, STRANGER, -1, follow_symlinks=False)
+    run = RunFolder(folder / "runs" / "train" / "20260101-000000-abcd")
+    assert sorted(snapshot.files(script, run, ())[1]) == ["part.py", "pipe.py", "train.py"]
+    note = capsys.readouterr().err
+    assert f"leaves out numpy.py of uid {STRANGER}; files of other users: 2" in note
+    os.chown(script, STRANGER, -1)  # who names a colleague's script means what lies beside it
+    assert {"numpy.py", "yaml.py"} < {
+        Path(name).name for name in snapshot.files(script, run, ())[1]
+    }
+    assert not capsys.readouterr().err

@@ -23,10 +23,10 @@ def test_a_disk_that_is_read_only_for_seconds_is_waited_for(
     write = file_io.write_whole
     refusals = [OSError(30, "Read-only file system")] * 3
 
-    def refuse(path: Path, text: str) -> None:
+    def refuse(path: Path, text: str, mode: int) -> None:
         if refusals:
             raise refusals.pop()
-        write(path, text)
+        write(path, text, mode)
 
     monkeypatch.setattr(task_folder, "write_whole", refuse)
     task = task_of(run, 1)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_owners import check_kept_modes
+from hpc_ddp.core.run_folder import RunFolder
 from tests.skips import skip_or_fail
 
 GOLDEN = Path(__file__).parent / "golden" / "plain.sbatch"
@@ -54,12 +57,18 @@ def test_nothing_of_another_user_is_run(run: Path, part: str, mode: int) -> None
     assert f"nothing is run of {run}/{part}: " in check(run)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [*PARTS, ".", "lib"])
 def test_what_others_can_write_counts_where_they_can_enter(run: Path, part: str) -> None:
-    (run / part).chmod(0o664)
+    """The submit's look at a run that it has written agrees."""
+    assert check(run) == ""
+    check_kept_modes(RunFolder(run))
+    (run / part).chmod((run / part).stat().st_mode | 0o020)
     assert f"nothing is run of {run}/{part}: " in check(run)
+    with pytest.raises(UsageError, match="does not keep permissions"):
+        check_kept_modes(RunFolder(run))
     run.chmod(0o700)
     assert check(run) == ""
+    check_kept_modes(RunFolder(run))
 
 
 def test_what_a_script_leaves_with_the_umask_of_a_group_ends_no_requeue(run: Path) -> None:
@@ -72,6 +81,7 @@ def test_what_a_script_leaves_with_the_umask_of_a_group_ends_no_requeue(run: Pat
     (run / "code" / "0" / "link.py").symlink_to("out.txt")
     (run / "checkpoints" / "step-1" / "w").chmod(0o666)
     assert check(run) == ""
+    check_kept_modes(RunFolder(run))
 
 
 def test_a_file_that_goes_while_it_is_looked_at_is_no_strangers(run: Path, tmp_path: Path) -> None:

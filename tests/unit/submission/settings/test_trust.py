@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core import file_owners
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.submission.settings import trust
 from tests.skips import skip_or_fail
-from unit.fakes import STRANGER
+from unit.fakes import STRANGER, set_acl
 
 
 @pytest.fixture
@@ -51,6 +52,21 @@ def test_a_file_replaced_after_its_opening_is_not_read(
     assert trust.read(path) == b"good"
     with pytest.raises(UsageError, match="belongs to uid 54322"):
         trust.read(path)
+
+
+def test_a_file_that_others_write_by_an_acl_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the owner's group has no other member."""
+    monkeypatch.setattr(file_owners, "_is_private", lambda gid, uid: True)
+    path = tmp_path / "hpc-ddp.toml"
+    path.write_text("good")
+    path.chmod(0o664)
+    assert trust.read(path) == b"good"
+    set_acl(path)
+    with pytest.raises(UsageError, match="other users can write it") as caught:
+        trust.read(path)
+    assert str(caught.value.hint).startswith("chmod go-w ")
 
 
 def test_an_accepted_file_is_read_by_any_path(
