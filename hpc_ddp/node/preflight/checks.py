@@ -6,7 +6,8 @@ line each, and answers with `messages` on stdout:
 ==============  ======================================================================  ============
 question        answer                                                                  then stage
 ==============  ======================================================================  ============
-`Order`         interface, fabric, GPUs, TMPDIR, space in the run folder                ``local``
+`Order`         none: the node's task runs                                              ``start``
+(the same)      interface, fabric, GPUs, TMPDIR, space in the run folder                ``local``
 ports, missing  names, links and files of the partners, by `links`                      ``partners``
 (empty)         the version and the devices of torch, by `bandwidth`                    ``torch``
 members         the speeds between nodes, by `bandwidth`                                ``exchange``
@@ -304,6 +305,7 @@ def main(argv: list[str]) -> int:
     order = Order(**_read_question())
     place = Place.from_env(dict(os.environ), order.nodes)
     os.environ["HPC_DDP_NODE"] = place.node
+    report(stage="start")
     listener = Listener(place.node, order.secret, order.port)
     # Held from now on, lest another process takes the port before the store is made.
     with network.listen_on_any_port() as store_socket:

@@ -257,7 +257,8 @@ def test_a_node_answers_each_question(
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("HPC_DDP_FABRIC", "auto")
-    node, local, partners, *messages = answer(ORDER, FIT, {}, GO)
+    begin, node, local, partners, *messages = answer(ORDER, FIT, {}, GO)
+    assert begin == {"stage": "start"}
     assert (node, local["stage"]) == ({"note": "node"}, "local")
     contact = local["contact"]
     assert contact["host"] == "n1"
@@ -273,6 +274,7 @@ def test_a_node_answers_each_question(
 def test_an_unfit_node_leaves_out_the_others(answer: Answer) -> None:
     messages = answer(ORDER, {"missing": ["n1"], "ports": {}}, {}, {**GO, "members": ["n2"]})
     assert [line["stage"] for line in messages if "stage" in line] == [
+        "start",
         "local",
         "partners",
         "torch",
@@ -284,7 +286,7 @@ def test_an_unfit_node_leaves_out_the_others(answer: Answer) -> None:
 def test_a_node_without_a_further_question_leaves(answer: Answer, count: int) -> None:
     questions = [ORDER, FIT, {}][:count]
     stages = [line["stage"] for line in answer(*questions) if "stage" in line]
-    assert stages == ["local", "partners", "torch"][:count]
+    assert stages == ["start", "local", "partners", "torch"][: count and count + 1]
 
 
 def test_a_node_without_torch_measures_nothing(
