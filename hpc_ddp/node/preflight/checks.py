@@ -77,21 +77,9 @@ def interface(place: Place) -> dict[str, Any]:
     if name not in interfaces:
         raise UnfitError(f"there is no interface {name!r}, only {', '.join(interfaces)}")
     address = network.address_of(name)
-    if address is None and not _has_ipv6(name):
+    if address is None and not network.has_ipv6(name):
         raise UnfitError(f"the interface {name} has no address")
     return {"interface": name, "address": address}
-
-
-def _has_ipv6(name: str) -> bool:
-    """Return whether an interface has an IPv6 address beyond the link's own; False if Linux does
-    not say."""
-    with contextlib.suppress(OSError):
-        lines = [
-            line.split()
-            for line in Path("/proc/net/if_inet6").read_text(errors="replace").splitlines()
-        ]
-        return any(words[-1] == name and not words[0].startswith("fe80") for words in lines)
-    return False
 
 
 def interconnect(place: Place) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses, 1)))
     monkeypatch.setattr(network, "address_of", addresses.get)
     monkeypatch.setattr(Place, "chosen_interface", "eth0")
-    monkeypatch.setattr(checks, "_has_ipv6", lambda name: False)
+    monkeypatch.setattr(network, "has_ipv6", lambda name: False)
     return addresses
 
 
@@ -54,7 +54,7 @@ def test_the_interface_has_an_address(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     with pytest.raises(UnfitError, match="the interface ib0 has no address"):
         checks.interface(_place())
-    monkeypatch.setattr(checks, "_has_ipv6", lambda name: name == "ib0")
+    monkeypatch.setattr(network, "has_ipv6", lambda name: name == "ib0")
     assert checks.interface(_place()) == {"interface": "ib0", "address": None}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
     with pytest.raises(UnfitError, match="there is no interface 'ib1', only lo, eth0, ib0"):
@@ -68,20 +68,6 @@ def test_only_a_node_among_others_needs_an_interface(
     assert checks.interface(_place("n1")) == {}
     with pytest.raises(UnfitError, match="no interface leads to n2"):
         checks.interface(_place())
-
-
-def test_an_address_of_ipv6_counts_beyond_the_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "if_inet6").write_text(
-        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
-        "fd000000000000000000000000000001 03 40 00 80      ib0\n"
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(checks, "Path", lambda text: tmp_path / Path(text).name)
-        assert [checks._has_ipv6(name) for name in ("eth0", "ib0", "lo")] == [False, True, False]
-        patch.setattr(checks, "Path", lambda text: tmp_path / "none")
-        assert checks._has_ipv6("ib0") is False
 
 
 def test_the_interconnect_is_checked_on_several_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
