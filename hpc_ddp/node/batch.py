@@ -24,7 +24,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
-from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
@@ -356,9 +356,9 @@ def main(argv: list[str]) -> int:
 def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the part of the batch script that `argv` names; return its exit code.
 
-    stdout is for the batch shell: ``begin`` prints bash lines (``exit 0`` where there is nothing to
-    do), ``teardown-time`` and ``next-port`` a number. ``interrupted`` writes the notice, and an end
-    time ``warn_s`` from now, unless an earlier one is noted. With ``warned`` and ``watch`` this
+    The batch shell gets an `answer`: of ``begin`` bash lines (``exit 0`` where there is nothing to
+    do), of ``teardown-time`` and ``next-port`` a number. ``interrupted`` writes the notice, and an
+    end time ``warn_s`` from now, unless an earlier one is noted. With ``warned`` and ``watch`` this
     process ignores SIGTERM, and dies with the batch shell. ``verdict`` has a code of its own.
     HpcDdpErrors and OSErrors are printed on stderr: their codes are the HpcDdpError's own and
     `CAN_GO_ON`; 2 is that of an unknown name.
@@ -369,7 +369,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 queue_next(environ)
             case ["begin"]:
                 values = begin(environ)
-                print("exit 0" if values is None else export_lines(values))
+                answer("exit 0" if values is None else export_lines(values))
             case ["interrupted"]:
                 attempt_of(environ).notice.write_text(NoticeSource.INTERRUPTED)
                 end_time = time.time() + AttemptEnv.from_env(environ).warn_s
@@ -380,9 +380,9 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as that shell: of the time limit
                 warned(environ) if part == "warned" else _watch_to_the_end(environ)
             case ["teardown-time"]:
-                print(teardown_time(environ))
+                answer(teardown_time(environ))
             case ["next-port"]:
-                print(next_port(environ))
+                answer(next_port(environ))
             case ["verdict"]:
                 return verdict(environ)
             case _:

@@ -25,6 +25,12 @@ def write_output(content: bytes) -> None:
             unwritten = unwritten[os.write(1, unwritten) :]
 
 
+def answer(content: str | int) -> None:
+    """Print content for the batch script to stdout, between the marks by which `answer_of` there
+    tells it from what a wrapper of Python prints."""
+    print(f"<hpc-ddp>{content}</hpc-ddp>")
+
+
 def say(text: str) -> None:
     """Print a text, made `printable`, as a line ``hpc-ddp: …`` to stderr, or nothing where that is
     not possible.

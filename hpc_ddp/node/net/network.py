@@ -9,8 +9,11 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+IF_INET6 = Path("/proc/net/if_inet6")
 
 LOOPBACK = "127.0.0.1"
 RESOLVE_S = 30.0  # a name server may be away for a moment
@@ -74,20 +77,51 @@ def check_resolves(host: str, wait_s: float = RESOLVE_S) -> None:
 
 
 def interface_to(host: str) -> str | None:
-    """Return the name of the interface whose route leads to `host` (a name or an IPv4 address).
+    """Return the name of the interface whose route leads to `host`, a name or an address; by its
+    IPv4 addresses, or else by those of IPv6.
 
     None where the name does not resolve, there is no route, or the address is no interface's. NCCL
     and Gloo would each pick one by themselves, Gloo from the address of this host's own name, which
     on many systems is loopback.
     """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: only picks the route
-            address = probe.getsockname()[0]
-    except OSError:
-        return None
-    names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if address_of(name) == address), None)
+    entries = []
+    with contextlib.suppress(OSError, UnicodeError):  # no name
+        entries = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    for family, kind, protocol, _, address in entries:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: only picks the route
+            if name := _interface_with(family, probe.getsockname()):
+                return name
+    return None
+
+
+def _interface_with(family: int, address: Any) -> str | None:
+    """Return the name of the interface that has a socket's address, None where none has; raise
+    OSError for a scope that is no interface's."""
+    if family == socket.AF_INET:
+        names = [name for _, name in socket.if_nameindex()]
+        return next((name for name in names if address_of(name) == address[0]), None)
+    if scope := address[3]:  # of a link's own address, which other interfaces may have, too
+        return socket.if_indextoname(scope)
+    digits = socket.inet_pton(family, address[0]).hex()
+    return next((name for name, text in _ipv6_addresses() if text == digits), None)
+
+
+def has_ipv6(interface: str) -> bool:
+    """Return whether an interface has an IPv6 address beyond the link's own; False if Linux does
+    not say."""
+    addresses = [digits for name, digits in _ipv6_addresses() if name == interface]
+    return any(not digits.startswith("fe80") for digits in addresses)
+
+
+def _ipv6_addresses() -> list[tuple[str, str]]:
+    """Return the interfaces' names with their IPv6 addresses, as 32 hexadecimal digits each; []
+    if Linux does not say."""
+    with contextlib.suppress(OSError):
+        lines = IF_INET6.read_text(errors="replace").splitlines()
+        return [(words[-1], words[0]) for words in map(str.split, lines)]
+    return []
 
 
 def address_of(interface: str) -> str | None:

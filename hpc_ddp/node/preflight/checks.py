@@ -6,7 +6,8 @@ line each, and answers with `messages` on stdout:
 ==============  ======================================================================  ============
 question        answer                                                                  then stage
 ==============  ======================================================================  ============
-`Order`         interface, fabric, GPUs, TMPDIR, space in the run folder                ``local``
+`Order`         none: the node's task runs                                              ``start``
+(the same)      interface, fabric, GPUs, TMPDIR, space in the run folder                ``local``
 ports, missing  names, links and files of the partners, by `links`                      ``partners``
 (empty)         the version and the devices of torch, by `bandwidth`                    ``torch``
 members         the speeds between nodes, by `bandwidth`                                ``exchange``
@@ -39,7 +40,7 @@ from hpc_ddp.node.preflight import bandwidth
 from hpc_ddp.node.preflight.links import Listener, check_partners, partners
 from hpc_ddp.node.preflight.messages import report
 
-GPU_S = 20.0  # for nvidia-smi
+GPU_S = 120.0  # for nvidia-smi, which wakes all GPUs where no daemon keeps the driver awake
 FILES = "nvidia-smi and device files"
 TMPDIR_BYTES = 64 << 20  # less space than this is none
 
@@ -76,21 +77,9 @@ def interface(place: Place) -> dict[str, Any]:
     if name not in interfaces:
         raise UnfitError(f"there is no interface {name!r}, only {', '.join(interfaces)}")
     address = network.address_of(name)
-    if address is None and not _has_ipv6(name):
+    if address is None and not network.has_ipv6(name):
         raise UnfitError(f"the interface {name} has no address")
     return {"interface": name, "address": address}
-
-
-def _has_ipv6(name: str) -> bool:
-    """Return whether an interface has an IPv6 address beyond the link's own; False if Linux does
-    not say."""
-    with contextlib.suppress(OSError):
-        lines = [
-            line.split()
-            for line in Path("/proc/net/if_inet6").read_text(errors="replace").splitlines()
-        ]
-        return any(words[-1] == name and not words[0].startswith("fe80") for words in lines)
-    return False
 
 
 def interconnect(place: Place) -> dict[str, Any]:
@@ -157,14 +146,14 @@ def gpus(
 def _nvidia_smi() -> int | None:
     """Return the number of GPUs, or of MIG parts, that nvidia-smi lists; None without that program.
 
-    Raise UnfitError if it fails, or gives no answer within `GPU_S`.
+    Raise UnfitError if it fails, TimeoutExpired of subprocess if it takes longer than `GPU_S`.
     """
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=GPU_S)
     except FileNotFoundError:
         return None
-    except (OSError, subprocess.TimeoutExpired):
-        raise UnfitError(f"nvidia-smi gave no answer within {GPU_S:.0f} s") from None
+    except OSError as error:
+        raise UnfitError(f"nvidia-smi can't be started: {error.strerror}") from None
     if done.returncode:
         printed = (done.stdout + done.stderr).strip().splitlines()
         raise UnfitError(f"nvidia-smi: {printed[0] if printed else f'exit code {done.returncode}'}")
@@ -179,13 +168,21 @@ def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
 
     Only nvidia-smi is used of the vendors' programs: it names a GPU that has failed while its file
     is still there. The programs of other vendors are written in Python, and break in a job's
-    environment, or count cards in place of devices. Raise UnfitError as `gpus` and `_nvidia_smi`.
+    environment, or count cards in place of devices. One that is late is a note where device files
+    tell the number. Raise UnfitError as `gpus` and `_nvidia_smi`, and where it is late without any.
     """
     if place.is_local:  # nodes that are processes of one machine, with gloo on CPU
         return {}
     files = device_files()
     nvidia = "NVIDIA" in files or not files
-    return gpus(wanted, os.environ, _nvidia_smi() if wanted and nvidia else None, files)
+    listed, why = None, f"nvidia-smi gave no answer within {GPU_S:.0f} s"
+    try:
+        listed = _nvidia_smi() if wanted and nvidia else None
+    except subprocess.TimeoutExpired:
+        if not files:
+            raise UnfitError(why) from None
+        return gpus(wanted, os.environ, None, files) | {"note": f"{why}; its files are there"}
+    return gpus(wanted, os.environ, listed, files)
 
 
 def tmpdir(path: Path) -> dict[str, Any]:
@@ -296,6 +293,7 @@ def main(argv: list[str]) -> int:
     order = Order(**_read_question())
     place = Place.from_env(dict(os.environ), order.nodes)
     os.environ["HPC_DDP_NODE"] = place.node
+    report(stage="start")
     listener = Listener(place.node, order.secret, order.port)
     # Held from now on, lest another process takes the port before the store is made.
     with network.listen_on_any_port() as store_socket:

@@ -19,14 +19,17 @@ from statistics import median
 from typing import Any
 
 from hpc_ddp.node.preflight.blame import SLOW, NodeReport, Reports
+from hpc_ddp.node.preflight.checks import GPU_S
 from hpc_ddp.node.preflight.messages import MARK
 
 # A stage: how long it may take after the last node that has completed it, in seconds, and the fault
-# of a node that is late. All but the import take two on healthy nodes, whatever their number.
-_CHECKS_S, _IMPORT_S, _EXCHANGE_S = 40.0, 300.0, 90.0
+# of a node that is late. All but the import and nvidia-smi take two on healthy nodes, whatever
+# their number, and so does a start without a container.
+CHECKS_S, _IMPORT_S, _EXCHANGE_S = 40.0, 300.0, 90.0
 STAGES = {
-    "local": (_CHECKS_S, "no word"),
-    "partners": (_CHECKS_S, "a disk or a name server gave no answer"),
+    "start": (CHECKS_S, "no word"),
+    "local": (GPU_S + CHECKS_S, "nvidia-smi or a disk gave no answer"),
+    "partners": (CHECKS_S, "a disk or a name server gave no answer"),
     "torch": (_IMPORT_S, "import torch did not end"),
     "exchange": (_EXCHANGE_S, "the exchange with other nodes did not end"),
 }
@@ -101,7 +104,9 @@ class Dialogue:
                 process.stdin.write(json.dumps(question).encode() + b"\n")
                 process.stdin.flush()
 
-    def wait(self, stage: str, nodes: Sequence[str], slack: float = 1.0) -> list[str]:
+    def wait(
+        self, stage: str, nodes: Sequence[str], slack: float = 1.0, first_s: float | None = None
+    ) -> list[str]:
         """Wait until each of some nodes has completed a stage, can't complete it any more, or is
         late; return those without any fault, also of an earlier stage.
 
@@ -109,7 +114,8 @@ class Dialogue:
         waited for. The time limit is that of `STAGES`, times `slack`, or `SLOW` times the median of
         the nodes that are through, if that is longer. It begins anew each time that a node is
         through: a lost node is late by comparison with the others, however many there are, and
-        however busy. A node that has not completed the stage gets a fault, unless it has one.
+        however busy. Until a first node is through it is `first_s`, if that is given. A node that
+        has not completed the stage gets a fault, unless it has one.
         Messages go into `reports`, other lines into the log.
 
         Raises
@@ -122,7 +128,7 @@ class Dialogue:
             the log can't be written
         """
         shortest_s, fault = STAGES[stage]
-        limit_s, durations = shortest_s * slack, list[float]()
+        limit_s, durations = first_s or shortest_s * slack, list[float]()
         begin = progress_at = time.monotonic()
         waiting = set(nodes)
         while waiting and time.monotonic() < progress_at + limit_s:
@@ -133,8 +139,12 @@ class Dialogue:
             pending = {node for node in waiting if self._is_pending(node, stage)}
             if pending < waiting:
                 progress_at = time.monotonic()
-                durations += [progress_at - begin] * len(waiting - pending)
-                limit_s = max(shortest_s * slack, SLOW * median(durations))
+                answered = [
+                    node for node in waiting - pending if stage in self.reports[node].stages
+                ]
+                if answered:  # the end of a task says nothing of the time that others need
+                    durations += [progress_at - begin] * len(answered)
+                    limit_s = max(shortest_s * slack, SLOW * median(durations))
             waiting = pending
         late = f"{fault} within {time.monotonic() - begin:.0f} s"
         for node in nodes:

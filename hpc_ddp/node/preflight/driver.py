@@ -9,6 +9,7 @@ the event `preflight`; exit code 0 means that the training can start.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -23,7 +24,7 @@ from hpc_ddp.core.attempt_env import AttemptEnv, variable
 from hpc_ddp.core.checkpoints import published, read_manifest
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import read_word
+from hpc_ddp.core.file_io import read_seconds, read_word
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.core.run_folder import RunFolder
@@ -41,10 +42,18 @@ from hpc_ddp.node.preflight.blame import (
     outcome,
     strain,
 )
-from hpc_ddp.node.preflight.dialogue import Command, Dialogue, LaunchError, NoticeError
+from hpc_ddp.node.preflight.dialogue import (
+    CHECKS_S,
+    Command,
+    Dialogue,
+    LaunchError,
+    NoticeError,
+)
 from hpc_ddp.node.preflight.links import contains
 
 CLOSE_S = 5.0
+# As `join_timeout` of the rendezvous: nodes that take longer could not train either.
+START_S, START_AFTER_SETUP_S = 600.0, 3600.0
 NEEDED_BYTES = 100 << 20  # in the run folder, as long as the size of a checkpoint is not known
 
 
@@ -63,13 +72,18 @@ def examine(
     UsageError for a broken job.json.
     """
     spec = JobSpec.from_json(run.job_json.read_bytes())
-    attempt = AttemptEnv.from_env(commands[0].env).attempt_folder
+    env = AttemptEnv.from_env(commands[0].env)
     begin = time.monotonic()
-    log = attempt.path / "preflight.log"
+    log = env.attempt_folder.path / "preflight.log"
+
+    def ask(again: bool) -> Reports:
+        dialogue = Dialogue(nodes, commands, notice, log)
+        return _ask(dialogue, spec, run, again, start_limit(spec, env))
+
     try:
-        reports = _ask(Dialogue(nodes, commands, notice, log), spec, run, again=False)
+        reports = ask(again=False)
         if any(DOUBTFUL & dict(report.faults).keys() for report in reports.values()):
-            first, reports = reports, _ask(Dialogue(nodes, commands, notice, log), spec, run, True)
+            first, reports = reports, ask(again=True)
             confirm(first, reports)
         fields = outcome(reports)
     except NoticeError as error:
@@ -77,7 +91,7 @@ def examine(
     return {**fields, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool) -> Reports:
+def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool, first_s: float) -> Reports:
     """Call `converse` with a new folder of the run, end the dialogue, remove the folder and return
     the reports, after a LaunchError as they are by then. Raises the other errors of `converse`."""
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
@@ -85,7 +99,7 @@ def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool) -> Repo
     try:
         folder.mkdir(mode=0o700)
         with contextlib.suppress(LaunchError):
-            converse(dialogue, spec, run, folder, again)
+            converse(dialogue, spec, run, folder, again, first_s)
     except NoticeError:
         patience_s = 0.5
         raise
@@ -101,19 +115,37 @@ def _without_blame(why: str) -> dict[str, Any]:
     return {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
 
 
-def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path, again: bool) -> None:
+def start_limit(spec: JobSpec, env: AttemptEnv) -> float:
+    """Return for how many seconds the first word of all nodes is waited for: as long as the
+    rendezvous would wait, or half of the time that the job has left, if that is less; `CHECKS_S` at
+    least. A container may have to be fetched, and set-up lines of a node may copy data to it.
+    """
+    end_time = read_seconds(env.attempt_folder.end_time) or env.end_time or math.inf
+    longest_s = START_AFTER_SETUP_S if spec.node_setup else START_S
+    return max(CHECKS_S, min(longest_s, (end_time - time.time()) / 2))
+
+
+def converse(
+    dialogue: Dialogue,
+    spec: JobSpec,
+    run: RunFolder,
+    folder: Path,
+    again: bool,
+    first_s: float = START_S,
+) -> None:
     """Ask the questions that `checks` answers, and add the faults that only all answers together
     show; the result is in the dialogue's `reports`.
 
-    The nodes write files into `folder`, and have other partners if `again`. Raises as
-    `Dialogue.wait` and `_needed_bytes`.
+    The nodes write files into `folder`, and have other partners if `again`. The first word of all
+    nodes is waited for `first_s` seconds. Raises as `Dialogue.wait` and `_needed_bytes`.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
     with listen_on_any_port() as server:
         port = server.getsockname()[1]  # free here, and most likely elsewhere
     order = {"folder": str(folder), "secret": secret, "port": port, "again": again}
     dialogue.send(nodes=[*reports], **order, gpus=spec.gpu_count, needed=_needed_bytes(run))
-    fit = dialogue.wait("local", list(reports))
+    dialogue.wait("start", list(reports), first_s=first_s)
+    fit = dialogue.wait("local", [node for node in reports if "start" in reports[node].stages])
     ports = {node: reports[node].contact["port"] for node in fit}
     missing = [node for node in reports if node not in ports]
     dialogue.send(missing=missing, ports={k: n for k, n in ports.items() if n != port})

@@ -3,7 +3,7 @@
 They need neither the shared disk nor a link between nodes. A message may have several of:
 
 ===========  ==================================================================
-``stage``    a stage that the node has completed: local, partners, torch, exchange
+``stage``    one that the node has completed: start, local, partners, torch, exchange
 ``contact``  how other nodes reach this one
 ``values``   findings for the journal
 ``note``     a remark for the journal and the job's output

@@ -139,6 +139,10 @@ def call(monkeypatch: pytest.MonkeyPatch, run: RunFolder) -> Callable[..., int]:
     return main
 
 
+def _number(output: str) -> int:
+    return int(output.removeprefix("<hpc-ddp>").removesuffix("</hpc-ddp>\n"))
+
+
 def test_each_call_of_the_batch_script(
     controller: Slurm,
     run: RunFolder,
@@ -166,10 +170,10 @@ def test_each_call_of_the_batch_script(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # Slurm's own, at the time limit
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert call("teardown-time", HPC_DDP_END_TIME="1") == 0
-    assert int(capsys.readouterr().out) >= 1
+    assert _number(capsys.readouterr().out) >= 1
     attempt.port_taken.touch()
     assert call("next-port", HPC_DDP_PORT="20000") == 0
-    assert int(capsys.readouterr().out) > 20000
+    assert _number(capsys.readouterr().out) > 20000
     for node in ("n1", "n2"):
         write_record(
             attempt, node, code=1, failures=[{"rank": 0, "code": 3, "time": 1, "error": ""}]
@@ -180,7 +184,7 @@ def test_each_call_of_the_batch_script(
     run.journal("batch", 1).write(raw("verdict", cause="finished", action="none", why=""))
     answer_scontrol(controller, show_job(restarts=1))
     assert call("begin", SLURM_RESTART_COUNT="1") == 0
-    assert capsys.readouterr().out == "exit 0\n"
+    assert capsys.readouterr().out == "<hpc-ddp>exit 0</hpc-ddp>\n"
 
 
 @pytest.mark.parametrize(

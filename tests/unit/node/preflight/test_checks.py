@@ -41,7 +41,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses, 1)))
     monkeypatch.setattr(network, "address_of", addresses.get)
     monkeypatch.setattr(Place, "chosen_interface", "eth0")
-    monkeypatch.setattr(checks, "_has_ipv6", lambda name: False)
+    monkeypatch.setattr(network, "has_ipv6", lambda name: False)
     return addresses
 
 
@@ -54,7 +54,7 @@ def test_the_interface_has_an_address(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     with pytest.raises(UnfitError, match="the interface ib0 has no address"):
         checks.interface(_place())
-    monkeypatch.setattr(checks, "_has_ipv6", lambda name: name == "ib0")
+    monkeypatch.setattr(network, "has_ipv6", lambda name: name == "ib0")
     assert checks.interface(_place()) == {"interface": "ib0", "address": None}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
     with pytest.raises(UnfitError, match="there is no interface 'ib1', only lo, eth0, ib0"):
@@ -70,20 +70,6 @@ def test_only_a_node_among_others_needs_an_interface(
         checks.interface(_place())
 
 
-def test_an_address_of_ipv6_counts_beyond_the_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "if_inet6").write_text(
-        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
-        "fd000000000000000000000000000001 03 40 00 80      ib0\n"
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(checks, "Path", lambda text: tmp_path / Path(text).name)
-        assert [checks._has_ipv6(name) for name in ("eth0", "ib0", "lo")] == [False, True, False]
-        patch.setattr(checks, "Path", lambda text: tmp_path / "none")
-        assert checks._has_ipv6("ib0") is False
-
-
 def test_the_interconnect_is_checked_on_several_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     result = [fabric_lookup.Found("infiniband", ("a", "b"))]
     monkeypatch.setattr(fabric_lookup, "look", lambda: result[0])
@@ -94,100 +80,6 @@ def test_the_interconnect_is_checked_on_several_nodes_only(monkeypatch: pytest.M
     }
     assert checks.interconnect(_place("n1")) == {}
     assert checks.interconnect(_place("local-0", "local-1")) == {}
-
-
-NVIDIA, AMD, INTEL = ({name: 4} for name in ("NVIDIA", "AMD", "Intel"))
-CUDA, ROCR, ZE = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
-FOUR = {"gpus": 4, "gpus_there": 4}
-
-
-@pytest.mark.parametrize(
-    ("count", "environ", "listed", "files", "expected"),
-    [
-        (2, {CUDA: "0,1"}, None, {}, {"gpus": 2, "note": "GPUs are counted by CUDA"}),
-        (0, {CUDA: "0,1"}, None, {}, {"gpus": 2}),
-        (1, {CUDA: "0"}, 0, NVIDIA, "0 GPUs in place of 1 .by nvidia-smi"),
-        (2, {ROCR: "0"}, None, AMD, "1 GPUs in place of 2 .by ROCR_VISIBLE"),
-        (2, {ROCR: "0,1", "HIP_VISIBLE_DEVICES": "0"}, None, AMD, "1 GPUs .* .by HIP_VISIBLE"),
-        (2, {ROCR: "0", ZE: "0"}, None, NVIDIA, FOUR),  # those of other vendors don't count
-        (1, {CUDA: ""}, None, {}, "0 GPUs in place of 1 .by CUDA_VISIBLE"),
-        (1, {CUDA: "NoDevFiles"}, None, {}, "0 GPUs in place of 1 .by CUDA_VISIBLE"),
-        (2, {CUDA: "0,-1,1"}, None, NVIDIA, "1 GPUs in place of 2"),
-        (2, {"ASCEND_RT_VISIBLE_DEVICES": "3"}, None, {"Ascend": 8}, "1 GPUs in place of 2"),
-        (2, {ZE: "0.0,0.1"}, None, {"Intel": 1}, {"gpus": 2, "gpus_there": 1}),
-        (3, {ZE: "0.0,0.1,1.0"}, None, {"Intel": 1}, "2 GPUs in place of 3 .by nvidia-smi and dev"),
-        (4, {ZE: "", CUDA: "0"}, None, INTEL, FOUR),  # an empty mask hides nothing
-        (4, {"ONEAPI_DEVICE_SELECTOR": "level_zero:gpu"}, None, INTEL, FOUR),
-        (4, {"ONEAPI_DEVICE_SELECTOR": "level_zero:0,2"}, None, INTEL, "2 GPUs in place of 4"),
-        (4, {}, None, {"Intel": 1, "NVIDIA": 4}, FOUR),  # one is on the main board
-        (4, {}, 4, {"NVIDIA": 2}, FOUR),
-        (4, {}, None, NVIDIA, FOUR),
-        (1, {}, None, {}, {"gpus": None, "note": "can't tell whether there are 1 GPUs"}),
-        (0, {}, None, {}, {"gpus": 0}),
-        (0, {}, None, INTEL, {"gpus": 4}),  # a display's: torch need not see it
-        (4, {"HIP_VISIBLE_DEVICES": ""}, None, AMD, FOUR),
-        (4, {"ONEAPI_DEVICE_SELECTOR": "!level_zero:0"}, None, INTEL, FOUR),
-        (8, {}, None, {"AMD": 1}, {"gpus": 8, "gpus_there": 1}),  # one in partitions
-    ],
-)
-def test_gpus_are_counted_by_variables_slurm_or_files(
-    count: int,
-    environ: dict[str, str],
-    listed: int | None,
-    files: dict[str, int],
-    expected: dict[str, Any] | str,
-) -> None:
-    if isinstance(expected, str):
-        with pytest.raises(UnfitError, match=expected):
-            checks.gpus(count, environ, listed, files)
-        return
-    result = checks.gpus(count, environ, listed, files)
-    note = result.pop("note", "")
-    assert bool(note) is ("note" in expected)
-    assert note.startswith(expected.get("note", ""))
-    assert result == {key: value for key, value in expected.items() if key != "note"}
-
-
-@pytest.mark.parametrize(
-    ("script", "result"),
-    [
-        (None, None),
-        ("echo 'GPU 0: a'; echo ' MIG'; echo 'GPU 1: a'", 2),
-        ("echo 'GPU 0: a'; echo '  MIG 1g: a'; echo '  MIG 1g: a'", 2),
-        ("echo; echo broken >&2; echo more; exit 9", "nvidia-smi: more"),
-        ("exit 9", "nvidia-smi: exit code 9"),
-        ("exec sleep 60", "nvidia-smi gave no answer within 0 s"),
-    ],
-)
-def test_nvidia_smi_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, result: str | int | None
-) -> None:
-    if script is not None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
-    monkeypatch.setattr(checks, "GPU_S", 0.3 if script and "sleep" in script else 60.0)
-    if isinstance(result, str):
-        with pytest.raises(UnfitError, match=result):
-            checks._nvidia_smi()
-    else:
-        assert checks._nvidia_smi() == result
-
-
-def test_gpus_are_counted_if_the_job_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int | None]] = []
-    files: dict[str, int] = {}
-    monkeypatch.setattr(checks, "_nvidia_smi", lambda: 4)
-    monkeypatch.setattr(checks, "device_files", lambda: files)
-    monkeypatch.setattr(
-        checks, "gpus", lambda count, env, listed, files: calls.append((count, listed))
-    )
-    checks.count_gpus(_place(), 4)
-    checks.count_gpus(_place(), 0)
-    assert checks.count_gpus(_place("local-0"), 4) == {}
-    files["AMD"] = 4
-    checks.count_gpus(_place(), 4)  # an nvidia-smi of an image for all nodes fails there
-    assert calls == [(4, 4), (0, None), (4, None)]
 
 
 class Usage(NamedTuple):
@@ -351,7 +243,8 @@ def test_a_node_answers_each_question(
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("HPC_DDP_FABRIC", "auto")
-    node, local, partners, *messages = answer(ORDER, FIT, {}, GO)
+    begin, node, local, partners, *messages = answer(ORDER, FIT, {}, GO)
+    assert begin == {"stage": "start"}
     assert (node, local["stage"]) == ({"note": "node"}, "local")
     contact = local["contact"]
     assert contact["host"] == "n1"
@@ -367,6 +260,7 @@ def test_a_node_answers_each_question(
 def test_an_unfit_node_leaves_out_the_others(answer: Answer) -> None:
     messages = answer(ORDER, {"missing": ["n1"], "ports": {}}, {}, {**GO, "members": ["n2"]})
     assert [line["stage"] for line in messages if "stage" in line] == [
+        "start",
         "local",
         "partners",
         "torch",
@@ -378,7 +272,7 @@ def test_an_unfit_node_leaves_out_the_others(answer: Answer) -> None:
 def test_a_node_without_a_further_question_leaves(answer: Answer, count: int) -> None:
     questions = [ORDER, FIT, {}][:count]
     stages = [line["stage"] for line in answer(*questions) if "stage" in line]
-    assert stages == ["local", "partners", "torch"][:count]
+    assert stages == ["start", "local", "partners", "torch"][: count and count + 1]
 
 
 def test_a_node_without_torch_measures_nothing(

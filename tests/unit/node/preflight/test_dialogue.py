@@ -14,6 +14,7 @@ import pytest
 
 from hpc_ddp.node.preflight import dialogue as dialogue_module
 from hpc_ddp.node.preflight.blame import NodeReport
+from hpc_ddp.node.preflight.checks import GPU_S
 from hpc_ddp.node.preflight.dialogue import STAGES, Command, Dialogue, LaunchError, NoticeError
 from hpc_ddp.node.preflight.messages import MARK
 from unit.fakes import Clock
@@ -198,16 +199,50 @@ def test_a_node_is_late_by_what_the_others_took(
     clock = Clock()
     monkeypatch.setattr(dialogue_module, "time", clock)
     dialogue = start(*["read -r question"] * 4)
-    lines = iter([_line(node, stage="local") for node in ("n2", "n1", "n4")])
+    lines = iter([_line(node, stage="start") for node in ("n2", "n1", "n4")])
 
     def get(timeout: float) -> tuple[None, str]:
         clock.now += 10.0
         return None, f"0: {next(lines, 'Waiting')}"
 
     monkeypatch.setattr(dialogue._lines, "get", get)
-    dialogue.wait("local", ["n1", "n2", "n3", "n4"], slack)
+    dialogue.wait("start", ["n1", "n2", "n3", "n4"], slack)
     assert dict(dialogue.reports["n3"].faults)["silent"].startswith("no word")
     assert clock.now - 1030.0 == late_s
+
+
+@pytest.mark.parametrize(
+    ("starts_s", "named_s"),
+    [
+        ({"n1": 55, "n2": 60}, None),  # a container is unpacked
+        ({"n1": 55, "n2": 329}, None),
+        ({"n1": 55}, 330),  # five times what the other one took, after its word
+        ({"n1": 2}, 42),
+        ({}, 601),
+    ],
+)
+def test_the_clock_of_a_start_begins_with_a_first_word(
+    start: Start, monkeypatch: pytest.MonkeyPatch, starts_s: dict[str, int], named_s: int | None
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(dialogue_module, "time", clock)
+    dialogue = start(*["read -r question"] * 3)
+    lines = {time_s: _line(node, stage="start") for node, time_s in starts_s.items()}
+
+    def get(timeout: float) -> tuple[str | None, str | None]:
+        clock.now += 1.0
+        if clock.now == 1001.0:
+            return "n3", None  # whose end says nothing of the others
+        return None, f"0: {lines.get(int(clock.now - 1000.0), 'Importing the image')}"
+
+    monkeypatch.setattr(dialogue._lines, "get", get)
+    assert dialogue.wait("start", ["n1", "n2", "n3"], first_s=600.0) == [*starts_s]
+    if named_s:
+        assert dialogue.reports["n2"].faults == [("silent", f"no word within {named_s} s")]
+
+
+def test_a_stage_has_time_for_its_parts() -> None:
+    assert STAGES["local"][0] > GPU_S
 
 
 def test_a_step_that_ends_without_a_node_is_slurms(tmp_path: Path) -> None:

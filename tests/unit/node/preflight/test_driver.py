@@ -12,13 +12,21 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.checkpoints import manifest_crc
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.blame import NodeReport, outcome
-from hpc_ddp.node.preflight.dialogue import Command, Dialogue, LaunchError, NoticeError
+from hpc_ddp.node.preflight.dialogue import (
+    CHECKS_S,
+    Command,
+    Dialogue,
+    LaunchError,
+    NoticeError,
+)
 from hpc_ddp.node.preflight.driver import conclude, examine
+from hpc_ddp.submission.script.torchrun import WAIT_FOR_SETUP_S, WAIT_S
 from tests.raw_events import raw_events
 from unit.fakes import Clock, Slurm
 
@@ -46,7 +54,9 @@ class Scripted:
     def send(self, **question: Any) -> None:
         self.questions.append(question)
 
-    def wait(self, stage: str, nodes: Sequence[str], slack: float = 1.0) -> list[str]:
+    def wait(
+        self, stage: str, nodes: Sequence[str], slack: float = 1.0, first_s: float | None = None
+    ) -> list[str]:
         self.waits.append(f"{stage} {' '.join(nodes)}")
         for node in nodes:
             message: dict[str, Any] = {"stage": stage}
@@ -94,7 +104,7 @@ def test_nodes_that_are_fit_exchange_once(run: RunFolder) -> None:
         **{"members": ["n1", "n2"], "host": "host-n1", "port": 6, "device": "cpu"},
         **{"first": 1, "timeout_s": 30.0},
     }
-    stages = ("local", "partners", "torch", "exchange")
+    stages = ("start", "local", "partners", "torch", "exchange")
     assert dialogue.waits == [f"{stage} n1 n2" for stage in stages]
     assert outcome(dialogue.reports)["ok"]
 
@@ -121,6 +131,23 @@ def test_one_node_alone_exchanges_nothing(run: RunFolder) -> None:
     dialogue = _converse(run, "n1")
     assert len(dialogue.questions) == 3
     assert dialogue.waits[-1] == "torch n1"
+
+
+def test_a_first_node_is_waited_for_as_the_rendezvous_would(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, attempt = Clock(), run.attempt(0)
+    monkeypatch.setattr(driver, "time", clock)
+
+    def limit(end_time: float | None, *node_setup: str) -> float:
+        env = AttemptEnv(run=str(run.path), attempt=0, end_time=end_time)
+        return driver.start_limit(JobSpec("t.py", node_setup=node_setup), env)
+
+    assert limit(None) == WAIT_S
+    assert limit(None, "cp data /tmp") == WAIT_FOR_SETUP_S
+    assert (limit(1500.0), limit(1010.0)) == (250.0, CHECKS_S)
+    attempt.end_time.write_text("1600")  # as Slurm has it by now
+    assert limit(1500.0) == 300.0
 
 
 @pytest.mark.parametrize(
@@ -168,7 +195,7 @@ def test_unfit_nodes_take_no_further_part(
     )
     assert sorted(_faults(dialogue)) == unfit
     members = [node for node in ("n1", "n2", "n3") if node not in unfit]
-    assert dialogue.waits[2] == f"torch {' '.join(members)}"
+    assert dialogue.waits[3] == f"torch {' '.join(members)}"
     assert dialogue.questions[3]["members"] == members
     assert dialogue.reports["blind"].faults == [("scratch", "n2: does not see it")]
 
@@ -177,7 +204,7 @@ def test_a_node_with_a_fault_of_its_own_has_no_partners(run: RunFolder) -> None:
     fault = {"fault": "tmpdir", "why": "full"}
     dialogue = _converse(run, "n1", "n2", "n3", local={"n2": fault})
     assert dialogue.questions[1] == {"missing": ["n2"], "ports": {"n1": 5, "n3": 5}}
-    assert dialogue.waits[1] == "partners n1 n3"
+    assert dialogue.waits[2] == "partners n1 n3"
 
 
 def test_links_and_torch_are_judged(run: RunFolder) -> None:

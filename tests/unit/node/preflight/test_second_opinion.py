@@ -47,10 +47,14 @@ class Simulation:
     def close(self, patience_s: float) -> None:
         pass
 
-    def wait(self, stage: str, nodes: Sequence[str], slack: float = 1.0) -> list[str]:
+    def wait(self, stage: str, nodes: Sequence[str], *limits: float, **more: float) -> list[str]:
         """Let each node complete the stage."""
         getattr(self, f"_{stage}")(nodes)
         return [node for node in nodes if not self.reports[node].faults]
+
+    def _start(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self._add(node, stage="start")
 
     def _local(self, nodes: Sequence[str]) -> None:
         order, load = self.orders[0], min(30.0, self.answer_s * 30)
@@ -140,9 +144,9 @@ def test_only_a_doubt_costs_a_second_round(
     rounds: list[bool] = []
     converse = driver.converse
 
-    def count(dialogue: Any, spec: JobSpec, run: RunFolder, folder: Path, again: bool) -> None:
-        rounds.append(again)
-        converse(dialogue, spec, run, folder, again)
+    def count(dialogue: Any, spec: JobSpec, run: RunFolder, folder: Path, *more: Any) -> None:
+        rounds.append(more[0])
+        converse(dialogue, spec, run, folder, *more)
 
     monkeypatch.setattr(driver, "converse", count)
     assert simulate(0, bad, IDLE_S)["bad_nodes"] == [*bad]

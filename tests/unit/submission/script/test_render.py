@@ -234,7 +234,7 @@ def test_a_run_folder_that_slurm_can_not_hold_is_refused(path: str) -> None:
 NODE_SIDE = """\
 import os, sys
 if sys.argv[1:] == ["batch", "begin"]:
-    print("HPC_DDP_CPUS=8")
+    print("<hpc-ddp>HPC_DDP_CPUS=8</hpc-ddp>")
 elif sys.argv[1:] != ["batch", "watch"]:
     print(os.path.basename(sys.executable), *sys.argv[1:], flush=True)
 """
