@@ -59,11 +59,3 @@ class StopReason(Word):
 
 # Notices and stops that mean the end of the job's time.
 END_OF_TIME = (NoticeSource.TIME_LIMIT, NoticeSource.WARNING_SIGNAL, StopReason.DEADLINE)
-
-
-def sequel_of(step: int | None) -> str:
-    """Return what a requeued run does next, in words, by the last `step` of its attempt, None where
-    none is known to be kept."""
-    # Without one there may be checkpoints all the same, of an earlier attempt, or of a script that
-    # uses nothing of hpc_ddp.training.
-    return "it is started again" if step is None else "it goes on"

@@ -19,14 +19,13 @@ from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.trackers import sync_commands
-from hpc_ddp.core.journal.enums import Action, Cause, sequel_of
+from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import (
-    CheckpointRestored,
-    CheckpointSaved,
     JournalEvent,
     Submitted,
     VerdictGiven,
 )
+from hpc_ddp.core.journal.journal import sequel_of
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
 from hpc_ddp.node.outcome import oom
@@ -211,8 +210,7 @@ def _record(
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
-        is_saved = any(isinstance(e, (CheckpointSaved, CheckpointRestored)) for e in facts.events)
-        sequel = sequel_of(facts.step if is_saved else None) if goes_on else "it can go on"
+        sequel = sequel_of(facts.events, facts.step) if goes_on else "it can go on"
         then = sequel if decided.action == Action.REQUEUE else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")
     if decided.action != Action.REQUEUE or not goes_on:

@@ -14,15 +14,9 @@ from pathlib import Path
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import NOISE, open_data
 from hpc_ddp.core.job.task_folder import trial_text
-from hpc_ddp.core.journal.enums import Action, sequel_of
-from hpc_ddp.core.journal.events import (
-    CheckpointRestored,
-    CheckpointSaved,
-    JournalEvent,
-    Started,
-    VerdictGiven,
-)
-from hpc_ddp.core.journal.journal import last_event, read_briefly
+from hpc_ddp.core.journal.enums import Action
+from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
+from hpc_ddp.core.journal.journal import last_event, read_briefly, sequel_of
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 from hpc_ddp.report.logs.files import LogFile, LogQuery, log_files
@@ -280,8 +274,7 @@ def _end(events: Sequence[JournalEvent], verdict: VerdictGiven) -> str:
     end = time.strftime("%H:%M:%S", time.localtime(verdict.time))
     why = verdict.why or str(verdict.cause)
     if verdict.action == Action.REQUEUE:
-        is_saved = any(isinstance(e, (CheckpointSaved, CheckpointRestored)) for e in events)
-        why += f"; {sequel_of(verdict.step if is_saved else None)}"
+        why += f"; {sequel_of(events, verdict.step)}"
     elif verdict.action == Action.GIVE_UP:
         why += "; given up"
     elif verdict.why:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain, count
 
 from hpc_ddp.core.job.checks import SECRET_NAME, URL_WITH_PASSWORD
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
@@ -70,9 +71,9 @@ def take_out(result: Conversion) -> None:
         is_named = option.startswith("-") and re.search(rf"{_NAME}$", option)
         if is_secret(option if is_named else "", content):
             name = re.sub(r"\W", "_", option.lstrip("-")).upper() if is_named else "SECRET"
-            while contents.setdefault(name, content) != content:  # another secret has that name
-                stem, _, number = name.rpartition("_")
-                name = f"{stem}_{int(number) + 1}" if number.isdecimal() else f"{name}_2"
+            # Another secret may have that name.
+            names = chain([name], (f"{name}_{number}" for number in count(2)))
+            name = next(n for n in names if contents.setdefault(n, content) == content)
             hidden = f"{option}=${name}" if inline else f"${name}"
             result.lists["args"][position] = hidden, line
             result.append("expand", name, line)

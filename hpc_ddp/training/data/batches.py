@@ -65,8 +65,7 @@ def _pinned(value: Any) -> Any:
         if value.device != CPU or value.layout != torch.strided:
             return value
         # Pinned memory has the tensor's strides: the numbers of an expanded one would meet there.
-        is_expanded = 0 in value.stride()
-        return value.contiguous().pin_memory() if is_expanded else value.pin_memory()
+        return (value.contiguous() if 0 in value.stride() else value).pin_memory()
     return value.pin_memory() if callable(getattr(value, "pin_memory", None)) else None
 
 

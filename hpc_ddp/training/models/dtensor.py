@@ -147,12 +147,11 @@ def local_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.T
     """
     copies: dict[str, tuple[torch.Tensor, int]] = {}
     for name, tensor in tensors.items():
-        groups = copies_of(tensor) if is_sharded(tensor) else []
-        if groups:
-            local: Any = tensor
+        if groups := copies_of(tensor) if is_sharded(tensor) else []:
+            sharded: Any = tensor
             count = math.prod(group.size() for group, _, _ in groups)
             weight = count - 1 if all(is_first for _, _, is_first in groups) else -1
-            copies[f"{name} at {local_box(tensor)[0]}"] = local.to_local().detach(), weight
+            copies[f"{name} at {local_box(tensor)[0]}"] = sharded.to_local().detach(), weight
     return copies
 
 
@@ -160,10 +159,11 @@ def make_copies_equal(model: torch.nn.Module, device: torch.device) -> None:
     """Give the ranks that have the same part of a parameter, a DTensor, the numbers of the first of
     them, in place; they travel through `device`. All ranks call it."""
     for parameter in model.parameters():
-        groups = copies_of(parameter) if is_sharded(parameter) else []
-        local: Any = parameter.detach()
-        for group, first, _ in groups if groups and local.to_local().numel() else ():
-            part = local.to_local()
+        if not is_sharded(parameter):
+            continue
+        sharded: Any = parameter.detach()
+        part = sharded.to_local()
+        for group, first, _ in copies_of(parameter) if part.numel() else ():
             sent = part.to(device).contiguous()
             dist.broadcast(sent.view(-1).view(torch.uint8), first, group)
             if sent.data_ptr() != part.data_ptr():
