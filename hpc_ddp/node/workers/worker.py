@@ -334,7 +334,8 @@ def main(command: list[str]) -> None:
 
     The Python of this process takes the place of the command's, which may be a wrapper, and has
     been entered. If there are set-up lines, a bash runs them after the preparation, and then this
-    file once more, with `READY` before the command. Raise OSError as `prepare`, and without a bash.
+    file once more, with `READY` before the command. If the supervisor has given notice meanwhile,
+    the process ends by SIGTERM. Raise OSError as `prepare`, and without a bash.
     """
     if command[0] != READY:
         command = prepare(command)
@@ -344,6 +345,8 @@ def main(command: list[str]) -> None:
     command = fill(command[1:] if command[0] == READY else command)
     for number in NOTICE_SIGNALS:  # a supervisor's child is started with them ignored
         signal.signal(number, signal.SIG_DFL)
+    if os.path.exists(os.environ.get("HPC_DDP_NOTICE", "")):  # its signal was ignored until now
+        os.kill(os.getpid(), signal.SIGTERM)
     os.execv(sys.executable, [sys.executable, *command[1:]])
 
 

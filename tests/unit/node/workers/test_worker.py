@@ -200,6 +200,19 @@ def test_a_worker_that_a_wrapper_has_started_begins(
     assert "default_int_handler" in printed
 
 
+@pytest.mark.parametrize("setup", ["", "true"])
+def test_a_notice_during_its_preparation_ends_it(
+    start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path, setup: str
+) -> None:
+    """The supervisor's signal came while this process ignored it: a script that handles no notice
+    would run on until it is killed."""
+    (tmp_path / "notice").write_text("{}")
+    environ = {"HPC_DDP_NOTICE": str(tmp_path / "notice"), "HPC_DDP_WORKER_SETUP": setup}
+    done = start(look="print('began')", **environ)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, b"")
+    assert (tmp_path / "rank-2.log").read_text() == ""
+
+
 def _is_over(pid: int) -> bool:
     """Tell whether a process has ended, also where nobody has asked for its code."""
     try:
