@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,17 +14,20 @@ from typing import BinaryIO
 
 from hpc_ddp.core.file_io import READERS, SmallFile, open_data, read_small_files
 
-# Read of all journal files of a run: a sparse file of terabytes must neither fill the memory nor
-# take hours. Of another user's run much less, since any number may be made.
-MOST_BYTES, MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 30, 1 << 26, 50_000
+# Read of all journal files of another user's run: a sparse file of terabytes must neither fill the
+# memory nor take hours.
+MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 26, 50_000
+# Curves of hundreds of values a line come to gigabytes in a run of weeks, which must go on: of the
+# lines for curves only those in so many last bytes of a file are read. Of the others there are few.
+CURVE_BYTES = 1 << 26
+_IS_OF_CURVE = re.compile(rb'\{"time": [\d.]+, "event": "(?:metrics|ranks)"').match
 LONGEST_LINE = 1 << 20  # bytes; names of 5,000 nodes are a tenth of it
 AT_ONCE = 512  # small files that are read ahead
 
 
 class LineReader:
-    """Reads the lines of a run's journal files. All files that one reader reads share a budget of
-    bytes: `MOST_BYTES`, of which `MOST_FOREIGN_BYTES` may be used up when it reads another user's
-    file."""
+    """Reads the lines of a run's journal files. All other users' files that one reader reads share
+    a budget: `MOST_FOREIGN_BYTES`, `MOST_FOREIGN_FILES`."""
 
     def __init__(self) -> None:
         self._bytes = self._files = 0
@@ -46,35 +50,47 @@ class LineReader:
                         yield self._lines(BytesIO(small.content), small.is_foreign, path)
 
     def read(self, path: Path) -> Iterator[bytes]:
-        """Yield the lines of a file without their ends; a line of `LONGEST_LINE` bytes or more is
-        left out.
+        """Yield the lines of a file without their ends. A line of `LONGEST_LINE` bytes or more is
+        left out, and of the user's own file a line of `metrics` or `ranks` before the last
+        `CURVE_BYTES`.
 
         Raises
         ------
         OSError
             the file can't be read, is no regular file, or lies behind a link of another user; the
-            budget is spent, or that of `MOST_FOREIGN_FILES` for another user's file; or another
-            user's file has a line that would be left out, as a sparse file does
+            budget for other users' files is spent; or another user's file has a line that would be
+            left out, as a sparse file does
         """
         with open_data(path) as file:
-            is_foreign = os.fstat(file.fileno()).st_uid != os.geteuid()
-            yield from self._lines(file, is_foreign, path)
+            status = os.fstat(file.fileno())
+            is_foreign = status.st_uid != os.geteuid()
+            lines = self._lines(file, is_foreign, path)
+            old_bytes = 0 if is_foreign else status.st_size - CURVE_BYTES
+            yield from lines if old_bytes <= 0 else _without_old_curve(lines, old_bytes)
 
     def _lines(self, file: BinaryIO, is_foreign: bool, path: Path) -> Iterator[bytes]:
         """Yield the lines of an open file as `read` does, with its errors; `path` is named in
         them."""
-        most_bytes = MOST_FOREIGN_BYTES if is_foreign else MOST_BYTES
-        self._files += 1
-        is_spent = is_foreign and self._files > MOST_FOREIGN_FILES
+        self._files += is_foreign
         is_rest = False  # of a line that is too long
         while line := file.readline(LONGEST_LINE):
-            self._bytes += len(line)
+            self._bytes += len(line) if is_foreign else 0
+            is_spent = self._bytes > MOST_FOREIGN_BYTES or self._files > MOST_FOREIGN_FILES
             is_long = len(line) == LONGEST_LINE and not line.endswith(b"\n")
-            if is_spent or self._bytes > most_bytes or (is_long and is_foreign):
+            if is_foreign and (is_spent or is_long):
                 raise OSError(errno.EFBIG, "too large for a journal", str(path))
             if not (is_long or is_rest):
                 yield line.rstrip(b"\r\n")
             is_rest = is_long
+
+
+def _without_old_curve(lines: Iterator[bytes], old_bytes: int) -> Iterator[bytes]:
+    """Yield lines, but none of `metrics` and `ranks` within the first `old_bytes`."""
+    count = 0
+    for line in lines:
+        count += len(line) + 1
+        if count > old_bytes or not _IS_OF_CURVE(line):
+            yield line
 
 
 def _read_ahead(

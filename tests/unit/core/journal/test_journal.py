@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core import file_io
+from hpc_ddp.core.journal import line_reader
 from hpc_ddp.core.journal.events import (
     Cancelled,
     Finished,
@@ -22,6 +23,7 @@ from hpc_ddp.core.journal.events import (
 from hpc_ddp.core.journal.goodput import account
 from hpc_ddp.core.journal.journal import (
     Journal,
+    events_of,
     is_finished,
     last_event,
     node_seconds,
@@ -129,6 +131,21 @@ def test_a_brief_read_parses_only_the_last_metrics(tmp_path: Path) -> None:
     assert [step_of(event) for event in events] == [None, 1, 2, 3, 3]
     assert [event.time for event in events] == [event.time for event in read_events(tmp_path)]
     assert all(event.attempt == 2 for event in events[1:])
+
+
+@pytest.mark.parametrize(("more_bytes", "steps"), [(0, [None, 2]), (1, [1, None, 2])])
+def test_a_long_curve_keeps_no_run_from_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more_bytes: int, steps: list[int | None]
+) -> None:
+    """Hundreds of values a line come to gigabytes in a run of weeks."""
+    journal = Journal(tmp_path, "rank-0")
+    journal.write(MetricsLine({"step": 1}))
+    first_bytes = journal.path.stat().st_size
+    journal.write(Cancelled())
+    journal.write(MetricsLine({"step": 2}))
+    size = journal.path.stat().st_size
+    monkeypatch.setattr(line_reader, "CURVE_BYTES", size - first_bytes + more_bytes)
+    assert [step_of(event) for event in events_of(journal.path)] == steps
 
 
 def test_an_event_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
