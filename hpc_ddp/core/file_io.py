@@ -292,7 +292,7 @@ def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
         with _opened(path.name, parent, os.O_NOFOLLOW if is_new else 0) as top:
             if is_new and os.listdir(top):
                 raise FileExistsError(errno.EEXIST, "was made meanwhile", str(path))
-            os.fchmod(top, 0o700)
+            set_folder_mode(top, 0o700)
             for name in folders:
                 _make_folder(name, top)
 
@@ -318,6 +318,13 @@ def _make_folder(path: Path | str, parent: int | None = None) -> None:
         return
     with _opened(path, parent, os.O_NOFOLLOW) as folder:
         _limit_mode(folder, 0o755)
+
+
+def set_folder_mode(folder: Path | int, mode: int) -> None:
+    """Set the nine bits of a folder's `mode`, by path or descriptor. The setgid bit, by which the
+    files of a project's folder belong to its group and count for its quota, stays as it is. Raise
+    OSError where that is refused."""
+    os.chmod(folder, os.stat(folder).st_mode & stat.S_ISGID | mode)
 
 
 def _limit_mode(descriptor: int, mode: int) -> None:

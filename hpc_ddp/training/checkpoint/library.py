@@ -13,7 +13,7 @@ from typing import Any
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import close_to_others, patiently
+from hpc_ddp.core.file_io import close_to_others, patiently, set_folder_mode
 from hpc_ddp.core.file_owners import checkpoint_fault
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
 from hpc_ddp.training.checkpoint.rank_part import Content
@@ -108,7 +108,8 @@ class LibraryCheckpoints(Checkpoints):
         if outcome.error is None:
             with suppress(OSError):  # it is published; for its owner it is good
                 mode = stat.S_IMODE(self._run.checkpoints.stat().st_mode)
-                (self._run.checkpoints / f"step-{content.step}").chmod(0o700 | mode & 0o755)
+                folder = self._run.checkpoints / f"step-{content.step}"
+                set_folder_mode(folder, 0o700 | mode & 0o755)
         return outcome
 
     def _complete(
@@ -153,4 +154,4 @@ def _make_draft(draft: Path) -> None:
     """Make a draft's folder, which only its owner can enter; raise OSError if it can't be made, as
     where another user has."""
     draft.mkdir(mode=0o700, exist_ok=True)
-    draft.chmod(0o700)
+    set_folder_mode(draft, 0o700)
