@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import os
 import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from filecmp import cmp
 from fnmatch import fnmatch
@@ -77,10 +79,11 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     """Copy the code around `script` to its `place`; a bar on stderr shows the progress.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
-    ignored), or else its folder, without folders of runs. Left out, with a note on stderr, are
-    files of other users, and large weights where it would be too large with them. Links are copied
-    as links. `exclude` has patterns of files to leave out, but for the script, which is copied in
-    any case.
+    ignored, also of submodules and clones inside), or else its folder, without folders of runs.
+    Left out, with a note on stderr, are files of other users, and large weights where it would be
+    too large with them. Links are copied as links, which lead where they led. `exclude` has
+    patterns of files to leave out, but for the script, which is copied in any case. Modules that
+    the script's own files import and that are left out are named on stderr.
 
     Raises
     ------
@@ -99,13 +102,65 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
             if copy.parent not in folders:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 folders.add(copy.parent)
-            shutil.copy(root / name, copy, follow_symlinks=False)
+            _copy(root / name, copy, root)
             progress.add(1)
+    for name in _uncopied_modules(script, root, set(names)):
+        say(
+            f"note: the copy of the code leaves out {name}, which the script imports (a file that"
+            " git ignores?); git add -f adds it, --no-snapshot runs the live code"
+        )
     if (
         script.is_file() and not inside.exists()
     ):  # ignored by git, or excluded: the one file that must be there
         inside.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, inside)
+
+
+def _copy(path: Path, copy: Path, root: Path) -> None:
+    """Copy a file of the code in `root`; a relative link that leads out of `root` becomes an
+    absolute one. Raise OSError where the disk refuses."""
+    if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+        copy.symlink_to(path.parent.resolve() / path.readlink())
+    else:
+        shutil.copy(path, copy, follow_symlinks=False)
+
+
+def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
+    """Return the files of modules, relative to `root`, that `script` or a copied module of its own
+    imports, and that are not `copied`. A file that can't be parsed is passed over."""
+    missing: dict[str, None] = {}
+    entered, rest = {script}, [script]
+    while rest:
+        path = rest.pop()
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for module in _modules_of(tree, path, {script.parent: 0, root: 0}.keys()):
+            name = os.path.relpath(module, root)
+            if name not in copied:
+                missing[name] = None
+            elif module not in entered:
+                entered.add(module)
+                rest.append(module)
+    return [*missing]
+
+
+def _modules_of(tree: ast.AST, path: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files in `folders` of the modules that the parsed file at `path` imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, places = [alias.name for alias in node.names], folders
+        elif isinstance(node, ast.ImportFrom):
+            start = f"{node.module}." if node.module else ""
+            names = [f"{start}{alias.name}" for alias in node.names]
+            places = folders if not node.level else [path.parents[node.level - 1]]
+        else:
+            continue
+        for name, place in itertools.product(names, places):
+            for part in itertools.accumulate(name.split("."), "{}/{}".format):
+                candidates = place / part / "__init__.py", place / f"{part}.py"
+                yield from filter(Path.is_file, candidates)
 
 
 def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
@@ -221,8 +276,9 @@ def _trusted_owners(script: Path) -> set[int]:
 
 def _git_files(root: Path, runs: Path) -> Iterator[str]:
     """Return tracked files of the work tree `root`, and untracked ones but for ignored ones and the
-    folder of the `runs`, relative to it. A tracked one may be gone; one in conflict comes several
-    times. Raise UsageError where git refuses."""
+    folder of the `runs`, relative to it; also those of submodules and of clones inside, but for
+    another user's. A tracked one may be gone; one in conflict comes several times. Raise UsageError
+    where git refuses."""
     words = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
@@ -233,13 +289,18 @@ def _git_files(root: Path, runs: Path) -> Iterator[str]:
         raise UsageError(
             f"git can't list the files of {root}: {reason}", hint=f"git -C {root} status"
         )
-    return (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
+    for name in map(os.fsdecode, filter(None, done.stdout.split(b"\0"))):
+        tree = root / name
+        if not (tree / ".git").exists() or tree.is_symlink():
+            yield name
+        elif _work_tree(tree / "__init__.py"):
+            yield from (os.path.join(name, inside) for inside in _git_files(tree, runs))
 
 
 def _plain_files(root: Path, runs: Path) -> Iterator[str]:
     """Walk the folder `root` without git; yield its files relative to it, without those in hidden
-    folders, caches, environments, the folder of the `runs`, and behind links to folders. A folder
-    that can't be listed is left out."""
+    folders, caches, environments and the folder of the `runs`. Links to folders come as files, and
+    a folder that can't be listed is left out."""
     for folder, folders, files in os.walk(root):
         parent = Path(folder)
         folders[:] = [
@@ -250,7 +311,8 @@ def _plain_files(root: Path, runs: Path) -> Iterator[str]:
             and parent / name != runs
             and not (parent / name / "pyvenv.cfg").exists()
         ]
-        for name in sorted(files):
+        links = [name for name in folders if (parent / name).is_symlink()]
+        for name in sorted([*files, *links]):
             yield str((parent / name).relative_to(root))
 
 
@@ -297,9 +359,7 @@ def _select_within_limits(
             status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):  # deleted, but tracked
             continue
-        if not (
-            stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
-        ):  # a submodule, a pipe
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):  # a pipe
             continue
         if status.st_uid not in owners:  # in the copy it would be the user's, and be imported
             foreign[name] = status.st_uid

@@ -119,6 +119,86 @@ def test_what_trainings_leave_behind_is_no_code(
     assert not capsys.readouterr().err
 
 
+def _make_repository(folder: Path, *names: str) -> None:
+    """Make a git repository with empty files, all of them committed."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    git = ("git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    for words in (("add", "."), ("commit", "--quiet", "--message", "first")):
+        subprocess.run([*git, *words], check=True)
+
+
+def test_submodules_and_clones_inside_are_code(tmp_path: Path) -> None:
+    """A job without them takes another version that is installed, or ends at its import."""
+    _make_repository(tmp_path / "library", "library/__init__.py", "deeper/x.py")
+    project = tmp_path / "project"
+    _make_repository(project, "train.py")
+    add = ("submodule", "--quiet", "add", str(tmp_path / "library"), "third party/library")
+    git = ("git", "-c", "protocol.file.allow=always", "-C", str(project))
+    subprocess.run([*git, *add], check=True)
+    _make_repository(project / "clone", "tools.py")
+    (project / "clone" / ".gitignore").write_text("*.log\n")
+    (project / "clone" / "a.log").touch()
+    run = RunFolder(project / "runs" / "train" / "20260101-000000-abcd").make()
+    script = project / "train.py"
+    snapshot.take(script, run, ())
+    copy = run.code / "0"
+    assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == [
+        *(".gitmodules", "clone/.gitignore", "clone/tools.py"),
+        *("third party/library/deeper/x.py", "third party/library/library/__init__.py"),
+        "train.py",
+    ]
+
+
+@pytest.mark.parametrize("has_git", [False, True])
+def test_links_lead_where_they_led(tmp_path: Path, has_git: bool) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "model.py").write_text("common")
+    project = tmp_path / "project"
+    (project / "part").mkdir(parents=True)
+    (project / "train.py").touch()
+    (project / "part" / "inside.py").symlink_to("../train.py")
+    (project / "part" / "model.py").symlink_to("../../common/model.py")
+    (project / "common").symlink_to("../common")
+    if has_git:
+        subprocess.run(["git", "init", "--quiet", str(project)], check=True)
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    snapshot.take(project / "train.py", run, ())
+    copy = run.code / "0"
+    assert (copy / "part" / "model.py").read_text() == "common"
+    assert (copy / "common" / "model.py").read_text() == "common"
+    assert (copy / "part" / "inside.py").resolve() == copy / "train.py"
+
+
+def test_a_module_that_git_ignores_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "train.py": "import torch, config, data.loader, broken\nfrom models import net\n",
+        "models/__init__.py": "",
+        "models/net.py": "def build():\n    from . import secret\n    from ..above import x\n",
+        "models/secret.py": "",
+        "config.py": "",
+        "data/__init__.py": "import unused",
+        "data/loader.py": "",
+        "broken.py": "(",
+        "unused/__init__.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / ".gitignore").write_text("data/\nconfig.py\nsecret.py\n")
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    snapshot.take(tmp_path / "train.py", run, ())
+    notes = capsys.readouterr().err
+    for name in ("config.py", "data/__init__.py", "data/loader.py", "models/secret.py"):
+        assert f"leaves out {name}, which the script imports" in notes
+    assert notes.count("leaves out") == 4
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
 def test_the_library_is_imported_with_pythonsafepath(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
