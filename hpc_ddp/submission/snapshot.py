@@ -136,7 +136,7 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue
-        for module in _modules_of(tree, path, {script.parent: 0, root: 0}.keys()):
+        for module in _modules_of(tree, path, [*{script.parent: 0, root: 0}]):
             name = os.path.relpath(module, root)
             if name not in copied:
                 missing[name] = None

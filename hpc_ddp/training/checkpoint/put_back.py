@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.training.checkpoint import optimizer_state
 from hpc_ddp.training.checkpoint import state as states
 from hpc_ddp.training.checkpoint.state import (
     ON_DEVICE,
@@ -70,8 +71,8 @@ def put_back(
             if isinstance(plain, torch.nn.Module):
                 content = _for_module(name, plain, tree[name], reader, stage, added)
             elif isinstance(plain, Optimizer):
-                params = states.params_of(plain, labels)
-                stored = states.part_of(tree[name], params) if stage else tree[name]
+                params = optimizer_state.params_of(plain, labels)
+                stored = optimizer_state.part_of(tree[name], params) if stage else tree[name]
                 content = _for_optimizer(name, plain, params, stored, reader, added)
             else:
                 current = _tensors_of(plain.state_dict(), name)
@@ -91,6 +92,8 @@ def _load(name: str, plain: Any, content: Any, step: int) -> None:
     try:
         if isinstance(plain, torch.nn.Module):
             _load_module(name, plain, content)
+        elif isinstance(plain, Optimizer):
+            optimizer_state.load(plain, content)
         else:
             plain.load_state_dict(content)
     except OF_DEVICES:
@@ -204,20 +207,22 @@ def _for_optimizer(
     names = iter(params)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     is_new = _new_groups(name, groups, tree, added)
-    if tree[states.KIND] != (kind := type(optimizer).__name__):
-        raise HpcDdpError(f"{name}: it is of {tree[states.KIND]}, and here of {kind}")
+    if tree[optimizer_state.KIND] != (kind := type(optimizer).__name__):
+        raise HpcDdpError(f"{name}: it is of {tree[optimizer_state.KIND]}, and here of {kind}")
     shards = {}
     for label, parameter in params.items():
         for key in tree["state"].get(label, {}):
             stored = f"{name}.state.{label}.{key}"
             if stored in reader and reader.describe(stored).shape == parameter.shape:
                 shards[stored] = parameter
-    saved = {key: value for key, value in tree.items() if key != states.KIND}
+    saved = {key: value for key, value in tree.items() if key != optimizer_state.KIND}
     current, stored_rows = iter(optimizer.state_dict()["param_groups"]), iter(tree["param_groups"])
     pairs = [(next(current), None if alone else next(stored_rows)) for alone in is_new]
     saved["param_groups"] = [group if stored is None else stored for group, stored in pairs]
     settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
-    return states.by_number(_assemble(saved, name, reader, shards, settings), params, groups)
+    return optimizer_state.by_number(
+        _assemble(saved, name, reader, shards, settings), params, groups
+    )
 
 
 def _new_groups(

@@ -17,16 +17,15 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.training.checkpoint import optimizer_state
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import LocalShard, rows, shard, share_of, whole
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import parameters_of
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 ON_DEVICE = "<tensor on an accelerator>"  # or this
-KIND = "class"  # an optimizer's, beside its state
 VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 
@@ -149,19 +148,20 @@ def _content_of(
 ) -> Any:
     """Return an object's state dict, and add to the sets of names in `state`.
 
-    An optimizer's is by names of parameters, with `KIND` beside; a module's by `plain_name`s, with
+    An optimizer's is by names of parameters (`optimizer_state`); a module's by `plain_name`s, with
     `VERSIONS` beside; another object's as it is.
     """
     content: Any = plain.state_dict()
     if isinstance(plain, Optimizer):
-        state.trained.update(_like_parameters(name, plain, labels))
-        return _by_label(content, params_of(plain, labels)) | {KIND: type(plain).__name__}
+        state.trained.update(optimizer_state.like_parameters(name, plain, labels))
+        return optimizer_state.by_label(plain, content, labels)
     if not isinstance(plain, torch.nn.Module):
         return content
     for key, parameter in plain.named_parameters(remove_duplicate=False):
         is_trained = parameter.requires_grad or id(parameter) in trained
         (state.trained if is_trained else state.frozen).add(f"{name}.{plain_name(key)}")
-    state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
+    buffers = plain.named_buffers(remove_duplicate=False)
+    state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in buffers)
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
     return {plain_name(key): value for key, value in content.items()} | {VERSIONS: versions}
 
@@ -255,74 +255,6 @@ def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
             for key, parameter in plain.named_parameters():
                 labels.setdefault(id(parameter), f"{name}.{plain_name(key)}")
     return labels
-
-
-def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    """Return an optimizer's parameters by name, in the order of its state dict's numbers.
-
-    One of no tracked module is ``parameter <number>``.
-    """
-    return {
-        labels.get(id(parameter), f"parameter {i}"): parameter
-        for i, parameter in enumerate(parameters_of(optimizer))
-    }
-
-
-def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with names in place of its numbers.
-
-    The numbers depend on which parameters a rank has; the names do not. `params` has the names in
-    the order of the numbers.
-    """
-    names = dict(enumerate(params))
-    groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
-    return _with_keys(state, names, groups)
-
-
-def by_number(
-    state: dict[str, Any], params: Mapping[str, Any], groups: list[list[str]]
-) -> dict[str, Any]:
-    """Return an optimizer's state dict with numbers in place of names, as torch loads it.
-
-    `params` has the names in the order of the numbers, `groups` those of the groups they are to go
-    to, since torch pairs them by their places.
-    """
-    numbers = {label: number for number, label in enumerate(params)}
-    return _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
-
-
-def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict by names with the parameters of one stage only, those in
-    `params`."""
-    groups = [[n for n in group["params"] if n in params] for group in state["param_groups"]]
-    return _with_keys(state, {name: name for name in params}, groups)
-
-
-def _with_keys(
-    state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
-) -> dict[str, Any]:
-    """Return an optimizer's state dict with the new keys in `keys`, by old ones, and these
-    parameters in its groups.
-
-    State whose key is not in `keys` is left out.
-    """
-    return {
-        **state,
-        "state": {keys[old]: value for old, value in state["state"].items() if old in keys},
-        "param_groups": [
-            {**group, "params": params}
-            for group, params in zip(state["param_groups"], groups, strict=True)
-        ],
-    }
-
-
-def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> Iterator[str]:
-    """Yield the names in the optimizer `name` of tensors with the shape of their parameter, unless
-    that is a scalar."""
-    for label, parameter in params_of(optimizer, labels).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
-                yield f"{name}.state.{label}.{key}"
 
 
 def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -63,6 +63,42 @@ def test_a_stage_loads_its_part_of_a_whole_model(tmp_path: Path) -> None:
     assert torch.equal(batches.state[stage[0].weight]["exp_avg"], wanted)
 
 
+class WideState(torch.optim.Optimizer):
+    """Keeps states in fp32 whatever the weights are, as Adafactor does, one of them in a list, a
+    count of no parameter, as MADGRAD does, and scalars on the CPU, as NAdam does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.state["count"] = torch.tensor([len(self.state)])  # type: ignore[index]
+        for weight in self.param_groups[0]["params"]:
+            average = weight.detach().float() / 3
+            self.state[weight] = {"average": average, "rows": [average.sum(0)], "step": 1}
+            self.state[weight]["product"] = average.sum().double()
+
+
+def test_the_state_of_an_optimizer_keeps_its_types(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, WideState]:
+        model = nn.Linear(3, 2).bfloat16()
+        return model, WideState(model.parameters())
+
+    model, optimizer = make()
+    optimizer.step()
+    result = state.collect({"m": model, "o": optimizer})
+    assert "o.<state of no parameter>.count" in result.tensors
+    other, later = make()
+    load_state(tmp_path, result, {"m": other, "o": later})
+    stored, loaded = optimizer.state_dict()["state"], later.state_dict()["state"]
+    assert loaded["count"].item() == stored["count"].item() == 0
+    for number in (0, 1):
+        assert loaded[number]["average"].dtype == torch.float32
+        assert torch.equal(loaded[number]["average"], stored[number]["average"])
+        assert torch.equal(loaded[number]["rows"][0], stored[number]["rows"][0])
+        assert loaded[number]["product"].item() == stored[number]["product"].item()
+        assert loaded[number]["step"] == 1
+
+
 @pytest.mark.parametrize("is_own_group", [False, True])
 def test_a_part_that_is_new_on_purpose_begins_as_it_is_made(
     tmp_path: Path, is_own_group: bool

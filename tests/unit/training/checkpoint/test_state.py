@@ -74,6 +74,7 @@ def test_trained_tensors_and_buffers_are_told_apart() -> None:
     scale = nn.Parameter(torch.ones(()))
     model.register_parameter("scale", scale)
     model.register_parameter("tied", scale)
+    model.add_module("norm", model[1])
     linear.bias.requires_grad = False
     optimizer = torch.optim.Adam([linear.weight, scale])
     (model(torch.randn(3, 2)) * scale).sum().backward()
@@ -83,7 +84,7 @@ def test_trained_tensors_and_buffers_are_told_apart() -> None:
     assert result.trained == {"m.0.weight", "m.scale", "m.tied", *moments}
     assert result.replicated == {*result.trained, "m.0.bias"}
     names = ("running_mean", "running_var", "num_batches_tracked")
-    assert result.buffers == {f"m.1.{name}" for name in names}
+    assert result.buffers == {f"m.{part}.{name}" for part in ("1", "norm") for name in names}
 
 
 @pytest.mark.parametrize(

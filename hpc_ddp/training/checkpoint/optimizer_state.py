@@ -1,0 +1,117 @@
+"""An optimizer's state by names of parameters, taken out and loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hpc_ddp.training.models.trained import parameters_of
+
+KIND = "class"  # an optimizer's, beside its state
+OF_NO_PARAMETER = "<state of no parameter>"  # an optimizer's, by keys of its own, beside its state
+
+
+def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """Return an optimizer's parameters by name, in the order of its state dict's numbers.
+
+    One of no tracked module is ``parameter <number>``.
+    """
+    return {
+        labels.get(id(parameter), f"parameter {i}"): parameter
+        for i, parameter in enumerate(parameters_of(optimizer))
+    }
+
+
+def by_label(
+    optimizer: Optimizer, state: dict[str, Any], labels: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict `state` with names in place of its numbers, and the class
+    beside as `KIND`. State of no parameter (MADGRAD counts steps so) is in `OF_NO_PARAMETER`.
+
+    The numbers depend on which parameters a rank has; the names do not.
+    """
+    names = dict(enumerate(params_of(optimizer, labels)))
+    groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
+    others = {key: value for key, value in state["state"].items() if key not in names}
+    content = _with_keys(state, names, groups) | {KIND: type(optimizer).__name__}
+    return content | ({OF_NO_PARAMETER: others} if others else {})
+
+
+def by_number(
+    state: dict[str, Any], params: Mapping[str, Any], groups: list[list[str]]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with numbers in place of names, as torch loads it.
+
+    `params` has the names in the order of the numbers, `groups` those of the groups they are to go
+    to, since torch pairs them by their places.
+    """
+    numbers = {label: number for number, label in enumerate(params)}
+    content = _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
+    content["state"].update(content.pop(OF_NO_PARAMETER, {}))
+    return content
+
+
+def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict by names with the parameters of one stage only, those in
+    `params`."""
+    groups = [[n for n in group["params"] if n in params] for group in state["param_groups"]]
+    return _with_keys(state, {name: name for name in params}, groups)
+
+
+def _with_keys(
+    state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with the new keys in `keys`, by old ones, and these
+    parameters in its groups.
+
+    State whose key is not in `keys` is left out.
+    """
+    return {
+        **state,
+        "state": {keys[old]: value for old, value in state["state"].items() if old in keys},
+        "param_groups": [
+            {**group, "params": params}
+            for group, params in zip(state["param_groups"], groups, strict=True)
+        ],
+    }
+
+
+def like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> Iterator[str]:
+    """Yield the names in the optimizer `name` of tensors with the shape of their parameter, unless
+    that is a scalar."""
+    for label, parameter in params_of(optimizer, labels).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
+                yield f"{name}.state.{label}.{key}"
+
+
+def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state dict, whose tensors keep their types; those of one number stay on the CPU if
+    they were there. A class's own ``load_state_dict`` decides itself, and its errors come through.
+    """
+    optimizer.load_state_dict(state)
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            if number in state["state"]:
+                loaded = optimizer.state[parameter]
+                optimizer.state[parameter] = _with_types(loaded, state["state"][number])
+
+
+def _with_types(loaded: Any, stored: Any, key: object = None) -> Any:
+    """Return a state that torch has `loaded`, with `stored` tensors in place of those that it has
+    converted: it gives all but the count ``step`` their parameter's type and device, by which
+    averages in fp32 of weights in bf16 would lose bits. `key` is the state's in its parent."""
+    if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        is_on_cpu = stored.device.type == "cpu" and not stored.shape
+        device = stored.device if is_on_cpu and key != "step" else loaded.device
+        is_same = (loaded.dtype, loaded.device) == (stored.dtype, device)
+        return loaded if is_same else stored.to(device)
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        return loaded | {k: _with_types(loaded[k], v, k) for k, v in stored.items() if k in loaded}
+    if type(stored) is type(loaded) and type(stored) in (list, tuple):
+        pairs = zip(loaded, stored, strict=True)
+        return type(stored)(_with_types(*pair, key) for pair in pairs)
+    return loaded
