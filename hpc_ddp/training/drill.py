@@ -266,7 +266,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def size_of(tensors: Iterable[torch.Tensor]) -> float:
     """Return the sum of all absolute values that this rank has, in double precision; 0 without
-    any."""
-    parts = [_local(tensor) for tensor in tensors]
-    norms = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in parts if p.numel()]
-    return float(sum(norms))
+    any. Of a complex number the real and the imaginary part count."""
+    parts = [_local(tensor).resolve_conj() for tensor in tensors]
+    reals = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    # Of fp8 and whole numbers torch has no norm.
+    has_norm = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    numbers = [part if part.dtype in has_norm else part.double() for part in reals if part.numel()]
+    return float(sum(torch.linalg.vector_norm(part, 1, dtype=torch.float64) for part in numbers))

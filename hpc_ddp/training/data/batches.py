@@ -19,7 +19,7 @@ def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
     not wait."""
     if not is_accelerator(tensor.device):
         return tensor[indices]
-    index = torch.tensor(indices, device="cpu").pin_memory()
+    index = torch.tensor(indices, dtype=torch.int64, device="cpu").pin_memory()
     return tensor[index.to(tensor.device, non_blocking=True)]
 
 
@@ -62,7 +62,7 @@ def _pinned(value: Any) -> Any:
     """Return a copy in pinned memory, where the value is in memory that can be; None for one
     without ``pin_memory``."""
     if isinstance(value, torch.Tensor):
-        if value.device != CPU or value.layout != torch.strided:
+        if value.device != CPU or value.layout != torch.strided or value.is_nested:
             return value
         # Pinned memory has the tensor's strides: the numbers of an expanded one would meet there.
         return (value.contiguous() if 0 in value.stride() else value).pin_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -22,26 +23,37 @@ def compile_for_resume(model: torch.nn.Module) -> None:
 
 
 class _StandIn(torch.nn.Module):
-    """Uses every parameter once; its gradients are zero and arrive last parameter first."""
+    """Uses every parameter once; its gradients are zero and arrive last parameter first. DDP
+    expects sparse ones of the weights whose ids are in `sparse`."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], sparse: Container[int]) -> None:
         super().__init__()
         self._parameters_of_model = tuple(parameters)  # a tuple, so nothing is registered
+        self._sparse = sparse
 
     def forward(self, _: None) -> torch.Tensor:
         """Return 0 as a sum over all parameters; the argument is ignored."""
         first, *later = self._parameters_of_model
-        total = _zero(first)
+        total = self._zero(first)
         for parameter in later:
             # autograd runs later nodes first: this term's before those of the terms so far
-            total = total + _zero(parameter).to(total)
+            total = total + self._zero(parameter).to(total)
         return total
 
+    def _zero(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return 0, a real scalar, whose backward gives the parameter a gradient of zeros."""
+        numbers: torch.Tensor = parameter
+        if id(parameter) in self._sparse:
+            row = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+            numbers = torch.nn.functional.embedding(row, parameter, sparse=True)
+        return (torch.view_as_real(numbers) if numbers.is_complex() else numbers).sum() * 0
 
-def _zero(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return 0, a real scalar, whose backward gives the parameter a gradient of zeros."""
-    numbers = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    return numbers.sum() * 0
+
+def _weights_with_sparse_gradients(model: torch.nn.Module) -> set[int]:
+    """Return the ids of the weights of embeddings with ``sparse=True``."""
+    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+    modules = (module for module in model.modules() if isinstance(module, kinds))
+    return {id(module.weight) for module in modules if module.sparse}
 
 
 def fix_bucket_order(ddp: DistributedDataParallel) -> None:
@@ -63,7 +75,7 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     model: Any = ddp.module
     syncs = ddp.broadcast_buffers
-    ddp.module = _StandIn(parameters)
+    ddp.module = _StandIn(parameters, _weights_with_sparse_gradients(model))
     ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
     try:
         # With device_ids, DDP takes the first of the arguments that it has moved there.

@@ -291,7 +291,7 @@ def _norm(
     """
     first_copies = [_local(tensor) for tensor in tensors if _is_first(tensor, dims)]
     filled = [tensor for tensor in first_copies if tensor.numel()]
-    norm = _norm_here(filled) if filled else torch.zeros((), device=device)
+    norm = _norm_here(filled) if filled else torch.zeros((), dtype=torch.float32, device=device)
     square = norm.to(device, sum_type(device)) ** 2
     dist.all_reduce(square)
     return square.sqrt().float()

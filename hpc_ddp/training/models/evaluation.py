@@ -35,23 +35,23 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
     """Overwrite a model's buffers with those of the group's first rank; all its ranks call it.
 
     Only the persistent ones, which a checkpoint has; the others, masks and tables, are alike
-    everywhere. They travel together, one broadcast for each type of number, on `device`, whose
-    tensors the group (None: the default one) carries. The host waits only for buffers that lie
-    elsewhere.
+    everywhere, and those that are DTensors are their mesh's. They travel together, one broadcast
+    for each type of number, on `device`, whose tensors the group (None: the default one) carries.
+    The host waits only for buffers that lie elsewhere.
     """
     unique: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and buffer.numel():
+            is_kept = name not in module._non_persistent_buffers_set and buffer.numel()
+            if is_kept and not is_sharded(buffer):
                 unique[id(buffer)] = buffer
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in unique.values():
         by_type.setdefault(buffer.dtype, []).append(buffer)
     for dtype, buffers in by_type.items():
         # As bytes: NCCL and Gloo refuse int16 and others.
-        flat = torch.cat(
-            [buffer.detach().to(device).reshape(-1).view(torch.uint8) for buffer in buffers]
-        )
+        plain = [buffer.detach().to(device).resolve_conj().resolve_neg() for buffer in buffers]
+        flat = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in plain])
         dist.broadcast(flat, group=group, group_src=0)
         parts = torch.split(flat.view(dtype), [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):

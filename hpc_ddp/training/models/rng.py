@@ -37,14 +37,18 @@ def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
     ``torch.load`` with ``weights_only`` takes; `restore` puts it back."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, torch.tensor(words, device="cpu"), gauss],
+        "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss],
         "torch": torch.get_rng_state(),
     }
     if accelerators := _accelerators(places):
         state["devices"] = [devices.random_state(device) for device in accelerators]
     if "numpy" in sys.modules:
         name, keys, *position = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, torch.tensor(keys.astype("int64"), device="cpu"), *position]
+        state["numpy"] = [
+            name,
+            torch.tensor(keys.astype("int64"), dtype=torch.int64, device="cpu"),
+            *position,
+        ]
     return state
 
 

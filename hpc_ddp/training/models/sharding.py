@@ -238,7 +238,7 @@ class Pipeline:
             )
         # In fp32, as the other stages expect it, also where the loss is computed in bf16.
         mean = torch.stack(self._losses).mean(dtype=torch.float32) if last else None
-        loss = torch.zeros((), device=self._device) if mean is None else mean
+        loss = torch.zeros((), dtype=torch.float32, device=self._device) if mean is None else mean
         dist.broadcast(loss, group=self._group, group_src=self._last)
         return loss
 

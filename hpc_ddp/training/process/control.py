@@ -68,7 +68,7 @@ class Control:
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
         # torch's barrier makes a tensor on the GPU that the run's group is bound to, in any group.
-        self.sum(torch.zeros(1, device="cpu"))
+        self.sum(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 class _Done:

@@ -83,7 +83,11 @@ class TreeControl(Control):
         return self._calls.run(lambda: self._gather_objects(message))
 
     def barrier(self) -> None:
-        self._calls.run(lambda: self._reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX))
+        self._calls.run(
+            lambda: self._reduce(
+                torch.zeros(1, dtype=torch.float32, device="cpu"), dist.ReduceOp.MAX
+            )
+        )
 
     # --- in the thread ----------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class StopConsensus:
         mean_s = sum(self._since_exchange) / max(len(self._since_exchange), 1)
         gather = self._timer is not None and self._timer.is_due()
         word = [self._reason(), int(save), int(gather), int(mean_s * 1e6)]
-        values = torch.tensor(word, device="cpu")
+        values = torch.tensor(word, dtype=torch.int64, device="cpu")
         self._pending = (values, self._control.start_max(values))
         self._since_exchange.clear()
         return decision

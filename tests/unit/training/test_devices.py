@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from pathlib import Path
@@ -175,6 +176,20 @@ def test_no_other_module_names_a_kind_of_device() -> None:
         if kinds.search(line)
     ]
     assert named == []
+
+
+def test_new_tensors_have_a_type_and_a_device() -> None:
+    """Without, they are as the script's ``set_default_dtype`` and ``set_default_device`` say."""
+    factories = "zeros", "ones", "empty", "full", "tensor"
+    missing = []
+    for path in sorted(TRAINING.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
+                continue
+            name = ast.unparse(node.func).removeprefix("torch.")
+            if name in factories and not {"dtype", "device"} <= {k.arg for k in node.keywords}:
+                missing.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert missing == []
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,12 @@ def test_a_drill_compares_a_ranks_part_of_a_tensor(monkeypatch: pytest.MonkeyPat
     assert drill.size_of(tensors) == 7.0
 
 
+def test_a_drill_compares_numbers_of_any_type() -> None:
+    types = torch.uint8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.complex64
+    assert drill.size_of(torch.ones(2).to(dtype) for dtype in types) == 10.0
+    assert drill.size_of([torch.full((1,), 3 - 4j).conj(), torch.ones(0)]) == 7.0
+
+
 def test_a_drill_records_no_names_of_added_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     run: Any = object.__new__(drill.DrilledRun)
     run._tracked = {}

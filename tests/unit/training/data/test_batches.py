@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import UserDict
 from typing import Any, NamedTuple
 
 import torch
 
+from hpc_ddp.training.data import batches
 from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.devices import CPU
 from unit.training.data.fakes import Sample
@@ -56,6 +58,15 @@ def test_a_named_tuple_stays_one() -> None:
     moved = to_device({"a": Pair(torch.zeros(1), "n")}, torch.device("meta"))
     assert moved["a"].x.is_meta
     assert moved["a"].name == "n"
+
+
+def test_a_tensor_of_rows_of_different_lengths_moves_unpinned() -> None:
+    rows = [torch.zeros(1), torch.zeros(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a prototype
+        for layout in (torch.strided, torch.jagged):
+            nested = torch.nested.nested_tensor(rows, layout=layout)
+            assert batches._pinned(nested) is nested
 
 
 def test_nested_batches_move() -> None:
