@@ -15,6 +15,7 @@ import click
 
 from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.project_file import subtract_site, table, to_toml
@@ -61,7 +62,7 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     if isinstance(effect, UsageError):
         refusal = f"does not render yet: {effect.message}"
         click.echo(f"{refusal}\nhint: {effect.hint}" if effect.hint else refusal)
-        _write(path, f"# {refusal}\n{written}")
+        _write(path, f"# {' '.join(refusal.splitlines())}\n{written}")
         sys.exit(1)
     click.echo("\n".join(effect))
     _write(path, written, "; next: hpc-ddp render, hpc-ddp submit")
@@ -150,10 +151,16 @@ def _write(path: Path, text: str, next_step: str = "") -> None:
     `next_step` behind it.
 
     One that is there stays. Where it differs, the difference is printed, and the command ends with
-    exit code 1. Raise UsageError where the file can't be written, OSError where it can't be read.
+    exit code 1. Raise UsageError where the file can't be written, or is a link to nothing, and
+    OSError where it can't be read.
     """
-    if path.exists():
-        old = path.read_text(errors="replace")
+    if os.path.lexists(path):  # a link to a file that is not there is another user's trap
+        try:
+            old = path.read_text(errors="replace")
+        except FileNotFoundError:
+            raise UsageError(
+                f"{path} is a link to a file that is not there", hint="--output FILE"
+            ) from None
         if old == text:
             say(f"{path} is the same already")
             return
@@ -164,8 +171,7 @@ def _write(path: Path, text: str, next_step: str = "") -> None:
         say(f"{path} is there, and was left as it is; --output FILE writes another")
         sys.exit(1)
     try:
-        path.write_text(text)
-        path.chmod(0o644)  # whatever the umask: what others can write is not used
+        write_whole(path, text, mode=0o644)  # what others can write is not used
     except OSError as error:
         raise UsageError(
             f"{path} can't be written: {error.strerror}", hint="--output FILE"

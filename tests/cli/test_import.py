@@ -79,6 +79,28 @@ def test_leaves_a_file_as_it_is_and_shows_the_difference(folder: Path) -> None:
     assert "left as it is; --output FILE" in run("job.sbatch").stderr
 
 
+def test_follows_no_link_to_a_file_that_is_not_there(folder: Path) -> None:
+    """A neighbour in a shared folder may have laid it: to the login shell's file, say."""
+    (folder / "hpc-ddp.toml").symlink_to(folder / "home" / ".bash_profile")
+    (folder / "home").mkdir()
+    result = run("job.sbatch")
+    assert result.exit_code == 2
+    assert "is a link to a file that is not there" in result.stderr
+    assert not list((folder / "home").iterdir())
+
+
+def test_takes_no_setting_from_the_name_of_a_script(folder: Path) -> None:
+    name = 'a\nsetup = ["touch x"]\n#.sbatch'
+    (folder / "job.sbatch").rename(folder / name)
+    assert run(name).exit_code == 0
+    assert "touch" in (folder / "hpc-ddp.toml").read_text().partition("\n")[0]
+    (folder / "hpc-ddp.toml").unlink()
+    (folder / "train.py").unlink()  # with another first line
+    assert run(name).exit_code == 1
+    lines = (folder / "hpc-ddp.toml").read_text().splitlines()
+    assert [line[0] for line in lines if "touch" in line] == ["#"]
+
+
 def test_says_what_does_not_render_yet(folder: Path) -> None:
     (folder / "train.py").unlink()
     result = run("job.sbatch")

@@ -17,7 +17,9 @@ _WIDTH = 48  # of a line of the script in the table
 def to_toml(conversion: Conversion, name: str) -> str:
     """Return the text of a project file, each value with the line of the script that it comes from;
     `name` is the script's path in its first line."""
-    lines = [f"# From {name}, by hpc-ddp import; the numbers are its lines.", ""]
+    # A name with a line break would begin a setting of its own.
+    file = " ".join(name.splitlines())
+    lines = [f"# From {file}, by hpc-ddp import; the numbers are its lines.", ""]
     keys = [*conversion.values, *conversion.lists]
     for key in sorted(keys, key=lambda key: (*_ORDER, key).index(key)):
         if key in conversion.values:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
         ("output", output_file(spec, run)),
         ("open-mode", "append"),
         *comment_pairs((*spec.sbatch, *more)),
+        *_export_pairs(spec, dict(pairs)),
         *([("no-kill", "")] if spec.elastic else []),
         # Slurm would pass on the login shell's limits, of CPU time and open files above all. A
         # node's own limit of core files may be none, and each crash would write the memory's size.
@@ -52,6 +54,18 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
         *([] if continues in dict(pairs) else [(continues, "")]),
         ("signal", f"B:USR2@{warn_s}"),
     ]
+
+
+def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return ``--export`` with the names of ``--env NAME`` where that of the job's `options`, or
+    sbatch's variable, would keep these from the job; no pair where it would not. Values are not
+    written anywhere."""
+    words = (options.get("export") or os.environ.get("SBATCH_EXPORT") or "ALL").split(",")
+    names = [name for name in spec.env_names if name not in words]
+    if not names or "ALL" in map(str.upper, words):
+        return []
+    kept = [] if words[0].upper() in ("NONE", "NIL") else words
+    return [("export", ",".join([*kept, *names]))]
 
 
 def output_word(pattern: str, chdir: str) -> str:

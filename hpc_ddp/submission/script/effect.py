@@ -25,7 +25,8 @@ _FAMILIES = (
     {"exclusive", "oversubscribe"},
     {"gpus-per-node", "gres"},
 )
-_ADDED = ("container-mounts", "container-env")  # pyxis takes all values
+# pyxis takes all values; hpc-ddp's export has those of the user's.
+_ADDED = ("container-mounts", "container-env", "export")
 # What to use in place of an option that hpc-ddp sets itself.
 _INSTEAD = {
     "output": "--output out-%j.txt, a link to it",

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
+from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.settings import operators
 from hpc_ddp.submission.settings.trust import read_toml
@@ -127,8 +128,7 @@ def write(home: Path, name: str, text: str, force: bool) -> Path:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o644)  # whatever the umask: what others can write is not used
+        write_whole(path, text, mode=0o644)  # what others can write is not used
     except OSError as error:
         raise HpcDdpError(
             f"{path} can't be written: {error.strerror}", hint="hpc-ddp site detect --print"

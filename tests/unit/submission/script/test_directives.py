@@ -33,6 +33,36 @@ def test_cpus_of_a_task_are_passed_to_sbatch() -> None:
 
 
 @pytest.mark.parametrize(
+    ("variable", "raw", "export"),
+    [
+        (None, (), None),
+        ("ALL", (), None),
+        ("A,all", (), None),
+        ("NONE", (), "KEY,MORE"),
+        ("nil", (), "KEY,MORE"),
+        ("A,KEY", (), "A,KEY,MORE"),
+        ("KEY,MORE", (), None),
+        ("NONE", ("--export=ALL",), "ALL"),
+        (None, ("--export=NONE",), "KEY,MORE"),
+        (None, ("--export=A,B=1",), "A,B=1,KEY,MORE"),
+    ],
+)
+def test_variables_to_pass_on_reach_a_job_without_the_others(
+    variable: str | None,
+    raw: tuple[str, ...],
+    export: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("SBATCH_EXPORT", variable)
+    spec = JobSpec("t.py", env_names=("KEY", "MORE"), sbatch=raw)
+    text = Rendering(spec, RunFolder(tmp_path), tmp_path, tmp_path / "t.py").whole()
+    exports = [line for line in text.splitlines() if line.startswith("#SBATCH --export")]
+    assert exports[-1:] == ([f"#SBATCH --export={export}"] if export else [])
+
+
+@pytest.mark.parametrize(
     ("values", "pairs"),
     [
         ({}, []),
