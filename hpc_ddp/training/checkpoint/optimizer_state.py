@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.trained import parameters_of
 
 KIND = "class"  # an optimizer's, beside its state
 OF_NO_PARAMETER = "<state of no parameter>"  # an optimizer's, by keys of its own, beside its state
+PARAMETERS = "<parameters>"  # that are no tracked module's, such as a temperature, beside its state
 
 
 def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
@@ -29,7 +31,8 @@ def by_label(
     optimizer: Optimizer, state: dict[str, Any], labels: Mapping[int, str]
 ) -> dict[str, Any]:
     """Return an optimizer's state dict `state` with names in place of its numbers, and the class
-    beside as `KIND`. State of no parameter (MADGRAD counts steps so) is in `OF_NO_PARAMETER`.
+    beside as `KIND`. State of no parameter (MADGRAD counts steps so) is in `OF_NO_PARAMETER`, and
+    trained parameters of no tracked module are in `PARAMETERS`.
 
     The numbers depend on which parameters a rank has; the names do not.
     """
@@ -37,7 +40,14 @@ def by_label(
     groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
     others = {key: value for key, value in state["state"].items() if key not in names}
     content = _with_keys(state, names, groups) | {KIND: type(optimizer).__name__}
-    return content | ({OF_NO_PARAMETER: others} if others else {})
+    own = {
+        label: parameter.detach()
+        for label, parameter in params_of(optimizer, labels).items()
+        if id(parameter) not in labels
+        and (parameter.requires_grad or optimizer.state.get(parameter))
+    }
+    further = {OF_NO_PARAMETER: others, PARAMETERS: own}
+    return content | {key: value for key, value in further.items() if value}
 
 
 def by_number(
@@ -51,7 +61,8 @@ def by_number(
     numbers = {label: number for number, label in enumerate(params)}
     content = _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
     content["state"].update(content.pop(OF_NO_PARAMETER, {}))
-    return content
+    own = content.pop(PARAMETERS, {})
+    return content | {PARAMETERS: {numbers[label]: stored for label, stored in own.items()}}
 
 
 def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,18 +92,47 @@ def _with_keys(
 
 def like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> Iterator[str]:
     """Yield the names in the optimizer `name` of tensors with the shape of their parameter, unless
-    that is a scalar."""
+    that is a scalar, or of no tracked module."""
     for label, parameter in params_of(optimizer, labels).items():
+        if id(parameter) not in labels:
+            continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
                 yield f"{name}.state.{label}.{key}"
 
 
+def own_places(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the beginnings of the names in the optimizer `name` of all that belongs to parameters
+    of no tracked module: nothing makes these equal on all ranks."""
+    own = [label for label in params_of(optimizer, labels) if label not in labels.values()]
+    return (f"{name}.{PARAMETERS}.", *(f"{name}.state.{label}." for label in own))
+
+
+def places_of_shards(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the beginnings of the names in the optimizer `name` of the state of parameters that
+    are sharded."""
+    params = params_of(optimizer, labels)
+    return tuple(f"{name}.state.{label}." for label, p in params.items() if is_sharded(p))
+
+
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state dict, whose tensors keep their types; those of one number stay on the CPU if
     they were there. A class's own ``load_state_dict`` decides itself, and its errors come through.
+    The `state` is by numbers, with `PARAMETERS`. Tensors among the settings, as a learning rate
+    that the script fills, stay the same objects.
     """
+    own = state.pop(PARAMETERS)
+    settings = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        if number in own:
+            parameter.data.copy_(own[number])
+    for group, earlier in zip(optimizer.param_groups, settings, strict=False):
+        for key, setting in earlier.items():
+            loaded = group.get(key)
+            if isinstance(setting, torch.Tensor) and isinstance(loaded, torch.Tensor):
+                group[key] = setting
+                setting.data.copy_(loaded)
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         for number, parameter in enumerate(parameters_of(optimizer)):
             if number in state["state"]:

@@ -65,7 +65,8 @@ class State:
     frozen
         other parameters without gradients, which it most likely does not change
     buffers
-        names of the modules' buffers; each rank may have its own (running means)
+        names of the modules' buffers, and of parameters of no tracked module with their optimizer's
+        state; each rank may have its own (running means)
     private_tree
         the state dicts of the objects that each rank has its own of, and what an optimizer keeps
         for parameters that DDP ignores
@@ -134,6 +135,13 @@ def collect(
         state.tensors.update(tensors)
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
+        if isinstance(plain, Optimizer):
+            _check_shards(tensors)
+            own = optimizer_state.own_places(name, plain, labels)
+            state.buffers.update(key for key in tensors if key.startswith(own))
+            # A plain tensor beside a shard, as of an optimizer that takes `to_local`.
+            shards = optimizer_state.places_of_shards(name, plain, labels)
+            private |= {key for key, t in tensors.items() if t.shape and key.startswith(shards)}
         state.private.update(key for key in private if not is_sharded(tensors[key]))
         if isinstance(plain, Optimizer) and tree is state.tree:  # an expert may lack it elsewhere
             states = tree[name]["state"]
@@ -151,6 +159,12 @@ def _content_of(
     An optimizer's is by names of parameters (`optimizer_state`); a module's by `plain_name`s, with
     `VERSIONS` beside; another object's as it is.
     """
+    if hasattr(plain, "consolidate_state_dict"):
+        raise UsageError(
+            f"{name} is {_kind(plain)}, which has its state on one rank alone; accepted by"
+            " run.track: other optimizers",
+            hint="model = run.fully_shard(model), and the optimizer inside, shard its state, too",
+        )
     content: Any = plain.state_dict()
     if isinstance(plain, Optimizer):
         state.trained.update(optimizer_state.like_parameters(name, plain, labels))
@@ -164,6 +178,14 @@ def _content_of(
     state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in buffers)
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
     return {plain_name(key): value for key, value in content.items()} | {VERSIONS: versions}
+
+
+def _check_shards(tensors: Mapping[str, Any]) -> None:
+    """Raise HpcDdpError for a DTensor of an optimizer whose shards are of a subclass, such as one
+    of 8 bits: plain numbers would come back."""
+    for name, tensor in tensors.items():
+        if is_sharded(tensor) and is_traceable_wrapper_subclass(tensor.to_local()):
+            raise _refused(name, f"a DTensor of {_kind(tensor.to_local())}")
 
 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:

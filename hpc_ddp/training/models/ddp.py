@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Container
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,21 @@ class _StandIn(torch.nn.Module):
         return (torch.view_as_real(numbers) if numbers.is_complex() else numbers).sum() * 0
 
 
+@contextmanager
+def _without_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Take the hooks of parameters away inside the block: one may be an optimizer's step."""
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    tables = [getattr(parameter, name, None) for parameter in parameters for name in names]
+    hooks = [(table, dict(table)) for table in tables if table]
+    for table, _ in hooks:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, entries in hooks:
+            table.update(entries)
+
+
 def _weights_with_sparse_gradients(model: torch.nn.Module) -> set[int]:
     """Return the ids of the weights of embeddings with ``sparse=True``."""
     kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
@@ -67,8 +83,9 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     order that depends on nothing but the model.
 
     All ranks must call it. Leaves parameters, buffers, generators as they are and gradients
-    None. Does nothing under ``static_graph``, which would take the stand-in's graph for the
-    model's: such a run is equal to an undisturbed one up to rounding only.
+    None, and calls no hooks of parameters. Does nothing under ``static_graph``, which would take
+    the stand-in's graph for the model's: such a run is equal to an undisturbed one up to rounding
+    only.
     """
     if ddp.static_graph:
         return
@@ -79,7 +96,8 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
     try:
         # With device_ids, DDP takes the first of the arguments that it has moved there.
-        ddp(None).backward()
+        with _without_hooks(parameters):
+            ddp(None).backward()
     finally:
         ddp.module, ddp.broadcast_buffers = model, syncs
     for parameter in parameters:

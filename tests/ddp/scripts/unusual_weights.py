@@ -24,6 +24,9 @@ class Spectral(nn.Module):
 
 run = start(seed=0, save_every=None)
 net = Spectral()
+calls: list[torch.Tensor] = []
+net.scale.register_post_accumulate_grad_hook(calls.append)  # as an optimizer in the backward does
+net.scale.register_hook(lambda gradient: calls.append(gradient))
 model = run.wrap(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run.track(model=model, optimizer=optimizer)
@@ -39,5 +42,5 @@ first = flat.clone()
 dist.broadcast(first, src=0)
 have_moved = torch.view_as_real(net.weight)[:, 0].ne(1).all().item()
 state = "equal" if torch.equal(flat, first) else "different"
-print("WEIGHTS", state, "and", "moved" if have_moved else "not")
+print("WEIGHTS", state, "and", "moved" if have_moved else "not", "after", len(calls), "hooks")
 run.finish()

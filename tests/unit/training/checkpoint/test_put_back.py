@@ -63,6 +63,36 @@ def test_a_stage_loads_its_part_of_a_whole_model(tmp_path: Path) -> None:
     assert torch.equal(batches.state[stage[0].weight]["exp_avg"], wanted)
 
 
+def test_a_trained_tensor_of_no_module_is_resumed(tmp_path: Path) -> None:
+    """As SAC's temperature, or the weight of a loss; also a learning rate that the script fills."""
+
+    def make() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+        model, temperature = nn.Linear(1, 1), torch.zeros(1, requires_grad=True)
+        rate, frozen = torch.tensor(0.1), torch.zeros(2)
+        parameters = [frozen, *model.parameters(), temperature]
+        optimizer = torch.optim.AdamW(parameters, lr=rate, foreach=False)
+        return {"m": model, "o": optimizer}, temperature, rate
+
+    objects, temperature, rate = make()
+    (objects["m"](torch.ones(1)) * temperature.exp()).sum().backward()
+    objects["o"].step()
+    rate.fill_(0.5)
+    result = state.collect(objects)
+    own = {name for name in result.tensors if "parameter " in name}
+    assert own == {
+        "o.<parameters>.parameter 3",
+        *(f"o.state.parameter 3.{key}" for key in ("step", "exp_avg", "exp_avg_sq")),
+    }
+    assert own <= result.buffers  # each rank may have its own
+    assert not own & result.replicated
+    others, later, later_rate = make()
+    load_state(tmp_path, result, others)
+    assert later.item() == temperature.item() != 0
+    assert others["o"].state[later]["step"] == 1
+    assert later_rate.item() == 0.5
+    assert others["o"].param_groups[0]["lr"] is later_rate
+
+
 class WideState(torch.optim.Optimizer):
     """Keeps states in fp32 whatever the weights are, as Adafactor does, one of them in a list, a
     count of no parameter, as MADGRAD does, and scalars on the CPU, as NAdam does."""

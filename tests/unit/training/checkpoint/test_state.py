@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint import optimizer_state, state
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
@@ -85,6 +85,37 @@ def test_trained_tensors_and_buffers_are_told_apart() -> None:
     assert result.replicated == {*result.trained, "m.0.bias"}
     names = ("running_mean", "running_var", "num_batches_tracked")
     assert result.buffers == {f"m.{part}.{name}" for part in ("1", "norm") for name in names}
+
+
+def test_plain_state_of_shards_is_each_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an optimizer that takes ``to_local``; torch's own ones keep DTensors."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(1, 2)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(optimizer_state, "is_sharded", lambda tensor: tensor is model.weight)
+    result = state.collect({"m": model, "o": optimizer})
+    assert result.private == {f"o.state.m.weight.{name}" for name in ("exp_avg", "exp_avg_sq")}
+
+
+def test_a_shard_of_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchao's: the numbers would come back as fp32, and its next step fail."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    shard = TwoTensor(torch.ones(2), torch.ones(2))
+    local = torch.ones(2)
+    local.to_local = lambda: shard  # type: ignore[attr-defined]
+    optimizer.state[weight]["codes"] = local
+    monkeypatch.setattr(state, "is_sharded", lambda tensor: tensor is local)
+    with pytest.raises(HpcDdpError, match=r"parameter 0\.codes is a DTensor of a .*TwoTensor"):
+        state.collect({"o": optimizer})
+
+
+def test_zeros_optimizer_is_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    optimizer.consolidate_state_dict = None  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"o is a .*, which has its state on one rank alone"):
+        state.collect({"o": optimizer})
 
 
 @pytest.mark.parametrize(
