@@ -278,8 +278,7 @@ def unusable(nodes: Sequence[str]) -> list[str]:
 def expand_hosts(node_list: str) -> list[str]:
     """Return the names in a host list such as ``node[1-2]``, in order.
 
-    Raise HpcDdpError where it names no node, as '', or Slurm can't expand it: going on would make
-    N worlds of one node.
+    Raise HpcDdpError where it names none, or Slurm can't expand it: N worlds of one would follow.
     """
     names = _run(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
     if not names:
@@ -326,10 +325,8 @@ def record(job: str | JobRef) -> Record:
         return slurm_text.parse_record(job_text(job))
     except HpcDdpError as error:
         forgotten = error
-    query = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={_id_of(job)}"]
-    style = ["--allocations", "--noheader", "--parsable2"]
     try:
-        printed = _run(["sacct", *_at_cluster(job), *style, *query])
+        printed = _accounting_of(job, "State,Reason,ExitCode,NodeList,Start")
     except HpcDdpError:  # a site without accounting, say
         raise forgotten from None
     record = slurm_text.parse_accounting(printed)
@@ -338,14 +335,29 @@ def record(job: str | JobRef) -> Record:
     return record
 
 
+def starts_in_accounting(job_id: str) -> list[str]:
+    """Return the states of all starts of a job, in order; [] without the accounting's answer."""
+    try:
+        return _accounting_of(job_id, "State", "--duplicates").splitlines()
+    except HpcDdpError:
+        return []
+
+
+def _accounting_of(job: str | JobRef, columns: str, *options: str) -> str:
+    """Return what sacct prints of a job; raise HpcDdpError where it fails or gives no answer."""
+    options = ("--allocations", "--noheader", "--parsable2", f"--format={columns}", *options)
+    return _run(["sacct", *_at_cluster(job), *options, f"--jobs={_id_of(job)}"])
+
+
 # --- what a cluster is like ----------------------------------------------------------------
 
-ACCOUNTING_S = 15.0  # the accounting's answer is not essential
+ACCOUNTING_S = 15.0  # the answer is not essential
+COLUMNS_OF_QOS = "Name,GraceTime,Preempt,PreemptMode"
+COLUMNS_OF_USER = "Cluster,DefaultAccount,Account,Partition"
 
 
 def show_config() -> dict[str, str]:
-    """Return slurm.conf's values by name (``scontrol show config``). Raise HpcDdpError where Slurm
-    refuses or gives no answer."""
+    """Return slurm.conf's values by name. Raise HpcDdpError where Slurm refuses or is silent."""
     return slurm_text.parse_config(_run(["scontrol", "show", "config"]))
 
 
@@ -366,17 +378,17 @@ def show_all(kind: str) -> list[dict[str, str]]:
     return slurm_text.parse_records(_run(["scontrol", "--oneliner", "show", kind]))
 
 
-def show_qos() -> list[dict[str, str]]:
-    """Return the qualities of service, each with its values by name; [] where there is no
-    accounting, or it does not answer."""
-    return _ask_accounting(("show", "qos"), ("Name", "GraceTime", "Preempt", "PreemptMode"))
-
-
-def show_accounts(user: str) -> list[dict[str, str]]:
-    """Return a user's accounts, on all clusters of the accounting, each with its values by name; []
-    where there is no accounting, or it does not answer."""
-    columns = ("Cluster", "DefaultAccount", "Account", "Partition")
-    return _ask_accounting(("show", "user", user, "withassoc"), columns)
+def show_accounting(kind: str, *words: str) -> list[dict[str, str]]:
+    """Return all qualities of service (`kind` is ``qos``), or a user's accounts (``user``), on all
+    clusters of the accounting, with values by name; [] without an answer."""
+    columns = COLUMNS_OF_QOS if kind == "qos" else COLUMNS_OF_USER
+    query = ["show", kind, *words, f"format={columns}"]
+    try:
+        printed = _run(["sacctmgr", "--noheader", "--parsable2", *query], timeout_s=ACCOUNTING_S)
+    except HpcDdpError:
+        return []
+    rows = slurm_text.parse_table(printed, columns.count(",") + 1)
+    return [dict(zip(columns.split(","), row, strict=True)) for row in rows]
 
 
 def takes_option(command: str, option: str) -> bool:
@@ -386,15 +398,3 @@ def takes_option(command: str, option: str) -> bool:
         return f"--{option}" in _run([command, "--help"])
     except HpcDdpError:
         return False
-
-
-def _ask_accounting(words: Sequence[str], wanted: Sequence[str]) -> list[dict[str, str]]:
-    """Return the rows of a query of sacctmgr, with the values of the `wanted` columns by name; []
-    without sacctmgr, where it fails, and without an answer within `ACCOUNTING_S`."""
-    argv = ["sacctmgr", "--noheader", "--parsable2", *words, f"format={','.join(wanted)}"]
-    try:
-        printed = _run(argv, timeout_s=ACCOUNTING_S)
-    except HpcDdpError:
-        return []
-    rows = slurm_text.parse_table(printed, len(wanted))
-    return [dict(zip(wanted, row, strict=True)) for row in rows]

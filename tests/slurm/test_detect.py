@@ -78,9 +78,9 @@ def test_an_accounting_that_does_not_answer(
 ) -> None:
     for name, value in cluster.env().items():
         monkeypatch.setenv(name, value)
-    assert slurm.show_qos() or not cluster.accounting
+    assert slurm.show_accounting("qos") or not cluster.accounting
     text = cluster.conf.read_text()
     (tmp_path / "slurm.conf").write_text(text.replace(f"={cluster.dbd_port}\n", "=9\n"))
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    assert slurm.show_qos() == slurm.show_accounts("me") == []
+    assert slurm.show_accounting("qos") == slurm.show_accounting("user", "me", "withassoc") == []
     assert slurm.show_config()["ClusterName"] == cluster.cluster

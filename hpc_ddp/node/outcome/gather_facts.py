@@ -19,9 +19,10 @@ from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.trackers import sync_commands
-from hpc_ddp.core.journal.enums import Action, Cause
+from hpc_ddp.core.journal.enums import Action, Cause, NoticeSource
 from hpc_ddp.core.journal.events import (
     JournalEvent,
+    NoticeGiven,
     Submitted,
     VerdictGiven,
 )
@@ -82,10 +83,27 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     numbers = [attempt.number for attempt in run.attempts()]
     first = _first_attempt(events, len(numbers))
     numbers = [number for number in numbers if number >= first]
-    why = too_many_silent(spec, run.most_requeues, since_submit(events), numbers)
+    events = since_submit(events)
+    why = too_many_silent(spec, run.most_requeues, events, numbers)
+    if why:  # the accounting is asked now alone
+        why = too_many_silent(spec, run.most_requeues, [*events, *_preemptions(run)], numbers)
     if why:
         hint = f"hpc-ddp submit --run {RunFolder(run.whole).quoted} goes on all the same"
         _give_up(run, spec, Cause.NODE_LOST, why, hint)
+
+
+def _preemptions(run: RunFolder) -> list[JournalEvent]:
+    """Return a notice for each start of the last job that Slurm has ended by a preemption, by its
+    accounting: while a container started, there was nothing that could journal one."""
+    attempts = [attempt.info | {"number": attempt.number} for attempt in run.attempts()]
+    job_id = attempts[-1].get("job_id") if attempts else None
+    numbers = {a["restarts"]: a["number"] for a in attempts if job_id and a["job_id"] == job_id}
+    states = slurm.starts_in_accounting(job_id) if job_id else []
+    return [
+        NoticeGiven(NoticeSource.PREEMPTION, attempt=numbers[start])
+        for start, state in enumerate(states)
+        if state == "PREEMPTED" and start in numbers
+    ]
 
 
 def _give_up(run: RunFolder, spec: JobSpec, cause: Cause, why: str, hint: str) -> NoReturn:

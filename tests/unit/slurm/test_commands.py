@@ -76,8 +76,8 @@ def test_changes_of_a_job_call_slurms_commands(slurm_commands: Slurm, tmp_path: 
         ),
         (lambda: slurm.takes_option("sbatch", "gres"), False),
         (lambda: slurm.unusable(["n1"]), []),
-        (lambda: slurm.show_qos(), []),
-        (lambda: slurm.show_accounts("me"), []),
+        (lambda: slurm.show_accounting("qos"), []),
+        (lambda: slurm.show_accounting("user", "me", "withassoc"), []),
     ],
 )
 def test_optional_queries_return_nothing_on_errors(
@@ -232,7 +232,7 @@ def test_the_configuration_is_read(slurm_commands: Slurm) -> None:
 
 def test_rows_of_the_accounting_are_read(slurm_commands: Slurm) -> None:
     slurm_commands.answer("sacctmgr", "torn\nhigh|00:02:00|low|cluster\n")
-    assert slurm.show_qos() == [
+    assert slurm.show_accounting("qos") == [
         {"Name": "high", "GraceTime": "00:02:00", "Preempt": "low", "PreemptMode": "cluster"}
     ]
     assert slurm_commands.calls("sacctmgr")[0][2:] == [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
@@ -34,6 +36,32 @@ def test_a_submit_counts_ends_without_a_verdict_anew(run: RunFolder) -> None:
     gather_facts.check_silent_ends(run, spec)
     run.claim_attempt({}, lambda identity: False)
     gather_facts.check_silent_ends(run, spec)
+
+
+@pytest.mark.parametrize(
+    ("states", "max_requeues", "why"),
+    [
+        (["PREEMPTED"] * 12, None, None),
+        ([*["PREEMPTED"] * 8, "NODE_FAIL", *["PREEMPTED"] * 4], None, None),
+        (["PREEMPTED"] * 12, 3, "it was started 12 times"),
+        (["NODE_FAIL"] * 12, None, "12 attempts in a row"),
+        ([], None, "12 attempts in a row"),  # there is no accounting
+    ],
+)
+def test_preemptions_before_the_first_process_are_no_crashes(
+    run: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    states: list[str],
+    max_requeues: int | None,
+    why: str | None,
+) -> None:
+    """While a container starts nothing can journal a notice; the accounting knows."""
+    for restarts in range(12):
+        run.claim_attempt({"job_id": "7", "restarts": restarts}, lambda identity: False)
+    monkeypatch.setattr(slurm, "starts_in_accounting", {"7": states}.__getitem__)
+    spec = JobSpec("train.py", max_requeues=max_requeues)
+    with pytest.raises(HpcDdpError, match=why) if why else nullcontext():
+        gather_facts.check_silent_ends(run, spec)
 
 
 def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
