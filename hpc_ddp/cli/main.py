@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import keyword
 import os
 import sys
@@ -37,6 +38,13 @@ OBJECTS = 200_000
 
 class Group(click.Group):
     """Shows our errors as one line and a hint, never as a traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the command line; a character that the locale has not is printed as ``?``."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="replace")
+        return super().main(*args, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

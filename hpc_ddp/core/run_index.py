@@ -205,4 +205,4 @@ def _begun(run: Path) -> tuple[str, float, str]:
         when = (run / "job.json").stat().st_mtime
     except OSError:
         return "", 0.0, run.name
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(when)), when, run.name
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(when)), when, run.name

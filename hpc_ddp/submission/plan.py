@@ -6,10 +6,12 @@ restart.py. `Plan.write` makes the folder and returns a `PreparedRun`, which a b
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
 import re
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -201,15 +203,20 @@ def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:
     return make_plan(spec, new_folder(root, spec), settings, is_new=True)
 
 
+def new_run_id() -> str:
+    """Return an id for a run that begins now, ``<time>-<hex>``. The time is UTC: ids from several
+    zones, and of the hour that comes twice, sort by it."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
+
+
 def new_folder(root: Path, spec: JobSpec) -> RunFolder:
     """Return the folder of a new run of a job below `root`, ``NAME/<time>-<hex>``; it is not made.
     Where another user has the name, ours is ``NAME-USER``."""
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     folder = root / spec.job_name
     # Of a colleague, in a shared folder; also a link that leads to a folder of this user.
     if os.path.lexists(folder) and folder.lstat().st_uid != os.geteuid():
         folder = root / f"{spec.job_name}-{user_name()}"
-    return RunFolder(folder / run_id)
+    return RunFolder(folder / new_run_id())
 
 
 def make_plan(
@@ -231,11 +238,13 @@ def make_plan(
     Raises
     ------
     UsageError
-        a variable is not set here, the workers' Python is too old, the file of `notify` is
-        refused, container-options have no image, the job exceeds the operators' limits, the script
-        is not in the snapshot that is to be used; or as `Rendering`
+        a variable is not set here, this shell's locale reads a text wrong, the workers' Python is
+        too old, the file of `notify` is refused, container-options have no image, the job exceeds
+        the operators' limits, the script is not in the snapshot that is to be used; or as
+        `Rendering`
     """
     _check_environment(spec)
+    _check_encoding(spec, run)
     _check_python(spec)
     if spec.notify:
         read_addresses(Path(spec.notify))
@@ -343,3 +352,16 @@ def _check_environment(spec: JobSpec) -> None:
     for name in spec.env_names:
         if name not in os.environ:
             raise UsageError(f"--env {name}: {name} is not set here", hint=f"export {name}=…")
+
+
+def _check_encoding(spec: JobSpec, run: RunFolder) -> None:
+    """Raise UsageError for a text of the job that is not ASCII, where this shell's locale is no
+    UTF-8: the script, which is UTF-8, would have other bytes than were typed."""
+    encoding = codecs.lookup(sys.getfilesystemencoding()).name
+    texts = (str(run.path), spec.script, *spec.args, *spec.env.values())
+    text = next((text for text in texts if not text.isascii()), None)
+    if text and encoding != "utf-8":
+        raise UsageError(
+            f"{text!r} is not ASCII, and this shell's locale reads it as {encoding}",
+            hint="export LC_ALL=C.UTF-8",
+        )

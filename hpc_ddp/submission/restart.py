@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core import checkpoints
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import parse_object
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
@@ -56,7 +58,7 @@ def plan_rerun(
         the run's folder can't be read
     """
     check_executable(run)
-    old = JobSpec.from_json(run.job_json.read_bytes())
+    old = _read_spec(run)
     _check_repeatable(run, old, changes)
     changed = {"args": with_values(old.args, changes), **_fields_of(old, options, settings, cwd)}
     changed.setdefault("dependency", None)  # what it waited for then is over
@@ -145,7 +147,7 @@ def plan_continuation(
     check_executable(run)
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
-    spec = JobSpec.from_json(run.job_json.read_bytes())
+    spec = _read_spec(run)
     changed = _fields_of(spec, options, settings, cwd)
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
     changed.setdefault("backend", settings.get("backend", "slurm"))
@@ -160,6 +162,21 @@ def plan_continuation(
     if run.newest_code is None:  # it was begun with --no-snapshot
         _check_script(spec, hint="name SCRIPT")
     return make_plan(spec, run, settings, is_new=False, keeps_code=True)
+
+
+def _read_spec(run: RunFolder) -> JobSpec:
+    """Return a run's job, and print which of its settings this version of hpc-ddp does not know.
+    Raises as `JobSpec.from_json`, and OSError where it can't be read."""
+    text = run.job_json.read_bytes()
+    spec = JobSpec.from_json(text)
+    if unknown := sorted(
+        parse_object(text).keys() - {declared.name for declared in fields(JobSpec)}
+    ):
+        say(
+            f"warning: the run has settings of another version of hpc-ddp, which are left out:"
+            f" {', '.join(unknown)}"
+        )
+    return spec
 
 
 def _fields_of(

@@ -128,10 +128,10 @@ def _copy(path: Path, copy: Path, root: Path) -> None:
 def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
     """Return the files of modules, relative to `root`, that `script` or a copied module of its own
     imports, and that are not `copied`. A file that can't be parsed is passed over."""
-    missing: dict[str, None] = {}
-    entered, rest = {script}, [script]
-    while rest:
-        path = rest.pop()
+    names: dict[str, None] = {}
+    entered, paths = {script}, [script]
+    while paths:
+        path = paths.pop()
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
@@ -139,11 +139,11 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
         for module in _modules_of(tree, path, [*{script.parent: 0, root: 0}]):
             name = os.path.relpath(module, root)
             if name not in copied:
-                missing[name] = None
+                names[name] = None
             elif module not in entered:
                 entered.add(module)
-                rest.append(module)
-    return [*missing]
+                paths.append(module)
+    return [*names]
 
 
 def _modules_of(tree: ast.AST, path: Path, folders: Sequence[Path]) -> Iterator[Path]:

@@ -266,7 +266,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def size_of(tensors: Iterable[torch.Tensor]) -> float:
     """Return the sum of all absolute values that this rank has, in double precision; 0 without
-    any. Of a complex number the real and the imaginary part count."""
+    any. The real and the imaginary part of a complex number count apart."""
     parts = [_local(tensor).resolve_conj() for tensor in tensors]
     reals = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     # Of fp8 and whole numbers torch has no norm.

@@ -303,6 +303,14 @@ def test_an_unknown_option_is_a_usage_error(run_cli: Cli) -> None:
     assert "--nodes" in done.stderr
 
 
+def test_a_locale_without_a_character_is_no_traceback(project: Path) -> None:
+    argv = [sys.executable, "-m", "hpc_ddp", "submit", "--help"]
+    env = os.environ | {"PYTHONIOENCODING": "iso8859-1"}
+    ended = subprocess.run(argv, cwd=project, env=env, capture_output=True, check=True)
+    assert b"Traceback" not in ended.stderr
+    assert ended.stdout.count(b"?")
+
+
 def test_a_pipe_that_closes_early_is_no_traceback(project: Path) -> None:
     env = dict(os.environ, HPC_DDP_RUNS=str(project.parent / "runs"))
     command = f"{sys.executable} -m hpc_ddp render train.py | head -1"

@@ -23,6 +23,7 @@ from hpc_ddp.core.job.sweep import check_sweep
 if TYPE_CHECKING:
     from hpc_ddp.core.job.options import JobSpec
 
+LONGEST_VARIABLE = 131_072  # bytes of ``NAME=VALUE`` that Linux takes, with its end
 # torchrun's own options that hpc-ddp sets, or the job looks up, and what to use instead.
 TORCHRUN_SETTLED = {
     **dict.fromkeys(
@@ -337,6 +338,12 @@ def _check_env(spec: JobSpec) -> None:
             raise UsageError(
                 f"the value of {name} looks like a secret and would stand in the job's script",
                 hint=f"export {name} in your shell, then --env {name}",
+            )
+        if len(os.fsencode(f"{name}={text}")) >= LONGEST_VARIABLE:
+            raise UsageError(
+                f"the value of {name} has {len(text):,} characters, with which Linux starts no"
+                f" process; accepted: fewer than {LONGEST_VARIABLE:,} bytes, its name included",
+                hint="a file, whose path the variable has",
             )
 
 

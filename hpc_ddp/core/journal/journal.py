@@ -237,12 +237,15 @@ def events_of(path: Path) -> Iterator[JournalEvent]:
 
 
 def is_finished(events: Sequence[JournalEvent]) -> bool:
-    """Return whether a run has reached its end, by the last of its verdicts and `finished` events;
-    False without one."""
+    """Return whether a run has reached its end, by the last verdict of the newest attempt that has
+    one or is `finished`, or without a verdict by that; False without either."""
     last = last_event(events, VerdictGiven, Finished)
-    if isinstance(last, VerdictGiven):
-        return last.cause is Cause.FINISHED
-    return last is not None
+    if last is None:
+        return False
+    # Their clocks may differ, where the verdict is made on a login node (salloc).
+    ends = [event for event in events if event.attempt == last.attempt]
+    verdict = last_event(ends, VerdictGiven)
+    return verdict is None or verdict.cause is Cause.FINISHED
 
 
 def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:

@@ -164,7 +164,9 @@ def node_index(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> int:
     if env.step_launcher == "srun":
         return int(environ["SLURM_NODEID"])
     nodes = nodes or env.nodes
-    names = (socket.gethostname(), socket.gethostname().partition(".")[0])
-    if match := next((name for name in names if name in nodes), None):
-        return nodes.index(match)
-    raise OSError(f"this host, {names[0]}, is none of the job's {len(nodes)} nodes")
+    indexes = {node.lower(): index for index, node in enumerate(nodes)}
+    name = socket.gethostname().lower()  # Slurm's names may be short, or in other letters
+    index = indexes.get(name, indexes.get(name.partition(".")[0]))
+    if index is None:
+        raise OSError(f"this host, {name}, is none of the job's {len(nodes)} nodes")
+    return index

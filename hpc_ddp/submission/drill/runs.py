@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -52,7 +51,7 @@ from hpc_ddp.submission.drill.disturb import (
     terminate,
 )
 from hpc_ddp.submission.drill.result import DrillResult, Row
-from hpc_ddp.submission.plan import PreparedRun, plan_new
+from hpc_ddp.submission.plan import PreparedRun, new_run_id, plan_new
 from hpc_ddp.submission.settings.config import Settings
 
 PLAN = "HPC_DDP_DRILL"  # the variable by which the recorder gets its plan, as JSON
@@ -100,7 +99,7 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
             f"steps is {steps}; accepted: a whole number from {LEAST_STEPS}",
             hint=f"--steps {4 * LEAST_STEPS}",
         )
-    folder = root / ".drills" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    folder = root / ".drills" / new_run_id()
     try:
         report = _Drill(settings, cwd, folder, steps, say).play()
     except UsageError:

@@ -64,8 +64,9 @@ def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, 
     names = [name for name in spec.env_names if name not in words]
     if not names or "ALL" in map(str.upper, words):
         return []
-    kept = [] if words[0].upper() in ("NONE", "NIL") else words
-    return [("export", ",".join([*kept, *names]))]
+    if words[0].upper() in ("NONE", "NIL"):
+        words = []
+    return [("export", ",".join([*words, *names]))]
 
 
 def output_word(pattern: str, chdir: str) -> str:

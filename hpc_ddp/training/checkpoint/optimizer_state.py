@@ -38,16 +38,16 @@ def by_label(
     """
     names = dict(enumerate(params_of(optimizer, labels)))
     groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
-    others = {key: value for key, value in state["state"].items() if key not in names}
+    extra = {key: entry for key, entry in state["state"].items() if key not in names}
     content = _with_keys(state, names, groups) | {KIND: type(optimizer).__name__}
-    own = {
+    untracked = {
         label: parameter.detach()
         for label, parameter in params_of(optimizer, labels).items()
         if id(parameter) not in labels
         and (parameter.requires_grad or optimizer.state.get(parameter))
     }
-    further = {OF_NO_PARAMETER: others, PARAMETERS: own}
-    return content | {key: value for key, value in further.items() if value}
+    further = {OF_NO_PARAMETER: extra, PARAMETERS: untracked}
+    return content | {key: entry for key, entry in further.items() if entry}
 
 
 def by_number(
@@ -61,8 +61,8 @@ def by_number(
     numbers = {label: number for number, label in enumerate(params)}
     content = _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
     content["state"].update(content.pop(OF_NO_PARAMETER, {}))
-    own = content.pop(PARAMETERS, {})
-    return content | {PARAMETERS: {numbers[label]: stored for label, stored in own.items()}}
+    untracked = content.pop(PARAMETERS, {})
+    return content | {PARAMETERS: {numbers[label]: stored for label, stored in untracked.items()}}
 
 
 def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,8 +104,9 @@ def like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) 
 def own_places(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> tuple[str, ...]:
     """Return the beginnings of the names in the optimizer `name` of all that belongs to parameters
     of no tracked module: nothing makes these equal on all ranks."""
-    own = [label for label in params_of(optimizer, labels) if label not in labels.values()]
-    return (f"{name}.{PARAMETERS}.", *(f"{name}.state.{label}." for label in own))
+    params = params_of(optimizer, labels)
+    untracked = [label for label, parameter in params.items() if id(parameter) not in labels]
+    return (f"{name}.{PARAMETERS}.", *(f"{name}.state.{label}." for label in untracked))
 
 
 def places_of_shards(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> tuple[str, ...]:
@@ -121,12 +122,12 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     The `state` is by numbers, with `PARAMETERS`. Tensors among the settings, as a learning rate
     that the script fills, stay the same objects.
     """
-    own = state.pop(PARAMETERS)
+    untracked = state.pop(PARAMETERS)
     settings = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for number, parameter in enumerate(parameters_of(optimizer)):
-        if number in own:
-            parameter.data.copy_(own[number])
+        if number in untracked:
+            parameter.data.copy_(untracked[number])
     for group, earlier in zip(optimizer.param_groups, settings, strict=False):
         for key, setting in earlier.items():
             loaded = group.get(key)

@@ -137,8 +137,8 @@ def collect(
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         if isinstance(plain, Optimizer):
             _check_shards(tensors)
-            own = optimizer_state.own_places(name, plain, labels)
-            state.buffers.update(key for key in tensors if key.startswith(own))
+            places = optimizer_state.own_places(name, plain, labels)
+            state.buffers.update(key for key in tensors if key.startswith(places))
             # A plain tensor beside a shard, as of an optimizer that takes `to_local`.
             shards = optimizer_state.places_of_shards(name, plain, labels)
             private |= {key for key, t in tensors.items() if t.shape and key.startswith(shards)}

@@ -1,6 +1,8 @@
 """A model whose first weights are complex, as those of a Fourier neural operator; of others the
 gradients are sparse, and a buffer is a conjugate."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +11,8 @@ from hpc_ddp.training import start
 
 
 class Spectral(nn.Module):
+    phase: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
@@ -25,8 +29,9 @@ class Spectral(nn.Module):
 run = start(seed=0, save_every=None)
 net = Spectral()
 calls: list[torch.Tensor] = []
-net.scale.register_post_accumulate_grad_hook(calls.append)  # as an optimizer in the backward does
-net.scale.register_hook(lambda gradient: calls.append(gradient))
+scale: Any = net.scale
+scale.register_post_accumulate_grad_hook(calls.append)  # as an optimizer in the backward does
+scale.register_hook(lambda gradient: calls.append(gradient))
 model = run.wrap(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run.track(model=model, optimizer=optimizer)

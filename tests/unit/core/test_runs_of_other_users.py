@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import make_private, parse_object, write_json
+from hpc_ddp.core.file_io import make_private, parse_object, set_folder_mode, write_json
 from hpc_ddp.core.file_owners import check_executable, check_folder, is_executable
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal import line_reader
@@ -120,6 +121,17 @@ def test_a_new_folder_that_is_replaced_at_once_changes_no_other(
     changed = public if replacement == "link" else tmp_path / "1"
     assert changed.stat().st_mode & 0o777 == 0o755
     assert [path.name for path in changed.iterdir()] == ["page"]
+
+
+def test_a_run_belongs_to_the_group_of_its_folder(tmp_path: Path) -> None:
+    """By the setgid bit of a project's folder, which counts by group what its members may store."""
+    tmp_path.chmod(0o2755)
+    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
+    for folder in (run.path.parent, run.path, run.checkpoints, run.logs):
+        assert folder.stat().st_mode & stat.S_ISGID, folder
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    set_folder_mode(run.path, 0o750)
+    assert run.path.stat().st_mode & 0o7777 == 0o2750
 
 
 def test_whatever_the_umask_others_write_nothing_of_ours(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import calendar
 import errno
 import os
 import shutil
 import stat
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,16 @@ import pytest
 
 from hpc_ddp.core import file_owners
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
+from tests.waiting import LIMIT_S
 from unit.fakes import set_acl
 
 
@@ -231,3 +236,47 @@ def test_a_file_in_the_way_is_no_other_submit(
     with pytest.raises(UsageError, match=text):
         new.write()
     assert new.run.path.exists() is is_taken
+
+
+def test_settings_of_another_version_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    run = plan.plan_new(Settings({"script": "train.py"}), tmp_path, tmp_path / "runs").write().run
+    run.job_json.write_text(run.job_json.read_text().replace("{", '{"resume_mode": "x", ', 1))
+    plan_continuation(run, {}, Settings({}), tmp_path)
+    assert (
+        "another version of hpc-ddp, which are left out: resume_mode\n" in capsys.readouterr().err
+    )
+
+
+def test_the_names_of_runs_sort_by_time_in_any_zone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook's container has UTC; the login node's time has an hour twice in autumn."""
+    try:
+        for zone in ("America/Los_Angeles", "UTC", "Asia/Tokyo"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            name = plan.new_folder(tmp_path, JobSpec("train.py")).path.name
+            begun = calendar.timegm(time.strptime(name[:15], "%Y%m%d-%H%M%S"))
+            assert abs(begun - time.time()) < LIMIT_S
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_texts_in_another_encoding_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "runs" / "train" / "1")
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    plan._check_encoding(JobSpec("train.py", args=("--data", "green")), run)
+    wrong = JobSpec("train.py", env={"COLOUR": "gr\xc3\xbcn"}), JobSpec("tr\xc3\xa4n.py")
+    other_run = RunFolder(tmp_path / "\xfc" / "train" / "1")
+    for spec, folder in ((wrong[0], run), (wrong[1], run), (JobSpec("t.py"), other_run)):
+        with pytest.raises(UsageError, match="this shell's locale reads it as iso8859-1") as caught:
+            plan._check_encoding(spec, folder)
+        assert caught.value.hint == "export LC_ALL=C.UTF-8"
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "UTF8")
+    plan._check_encoding(wrong[0], run)

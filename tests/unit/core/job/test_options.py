@@ -66,6 +66,7 @@ def test_json_of_a_newer_version_is_read() -> None:
         ({"env": {"1A": "x"}}, "'1A'", "environment variable"),
         ({"env": {"WANDB_API_KEY": "x"}}, "WANDB_API_KEY", "secret"),
         ({"env": {"HF_TOKEN": "x"}}, "HF_TOKEN", "secret"),
+        ({"env": {"A": "x" * 131_070}}, "131,070 characters", "fewer than 131,072 bytes"),
     ],
 )
 def test_a_refused_value_names_the_accepted_ones(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def test_mlflows_id_is_known_from_the_second_attempt_on(sweep: RunFolder) -> Non
     assert "MLFLOW_RUN_ID" not in tracker_env(sweep, {})
     mlflow_id(sweep).write_text("abc\n")
     assert tracker_env(sweep, {})["MLFLOW_RUN_ID"] == "abc"
+
+
+def test_a_copy_of_a_run_is_another_one_of_mlflow(sweep: RunFolder) -> None:
+    mlflow_id(sweep).write_text("abc\n")
+    copy = shutil.copytree(sweep.path, sweep.path.with_name("20261125-000000-abcd"))
+    assert "MLFLOW_RUN_ID" not in tracker_env(RunFolder(copy), {})
 
 
 def test_a_run_that_begins_anew_is_another_one_of_the_tracker(sweep: RunFolder) -> None:

@@ -183,7 +183,8 @@ def test_an_important_event_is_retried_for_a_minute(
         ([event_at("finished")], True),
         ([event_at("finished"), event_at("verdict", cause="failed")], False),
         ([event_at("verdict", cause="finished"), event_at("started")], True),
-        ([event_at("verdict", cause="preempted"), event_at("finished")], True),
+        ([event_at("verdict", cause="preempted"), event_at("finished", 1.0, 1)], True),
+        ([event_at("verdict", cause="failed"), event_at("finished", 1.0)], False),  # by two clocks
     ],
 )
 def test_a_run_is_finished_by_its_last_event(events: list[JournalEvent], finished: bool) -> None:

@@ -45,6 +45,7 @@ def test_the_place_is_read_from_the_environment(environ: dict[str, str]) -> None
         ({"SLURM_NODEID": "0", "HPC_DDP_STEP_LAUNCHER": "srun"}, "n2", 0),
         ({"SLURM_NODEID": "0", "HPC_DDP_STEP_LAUNCHER": "mpirun"}, "n2", 1),  # an MPI's own order
         ({"HPC_DDP_STEP_LAUNCHER": "ibrun"}, "n2.cluster.org", 1),
+        ({"HPC_DDP_STEP_LAUNCHER": "ibrun"}, "N2.Cluster.org", 1),
         ({"HPC_DDP_STEP_LAUNCHER": "ibrun", "HPC_DDP_NODE_INDEX": "0"}, "elsewhere", 0),
     ],
 )
