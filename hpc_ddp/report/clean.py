@@ -25,6 +25,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import ROOT, read_text
 from hpc_ddp.core.file_owners import check_folder, other_owner
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.trackers import mlflow_id
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, unlink_jobs
 from hpc_ddp.live_jobs import Queue, describe_work, read_queue
@@ -34,7 +35,7 @@ from hpc_ddp.report.tables import columns
 
 # Folders of the user's own, with new names, in the folder of a run's name: others may share the
 # folder of all runs, and a folder of theirs would get what is deleted.
-TRASH = ".trash-"
+TRASH = ".hpc-ddp-trash-"  # nothing else is called so
 HOLDING = ".holding-"  # a run on its way into the trash, which may have to go back
 STATES = ("finished", "failed", "cancelled", "stopped", "lost", "rendered")
 COLUMNS = ("name", "id", "state", "age", "to delete", "size")
@@ -44,6 +45,7 @@ COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 RUN_ENTRIES = {
     "job.json", "job.sbatch", "limits.json", "early-links.json", "code", "lib", "journal", "logs",
     "checkpoints", "submitit", "tensorboard", "cancelled", "report.html", "compile-cache",
+    "stage", "unstaged",
 }
 # fmt: on
 # A lost run may still work, unknown to this Slurm, so long after its last event.
@@ -252,8 +254,10 @@ def _has_results(run: RunFolder) -> bool:
     """Return whether a run's folder has an entry that is not hpc-ddp's: a result of the script, for
     example; True for a finished task, too. Raise OSError where the folder can't be listed, or a
     task's journal can't be read."""
-    names = {path.name for path in run.path.iterdir() if not path.name.startswith((".", "task-"))}
-    return bool(names - RUN_ENTRIES) or (run.is_task and run.finished())
+    tasks = {task.path.name for task in run.tasks()}
+    names = {path.name for path in run.path.iterdir()} - RUN_ENTRIES - tasks
+    ours = (".", mlflow_id(run).name)  # the id may have an attempt's number behind it
+    return any(not name.startswith(ours) for name in names) or (run.is_task and run.finished())
 
 
 def _has_checkpoint(folder: Path) -> bool:

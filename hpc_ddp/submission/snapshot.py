@@ -119,7 +119,7 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
 def _copy(path: Path, copy: Path, root: Path) -> None:
     """Copy a file of the code in `root`; a relative link that leads out of `root` becomes an
     absolute one. Raise OSError where the disk refuses."""
-    if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
         copy.symlink_to(path.parent.resolve() / path.readlink())
     else:
         shutil.copy(path, copy, follow_symlinks=False)
@@ -138,7 +138,7 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
             continue
         for module in _modules_of(tree, path, [*{script.parent: 0, root: 0}]):
             name = os.path.relpath(module, root)
-            if name not in copied:
+            if copied.isdisjoint([name, *map(str, Path(name).parents)]):  # or below a link
                 names[name] = None
             elif module not in entered:
                 entered.add(module)
@@ -184,14 +184,14 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     OSError
         a file can't be looked at, or is deleted just then
     """
-    root = _work_tree(script)
+    root, owners = _work_tree(script), _trusted_owners(script)
     if root:
-        names = _git_files(root, run.root)
+        names = _git_files(root, run.root, owners)
     else:
         root = script.parent
         names = _plain_files(root, run.root)
     names = _without_runs(root, names)
-    return root, list(_select_within_limits(root, names, exclude, _trusted_owners(script)))
+    return root, list(_select_within_limits(root, names, exclude, owners))
 
 
 def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
@@ -242,11 +242,11 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([*GIT, "-C", str(folder), *words], env=env, capture_output=True)
 
 
-def _work_tree(script: Path) -> Path | None:
+def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
     """Return the git work tree that `script` lies in; None without one, without git, where git
     refuses, where the script's path leads there through a link, and where the tree, its ``.git`` or
-    what that leads to is another user's: who makes one above the user's folder, as in /scratch,
-    would decide what belongs to the code."""
+    what that leads to is another user's than the `owners` (none: the script's trusted ones): who
+    makes one above the user's folder, as in /scratch, would decide what belongs to the code."""
     try:
         top, git_folder = (
             _git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
@@ -261,8 +261,8 @@ def _work_tree(script: Path) -> Path | None:
     if not script.is_relative_to(root):  # reached through a link: take the folder
         return None
     marks = [path for path in (root, root / ".git", settings) if os.path.lexists(path)]
-    owners = {mark.lstat().st_uid for mark in marks} | {settings.stat().st_uid}
-    return root if owners <= _trusted_owners(script) else None
+    present = {mark.lstat().st_uid for mark in marks} | {settings.stat().st_uid}
+    return root if present <= (owners or _trusted_owners(script)) else None
 
 
 def _trusted_owners(script: Path) -> set[int]:
@@ -274,11 +274,11 @@ def _trusted_owners(script: Path) -> set[int]:
     return owners
 
 
-def _git_files(root: Path, runs: Path) -> Iterator[str]:
+def _git_files(root: Path, runs: Path, owners: Set[int]) -> Iterator[str]:
     """Return tracked files of the work tree `root`, and untracked ones but for ignored ones and the
-    folder of the `runs`, relative to it; also those of submodules and of clones inside, but for
-    another user's. A tracked one may be gone; one in conflict comes several times. Raise UsageError
-    where git refuses."""
+    folder of the `runs`, relative to it; also those of the `owners`' submodules and clones inside.
+    A tracked one may be gone; one in conflict comes several times. Raise UsageError where git
+    refuses."""
     words = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
@@ -293,8 +293,8 @@ def _git_files(root: Path, runs: Path) -> Iterator[str]:
         tree = root / name
         if not (tree / ".git").exists() or tree.is_symlink():
             yield name
-        elif _work_tree(tree / "__init__.py"):
-            yield from (os.path.join(name, inside) for inside in _git_files(tree, runs))
+        elif _work_tree(tree / ".git", owners):
+            yield from (os.path.join(name, inside) for inside in _git_files(tree, runs, owners))
 
 
 def _plain_files(root: Path, runs: Path) -> Iterator[str]:

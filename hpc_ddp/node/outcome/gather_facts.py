@@ -97,7 +97,7 @@ def _preemptions(run: RunFolder) -> list[JournalEvent]:
     accounting: while a container started, there was nothing that could journal one."""
     attempts = [attempt.info | {"number": attempt.number} for attempt in run.attempts()]
     job_id = attempts[-1].get("job_id") if attempts else None
-    numbers = {a["restarts"]: a["number"] for a in attempts if job_id and a["job_id"] == job_id}
+    numbers = {a["restarts"]: a["number"] for a in attempts if job_id and a.get("job_id") == job_id}
     states = slurm.starts_in_accounting(job_id) if job_id else []
     return [
         NoticeGiven(NoticeSource.PREEMPTION, attempt=numbers[start])

@@ -17,6 +17,7 @@ from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.trackers import mlflow_id
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, link_job
 from hpc_ddp.live_jobs import Queue
@@ -276,7 +277,11 @@ def test_folders_of_other_tools_stay(root: Path, make: Any, tmp_path: Path) -> N
     linked.checkpoints.symlink_to(tmp_path / "theirs" / "checkpoints")
     results = make("3", end="failed", steps=[])
     (results.path / "out").mkdir()
+    (make("4", end="failed", steps=[]).path / "task-mnli").mkdir()  # no task of an array
+    trash = root / "digits" / ".trash-of-mine"
+    trash.mkdir()
     assert deleted_by(root) == set()
+    assert trash.exists()
     with pytest.raises(UsageError, match="is no run of hpc-ddp"):
         clean.find_deletions(root, [RunFolder(thesis)], 0.0, (), False)
     assert len(list((tmp_path / "theirs" / "checkpoints").iterdir())) == 3
@@ -309,7 +314,8 @@ def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any
 
 def test_an_unfinished_run_without_results_is_deleted(root: Path, make: Any) -> None:
     run = make("1", end="failed", steps=[])
-    for path in (run.script, run.limits_json, run.early_links, run.cancelled):
+    ours = (run.script, run.limits_json, run.early_links, run.cancelled, run.unstaged)
+    for path in (*ours, mlflow_id(run), mlflow_id(run, 3), run.path / "stage"):
         path.write_text("{}")
     assert deleted_by(root) == {"1"}
 

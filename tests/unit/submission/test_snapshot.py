@@ -153,15 +153,18 @@ def test_submodules_and_clones_inside_are_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_git", [False, True])
-def test_links_lead_where_they_led(tmp_path: Path, has_git: bool) -> None:
+def test_links_lead_where_they_led(
+    tmp_path: Path, has_git: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "model.py").write_text("common")
     project = tmp_path / "project"
     (project / "part").mkdir(parents=True)
-    (project / "train.py").touch()
+    (project / "train.py").write_text("import common.model, part.model\n")
     (project / "part" / "inside.py").symlink_to("../train.py")
     (project / "part" / "model.py").symlink_to("../../common/model.py")
     (project / "common").symlink_to("../common")
+    (project / "loop").symlink_to("loop")
     if has_git:
         subprocess.run(["git", "init", "--quiet", str(project)], check=True)
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
@@ -170,6 +173,7 @@ def test_links_lead_where_they_led(tmp_path: Path, has_git: bool) -> None:
     assert (copy / "part" / "model.py").read_text() == "common"
     assert (copy / "common" / "model.py").read_text() == "common"
     assert (copy / "part" / "inside.py").resolve() == copy / "train.py"
+    assert "leaves out" not in capsys.readouterr().err
 
 
 def test_a_module_that_git_ignores_is_named(
@@ -263,7 +267,16 @@ def test_files_of_other_users_are_no_code(
     assert sorted(snapshot.files(script, run, ())[1]) == ["part.py", "pipe.py", "train.py"]
     note = capsys.readouterr().err
     assert f"leaves out numpy.py of uid {STRANGER}; files of other users: 2" in note
+    if has_git:  # a clone in a clone
+        subprocess.run(["git", "init", "--quiet", str(folder / "clone")], check=True)
+        (folder / "clone" / "tools.py").touch()
+        for path in (folder / "clone", *(folder / "clone").rglob("*")):
+            os.chown(path, STRANGER, -1)
+        assert "clone/tools.py" not in snapshot.files(script, run, ())[1]
+        capsys.readouterr()
     os.chown(script, STRANGER, -1)  # who names a colleague's script means what lies beside it
+    if has_git:
+        assert "clone/tools.py" in snapshot.files(script, run, ())[1]
     assert {"numpy.py", "yaml.py"} < {
         Path(name).name for name in snapshot.files(script, run, ())[1]
     }
