@@ -329,24 +329,24 @@ def record(job: str | JobRef) -> Record:
         printed = _accounting_of(job, "State,Reason,ExitCode,NodeList,Start")
     except HpcDdpError:  # a site without accounting, say
         raise forgotten from None
-    record = slurm_text.parse_accounting(printed)
-    if record is None:
-        raise forgotten
-    return record
+    if record := slurm_text.parse_accounting(printed):
+        return record
+    raise forgotten
 
 
 def starts_in_accounting(job_id: str) -> list[str]:
     """Return the states of all starts of a job, in order; [] without the accounting's answer."""
-    try:
-        return _accounting_of(job_id, "State", "--duplicates").splitlines()
+    try:  # by an array's id, which its last task has as well, sacct prints all its tasks
+        printed = _accounting_of(job_id, "JobIDRaw,State", "--duplicates")
     except HpcDdpError:
         return []
+    return [state for row_id, state in slurm_text.parse_table(printed, 2) if row_id == job_id]
 
 
 def _accounting_of(job: str | JobRef, columns: str, *options: str) -> str:
     """Return what sacct prints of a job; raise HpcDdpError where it fails or gives no answer."""
-    options = ("--allocations", "--noheader", "--parsable2", f"--format={columns}", *options)
-    return _run(["sacct", *_at_cluster(job), *options, f"--jobs={_id_of(job)}"])
+    style = ["--allocations", "--noheader", "--parsable2", f"--format={columns}", *options]
+    return _run(["sacct", *_at_cluster(job), *style, f"--jobs={_id_of(job)}"])
 
 
 # --- what a cluster is like ----------------------------------------------------------------

@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import json
@@ -13,6 +14,7 @@ import re
 import secrets
 import stat
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -269,6 +271,15 @@ def read_tail(path: Path, size_bytes: int) -> str:
     except (OSError, ValueError):
         return ""
     return _NOISE_LINE.sub("", _RANK_MARK.sub("", text))
+
+
+def parse_python(path: Path) -> ast.Module:
+    """Return a Python file parsed; warnings of its text, as for ``"\\d"``, are not printed. Raise
+    OSError where it can't be read, and SyntaxError or ValueError where it is no Python."""
+    text = path.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
 
 
 def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:

@@ -32,9 +32,12 @@ _VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&|)}\]])+"""
 # In a script a value may have line breaks, be a list, and have a space behind a backslash.
 _LONG_VALUE = r"""(?:"[^"]*"|'[^']*'|\([^)]*\)|\\.|[^\s"';&|])+"""
 _QUOTE = r"""\\*["']?"""  # behind a name of JSON, which may stand in a string of JSON
+# A name is bounded: in a log of a long line of dashes each could begin one.
 _SECRETS = (
-    re.compile(rf"((?:{SECRET_NAME})[\w-]*{_QUOTE}\s*[=:]\s*)(?:Bearer )?{_VALUE}", re.I),
-    re.compile(rf"(--[\w-]*(?:{SECRET_NAME})[\w-]*\s+)(?!--){_VALUE}", re.I),
+    re.compile(rf"((?:{SECRET_NAME})[\w-]{{0,99}}{_QUOTE}\s*[=:]\s*)(?:Bearer )?{_VALUE}", re.I),
+    re.compile(
+        rf"((?<![\w-])--[\w-]{{0,99}}(?:{SECRET_NAME})[\w-]{{0,99}}\s+)(?!--){_VALUE}", re.I
+    ),
     re.compile(URL_WITH_PASSWORD),
     re.compile(r"""((?:authorization|cookie):[ \t]*)[^\s"'\\][^\n"'\\]*""", re.I),  # a header
 )

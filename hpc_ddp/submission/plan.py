@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import glob
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -358,10 +359,10 @@ def _check_encoding(spec: JobSpec, run: RunFolder) -> None:
     """Raise UsageError for a text of the job that is not ASCII, where this shell's locale is no
     UTF-8: the script, which is UTF-8, would have other bytes than were typed."""
     encoding = codecs.lookup(sys.getfilesystemencoding()).name
-    texts = (str(run.path), spec.script, *spec.args, *spec.env.values())
-    text = next((text for text in texts if not text.isascii()), None)
-    if text and encoding != "utf-8":
+    settings = json.dumps([str(run.path), asdict(spec)], ensure_ascii=False)
+    match = re.search(r'[^"\s]*[^\x00-\x7f][^"\s]*', settings)
+    if match and encoding != "utf-8":
         raise UsageError(
-            f"{text!r} is not ASCII, and this shell's locale reads it as {encoding}",
+            f"{match[0]!r} is not ASCII, and this shell's locale reads it as {encoding}",
             hint="export LC_ALL=C.UTF-8",
         )

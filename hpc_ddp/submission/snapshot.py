@@ -19,7 +19,7 @@ from pathlib import Path
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import ROOT, close_to_others
+from hpc_ddp.core.file_io import ROOT, close_to_others, parse_python
 from hpc_ddp.core.file_owners import user_name
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.package_files import PACKAGE
@@ -79,7 +79,7 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     """Copy the code around `script` to its `place`; a bar on stderr shows the progress.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
-    ignored, also of submodules and clones inside), or else its folder, without folders of runs.
+    ignored, also of submodules), or else its folder, without folders of runs.
     Left out, with a note on stderr, are files of other users, and large weights where it would be
     too large with them. Links are copied as links, which lead where they led. `exclude` has
     patterns of files to leave out, but for the script, which is copied in any case. Modules that
@@ -117,8 +117,7 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
 
 
 def _copy(path: Path, copy: Path, root: Path) -> None:
-    """Copy a file of the code in `root`; a relative link that leads out of `root` becomes an
-    absolute one. Raise OSError where the disk refuses."""
+    """Copy a file of the code in `root`; a relative link that leads out becomes an absolute one."""
     if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
         copy.symlink_to(path.parent.resolve() / path.readlink())
     else:
@@ -133,7 +132,7 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
     while paths:
         path = paths.pop()
         try:
-            tree = ast.parse(path.read_bytes())
+            tree = parse_python(path)
         except (OSError, SyntaxError, ValueError):
             continue
         for module in _modules_of(tree, path, [*{script.parent: 0, root: 0}]):
@@ -154,7 +153,7 @@ def _modules_of(tree: ast.AST, path: Path, folders: Sequence[Path]) -> Iterator[
         elif isinstance(node, ast.ImportFrom):
             start = f"{node.module}." if node.module else ""
             names = [f"{start}{alias.name}" for alias in node.names]
-            places = folders if not node.level else [path.parents[node.level - 1]]
+            places = folders if not node.level else path.parents[node.level - 1 : node.level]
         else:
             continue
         for name, place in itertools.product(names, places):
@@ -196,8 +195,7 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
 
 def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
     """Return the newest snapshot of a run (of a task: of its array), and the relative path in it of
-    `script`, an absolute path. With `is_module` that is a module's name in the folder that Python
-    searches, and no file of that path has to exist.
+    `script`, an absolute path. With `is_module` no file of that path has to exist.
 
     Raises
     ------
@@ -205,10 +203,11 @@ def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path,
         there is no snapshot, or no such script in it
     """
     newest_code = run.newest_code
+    likely = script.relative_to(_work_tree(script) or script.parent)
     if newest_code and is_module:
-        return newest_code, script.relative_to(_work_tree(script) or script.parent)
-    # Where the work tree began is not written down: the longest end of the script's path counts.
-    ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
+        return newest_code, likely
+    # In another work tree by now: then the longest end of the script's path counts.
+    ends = [likely, *(Path(*script.parts[start:]) for start in range(1, len(script.parts)))]
     inside = next((end for end in ends if newest_code and (newest_code / end).is_file()), None)
     if newest_code is None or inside is None:
         raise UsageError(
@@ -276,9 +275,8 @@ def _trusted_owners(script: Path) -> set[int]:
 
 def _git_files(root: Path, runs: Path, owners: Set[int]) -> Iterator[str]:
     """Return tracked files of the work tree `root`, and untracked ones but for ignored ones and the
-    folder of the `runs`, relative to it; also those of the `owners`' submodules and clones inside.
-    A tracked one may be gone; one in conflict comes several times. Raise UsageError where git
-    refuses."""
+    folder of the `runs`, relative to it; also those of the `owners`' submodules. A tracked one may
+    be gone; one in conflict comes several times. Raise UsageError where git refuses."""
     words = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
@@ -291,7 +289,9 @@ def _git_files(root: Path, runs: Path, owners: Set[int]) -> Iterator[str]:
         )
     for name in map(os.fsdecode, filter(None, done.stdout.split(b"\0"))):
         tree = root / name
-        if not (tree / ".git").exists() or tree.is_symlink():
+        if name.endswith("/"):  # a clone that is no submodule, or a work tree
+            say(f"note: the copy of the code leaves out {name}, a git repository of its own")
+        elif not (tree / ".git").exists() or tree.is_symlink():
             yield name
         elif _work_tree(tree / ".git", owners):
             yield from (os.path.join(name, inside) for inside in _git_files(tree, runs, owners))

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, TrainingBegun
-from hpc_ddp.training.data.call_order import CallOrder, check_tracked
+from hpc_ddp.training.data.call_order import CallOrder, check_tracked, is_left
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData
@@ -145,7 +145,7 @@ class Run(ModelSetup):
         with self._calls.in_loop("epochs", total, self._manager.tracked):
             self._begin_loop()
             self._own_data.warn_of_epoch(self.position)
-            while self.position.epoch < total:
+            while self.position.epoch < total and not is_left(self._loader):
                 self._consensus.restart_step()
                 self._timer.start_step()
                 yield self.position.epoch

@@ -79,6 +79,19 @@ def test_leaves_a_file_as_it_is_and_shows_the_difference(folder: Path) -> None:
     assert "left as it is; --output FILE" in run("job.sbatch").stderr
 
 
+def test_bash_goes_on_to_export_a_name(folder: Path) -> None:
+    """What is assigned behind an ``export`` of the name, or to one of the login's, counts."""
+    lines = "export LR=0.4\nLR=0.1\nexport DATA=/d\nDATA=$DATA/x\nPATH=/x:$PATH\nlocal=3\n"
+    (folder / "job.sbatch").write_text(SCRIPT.replace("rm -rf old\n", lines))
+    assert run("job.sbatch").exit_code == 0
+    text = (folder / "hpc-ddp.toml").read_text()
+    setup = text.partition("setup = [")[2].partition("\n]")[0]
+    for line in ("export LR=0.1", "export DATA=$DATA/x", "export PATH=/x:$PATH"):
+        assert f'"{line}"' in setup
+    assert 'LR = "0.4"' in text
+    assert "local" not in text
+
+
 def test_follows_no_link_to_a_file_that_is_not_there(folder: Path) -> None:
     """A neighbour in a shared folder may have laid it: to the login shell's file, say."""
     (folder / "hpc-ddp.toml").symlink_to(folder / "home" / ".bash_profile")

@@ -67,9 +67,9 @@ def _id(text: str) -> str:
 
 def mlflow_id(run: RunFolder, first_attempt: int = 0) -> Path:
     """Return the path of the file with the id that MLflow's server has given to a run; it exists
-    from then on. `first_attempt` as in `tracker_env`. Its name has the folder's: a copy of the run
+    from then on. `first_attempt` as in `tracker_env`. Its name has the run's id: a copy of the run
     is another one."""
-    return run.path / f"mlflow-{run.path.name}{_suffix(first_attempt)}"
+    return run.path / f"mlflow-{run.id.replace('/', '-')}{_suffix(first_attempt)}"
 
 
 def sync_commands(run: RunFolder) -> list[str]:

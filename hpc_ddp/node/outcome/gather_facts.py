@@ -93,16 +93,16 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
 
 
 def _preemptions(run: RunFolder) -> list[JournalEvent]:
-    """Return a notice for each start of the last job that Slurm has ended by a preemption, by its
+    """Return a notice for each start of the run's jobs that Slurm has ended by a preemption, by its
     accounting: while a container started, there was nothing that could journal one."""
-    attempts = [attempt.info | {"number": attempt.number} for attempt in run.attempts()]
-    job_id = attempts[-1].get("job_id") if attempts else None
-    numbers = {a["restarts"]: a["number"] for a in attempts if job_id and a.get("job_id") == job_id}
-    states = slurm.starts_in_accounting(job_id) if job_id else []
+    attempts = [(attempt.number, attempt.info) for attempt in run.attempts()]
+    numbers = {(job.get("job_id"), job.get("restarts")): number for number, job in attempts}
+    job_ids = {job["job_id"] for _, job in attempts if job.get("job_id")}
     return [
-        NoticeGiven(NoticeSource.PREEMPTION, attempt=numbers[start])
-        for start, state in enumerate(states)
-        if state == "PREEMPTED" and start in numbers
+        NoticeGiven(NoticeSource.PREEMPTION, attempt=numbers[job_id, start])
+        for job_id in job_ids
+        for start, state in enumerate(slurm.starts_in_accounting(job_id))
+        if state == "PREEMPTED" and (job_id, start) in numbers
     ]
 
 

@@ -61,6 +61,7 @@ OF_A_WORKER = re.compile(
 # torchrun handles the first four, so that a worker which it starts has their default handler, even
 # where this process ignores them: below nohup, or in the background of a shell.
 HANDLED_BY_TORCHRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+CHILD_S = 60.0  # within which a worker is its agent's child
 SIGNALS = (*process.NOTICE_SIGNALS, signal.SIGQUIT)
 
 
@@ -307,8 +308,9 @@ class _Server:
         the agent's child, and return its script. It prints what the imports have printed, and exits
         with 1 where the agent has died. Raises as `worker.prepare` and `ForkedScript.of`."""
         self.connection.close()
+        give_up = time.monotonic() + CHILD_S
         while os.getppid() != self.agent:  # until the process between has ended
-            if os.getppid() == 1:
+            if os.getppid() == 1 or time.monotonic() > give_up:  # another process takes orphans
                 os._exit(1)
             time.sleep(0.0005)
         os.setsid()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc_ddp.core.file_io import parse_python
 from hpc_ddp.core.job.variables import OF_A_RANK
 
 MOST_FILES = 500  # of the script's own modules, which are read as well
@@ -186,7 +187,7 @@ def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
 def _read(path: Path) -> _Reading:
     """Return the reading of a Python file; raise UnfitError if that fails, or it is no Python."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = parse_python(path)
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
     reading = _Reading()

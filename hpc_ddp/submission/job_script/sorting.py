@@ -53,6 +53,10 @@ _DECIDED: Rules = (
 )
 
 
+# A job has them from the login, and exports what its script makes of them.
+_OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
+
+
 class Sorter:
     """Sorts the statements of `reader` into set-up and clean-up lines, variables, and the rest, in
     `result`, where each line gets a group (TAKEN, OURS or LOST) and a reason.
@@ -66,6 +70,10 @@ class Sorter:
         self.result, self._start = result, start
         self.launch: Launch | None = None
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
+        exported = {*_OF_A_LOGIN}
+        for statement in self._statements:  # bash goes on to export a name
+            statement.exported |= statement.name in exported
+            exported |= {statement.name} if statement.exported else set()
         self._nodes = reader.scope.numbers.get("SLURM_NNODES", 1)
         # Assignments of the batch script, and names of those in tasks, and of command lines.
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
@@ -322,7 +330,7 @@ class Sorter:
         """
         assigned, name = statement.assigned, statement.name
         is_brought = index > self._brought_at and _OF_PATHS.fullmatch(name)
-        is_earlier = any(name in s.names | s.sets for s in self._statements[:index])
+        is_earlier = any(name in {s.name, *s.names, *s.sets} for s in self._statements[:index])
         is_ready = statement.exported and not (statement.inside or is_brought or is_earlier)
         return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
             OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned} and not is_of_worker(n)

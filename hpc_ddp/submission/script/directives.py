@@ -61,7 +61,8 @@ def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, 
     sbatch's variable, would keep these from the job; no pair where it would not. Values are not
     written anywhere."""
     words = (options.get("export") or os.environ.get("SBATCH_EXPORT") or "ALL").split(",")
-    names = [name for name in spec.env_names if name not in words]
+    present = {word.partition("=")[0] for word in words}
+    names = [name for name in spec.env_names if name not in present]
     if not names or "ALL" in map(str.upper, words):
         return []
     if words[0].upper() in ("NONE", "NIL"):

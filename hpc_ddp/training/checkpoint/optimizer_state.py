@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,35 @@ def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torc
     }
 
 
+def untracked_of(
+    optimizer: Optimizer, labels: Mapping[int, str], addresses: Container[int]
+) -> dict[str, torch.Tensor]:
+    """Return an optimizer's trained parameters by name that are no tracked module's, and no part of
+    another tracked object: whose memory is at none of the `addresses`."""
+    return {
+        label: parameter.detach()
+        for label, parameter in params_of(optimizer, labels).items()
+        if id(parameter) not in labels
+        and (parameter.requires_grad or optimizer.state.get(parameter))
+        and address_of(parameter) not in addresses
+    }
+
+
+def address_of(tensor: Any) -> int:
+    """Return where this rank's numbers of a tensor begin in memory."""
+    address: int = (tensor.to_local() if is_sharded(tensor) else tensor).data_ptr()
+    return address
+
+
 def by_label(
-    optimizer: Optimizer, state: dict[str, Any], labels: Mapping[int, str]
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    labels: Mapping[int, str],
+    untracked: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Return an optimizer's state dict `state` with names in place of its numbers, and the class
     beside as `KIND`. State of no parameter (MADGRAD counts steps so) is in `OF_NO_PARAMETER`, and
-    trained parameters of no tracked module are in `PARAMETERS`.
+    the `untracked` parameters (`untracked_of`) are in `PARAMETERS`.
 
     The numbers depend on which parameters a rank has; the names do not.
     """
@@ -40,13 +63,7 @@ def by_label(
     groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
     extra = {key: entry for key, entry in state["state"].items() if key not in names}
     content = _with_keys(state, names, groups) | {KIND: type(optimizer).__name__}
-    untracked = {
-        label: parameter.detach()
-        for label, parameter in params_of(optimizer, labels).items()
-        if id(parameter) not in labels
-        and (parameter.requires_grad or optimizer.state.get(parameter))
-    }
-    further = {OF_NO_PARAMETER: extra, PARAMETERS: untracked}
+    further = {OF_NO_PARAMETER: extra, PARAMETERS: dict(untracked)}
     return content | {key: entry for key, entry in further.items() if entry}
 
 
@@ -90,22 +107,22 @@ def _with_keys(
     }
 
 
-def like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> Iterator[str]:
+def like_parameters(
+    name: str, optimizer: Optimizer, labels: Mapping[int, str], untracked: Container[str]
+) -> Iterator[str]:
     """Yield the names in the optimizer `name` of tensors with the shape of their parameter, unless
-    that is a scalar, or of no tracked module."""
+    that is a scalar, or `untracked`."""
     for label, parameter in params_of(optimizer, labels).items():
-        if id(parameter) not in labels:
+        if label in untracked:
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
                 yield f"{name}.state.{label}.{key}"
 
 
-def own_places(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the beginnings of the names in the optimizer `name` of all that belongs to parameters
-    of no tracked module: nothing makes these equal on all ranks."""
-    params = params_of(optimizer, labels)
-    untracked = [label for label, parameter in params.items() if id(parameter) not in labels]
+def own_places(name: str, untracked: Collection[str]) -> tuple[str, ...]:
+    """Return the beginnings of the names in the optimizer `name` of all that belongs to `untracked`
+    parameters: nothing makes these equal on all ranks."""
     return (f"{name}.{PARAMETERS}.", *(f"{name}.state.{label}." for label in untracked))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hpc_ddp.training.checkpoint.storage.shards import LocalShard, rows, shard, 
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.trained import parameters_of
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 ON_DEVICE = "<tensor on an accelerator>"  # or this
@@ -118,6 +120,7 @@ def collect(
         if isinstance(plain, torch.nn.Module):
             reshard(plain)
     labels = labels_of(objects)
+    untracked = untracked_parameters(objects, labels)
     ignored = set(_ignored_by_ddp(objects))
     state = State()
     for name, wrapped in objects.items():
@@ -128,7 +131,7 @@ def collect(
                 " load_state_dict",
                 hint="for a best value there is run.best",
             )
-        content = _content_of(name, plain, labels, state, trained)
+        content = _content_of(name, plain, labels, state, trained, untracked.get(name, {}))
         tensors: dict[str, torch.Tensor] = {}
         tree = state.private_tree if name in per_rank else state.tree
         tree[name] = take_apart(content, name, tensors)
@@ -137,7 +140,7 @@ def collect(
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         if isinstance(plain, Optimizer):
             _check_shards(tensors)
-            places = optimizer_state.own_places(name, plain, labels)
+            places = optimizer_state.own_places(name, untracked[name])
             state.buffers.update(key for key in tensors if key.startswith(places))
             # A plain tensor beside a shard, as of an optimizer that takes `to_local`.
             shards = optimizer_state.places_of_shards(name, plain, labels)
@@ -151,10 +154,37 @@ def collect(
     return state
 
 
+def untracked_parameters(
+    objects: Mapping[str, Any], labels: Mapping[int, str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return, for each optimizer among `objects` by name, the parameters that it trains and that no
+    tracked object has, by their names. Raises as `take_apart`."""
+    things = {name: unwrap(wrapped) for name, wrapped in objects.items()}
+    optimizers = {name: plain for name, plain in things.items() if isinstance(plain, Optimizer)}
+    parameters = chain.from_iterable(map(parameters_of, optimizers.values()))
+    tensors: dict[str, torch.Tensor] = {}
+    if any(id(parameter) not in labels for parameter in parameters):
+        for name, plain in things.items():
+            is_other = not isinstance(plain, (torch.nn.Module, Optimizer))
+            if is_other and hasattr(plain, "state_dict"):
+                take_apart(plain.state_dict(), name, tensors)
+    addresses = set(map(optimizer_state.address_of, tensors.values()))
+    return {
+        name: optimizer_state.untracked_of(optimizer, labels, addresses)
+        for name, optimizer in optimizers.items()
+    }
+
+
 def _content_of(
-    name: str, plain: Any, labels: Mapping[int, str], state: State, trained: Container[int]
+    name: str,
+    plain: Any,
+    labels: Mapping[int, str],
+    state: State,
+    trained: Container[int],
+    untracked: Mapping[str, torch.Tensor],
 ) -> Any:
-    """Return an object's state dict, and add to the sets of names in `state`.
+    """Return an object's state dict, and add to the sets of names in `state`. `untracked` are those
+    of an optimizer's parameters that no tracked object has.
 
     An optimizer's is by names of parameters (`optimizer_state`); a module's by `plain_name`s, with
     `VERSIONS` beside; another object's as it is.
@@ -167,8 +197,8 @@ def _content_of(
         )
     content: Any = plain.state_dict()
     if isinstance(plain, Optimizer):
-        state.trained.update(optimizer_state.like_parameters(name, plain, labels))
-        return optimizer_state.by_label(plain, content, labels)
+        state.trained.update(optimizer_state.like_parameters(name, plain, labels, untracked))
+        return optimizer_state.by_label(plain, content, labels, untracked)
     if not isinstance(plain, torch.nn.Module):
         return content
     for key, parameter in plain.named_parameters(remove_duplicate=False):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data.loader import Loader
 
 Kind = Literal["epochs", "steps"]
 
@@ -114,3 +115,12 @@ def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:
                 f" {', '.join(objects) or 'none'}",
                 hint=f"run.track(model=model, loader=loader, {argument}=('loader',))",
             )
+
+
+def is_left(loader: Loader | None) -> bool:
+    """Return whether all batches of the epoch are done that the run is in. A save within a loop
+    comes after the epoch's end; so a script was stopped behind its loop, which it had left by
+    ``break``, and a resume begins there. False without a loader, and for a stream."""
+    if loader is None or loader.steps(0) == 0:
+        return False
+    return loader.steps(loader._position.samples) == 0

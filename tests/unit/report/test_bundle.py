@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,12 @@ def test_links_of_another_user_reach_no_bundle(
     run.journal_folder.joinpath("keys.jsonl").symlink_to(secret / "keys.jsonl")
     with pytest.raises(OSError, match="a link of another user"):
         run.events()
+
+
+@pytest.mark.parametrize("text", ["-" * 10**5, "--" + "token" * 20_000, "key" + " " * 10**5])
+def test_a_long_line_is_redacted_in_linear_time(text: str) -> None:
+    """With a look from each dash over all others, 10,000 took 28 s."""
+    redaction = Redaction(JobSpec("t.py"), {})
+    began = time.process_time()
+    redaction.clean(text, ".log")
+    assert time.process_time() - began < 10

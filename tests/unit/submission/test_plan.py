@@ -274,7 +274,9 @@ def test_texts_in_another_encoding_are_refused(
     plan._check_encoding(JobSpec("train.py", args=("--data", "green")), run)
     wrong = JobSpec("train.py", env={"COLOUR": "gr\xc3\xbcn"}), JobSpec("tr\xc3\xa4n.py")
     other_run = RunFolder(tmp_path / "\xfc" / "train" / "1")
-    for spec, folder in ((wrong[0], run), (wrong[1], run), (JobSpec("t.py"), other_run)):
+    setup = JobSpec("t.py", setup=("export COLOUR=gr\xc3\xbcn",))
+    cases = *((spec, run) for spec in (*wrong, setup)), (JobSpec("t.py"), other_run)
+    for spec, folder in cases:
         with pytest.raises(UsageError, match="this shell's locale reads it as iso8859-1") as caught:
             plan._check_encoding(spec, folder)
         assert caught.value.hint == "export LC_ALL=C.UTF-8"

@@ -130,7 +130,9 @@ def _make_repository(folder: Path, *names: str) -> None:
         subprocess.run([*git, *words], check=True)
 
 
-def test_submodules_and_clones_inside_are_code(tmp_path: Path) -> None:
+def test_submodules_are_code_and_other_clones_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A job without them takes another version that is installed, or ends at its import."""
     _make_repository(tmp_path / "library", "library/__init__.py", "deeper/x.py")
     project = tmp_path / "project"
@@ -146,10 +148,21 @@ def test_submodules_and_clones_inside_are_code(tmp_path: Path) -> None:
     snapshot.take(script, run, ())
     copy = run.code / "0"
     assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == [
-        *(".gitmodules", "clone/.gitignore", "clone/tools.py"),
+        ".gitmodules",
         *("third party/library/deeper/x.py", "third party/library/library/__init__.py"),
         "train.py",
     ]
+    assert "leaves out clone/, a git repository of its own" in capsys.readouterr().err
+
+
+def test_a_script_is_itself_beside_a_package_with_the_folders_name(tmp_path: Path) -> None:
+    project = tmp_path / "minigpt"
+    _make_repository(project, "train.py", "minigpt/train.py")
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    snapshot.take(project / "train.py", run, ())
+    assert snapshot.newest(run, project / "train.py") == (run.code / "0", Path("train.py"))
+    inner = Path("minigpt", "train.py")
+    assert snapshot.newest(run, project / inner) == (run.code / "0", inner)
 
 
 @pytest.mark.parametrize("has_git", [False, True])
@@ -180,7 +193,7 @@ def test_a_module_that_git_ignores_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = {
-        "train.py": "import torch, config, data.loader, broken\nfrom models import net\n",
+        "train.py": "import torch, config, data.loader, broken, warned\nfrom models import net\n",
         "models/__init__.py": "",
         "models/net.py": "def build():\n    from . import secret\n    from ..above import x\n",
         "models/secret.py": "",
@@ -188,6 +201,7 @@ def test_a_module_that_git_ignores_is_named(
         "data/__init__.py": "import unused",
         "data/loader.py": "",
         "broken.py": "(",
+        "warned.py": "x = '\\d'\nfrom ...... import far\n",
         "unused/__init__.py": "",
     }
     for name, text in texts.items():
@@ -267,16 +281,17 @@ def test_files_of_other_users_are_no_code(
     assert sorted(snapshot.files(script, run, ())[1]) == ["part.py", "pipe.py", "train.py"]
     note = capsys.readouterr().err
     assert f"leaves out numpy.py of uid {STRANGER}; files of other users: 2" in note
-    if has_git:  # a clone in a clone
-        subprocess.run(["git", "init", "--quiet", str(folder / "clone")], check=True)
-        (folder / "clone" / "tools.py").touch()
-        for path in (folder / "clone", *(folder / "clone").rglob("*")):
+    if has_git:
+        module = folder / "module"
+        _make_repository(module, "tools.py")
+        subprocess.run(["git", "-C", str(folder), "add", "--force", "module"], check=True)
+        for path in (module, *module.rglob("*")):
             os.chown(path, STRANGER, -1)
-        assert "clone/tools.py" not in snapshot.files(script, run, ())[1]
+        assert "module/tools.py" not in snapshot.files(script, run, ())[1]
         capsys.readouterr()
     os.chown(script, STRANGER, -1)  # who names a colleague's script means what lies beside it
     if has_git:
-        assert "clone/tools.py" in snapshot.files(script, run, ())[1]
+        assert "module/tools.py" in snapshot.files(script, run, ())[1]
     assert {"numpy.py", "yaml.py"} < {
         Path(name).name for name in snapshot.files(script, run, ())[1]
     }

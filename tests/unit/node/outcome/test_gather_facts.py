@@ -43,7 +43,7 @@ def test_a_submit_counts_ends_without_a_verdict_anew(run: RunFolder) -> None:
     [
         (["PREEMPTED"] * 12, None, None),
         ([*["PREEMPTED"] * 8, "NODE_FAIL", *["PREEMPTED"] * 4], None, None),
-        (["PREEMPTED"] * 12, 3, "it was started 13 times"),
+        (["PREEMPTED"] * 12, 3, "it was started 14 times"),
         (["NODE_FAIL"] * 12, None, "13 attempts in a row"),
         ([], None, "13 attempts in a row"),  # there is no accounting
     ],
@@ -57,9 +57,11 @@ def test_preemptions_before_the_first_process_are_no_crashes(
 ) -> None:
     """While a container starts nothing can journal a notice; the accounting knows."""
     run.claim_attempt({"host": "h", "pid": 1}, lambda identity: False)  # of a dry run
+    run.claim_attempt({"job_id": "6", "restarts": 0}, lambda identity: False)
     for restarts in range(12):
         run.claim_attempt({"job_id": "7", "restarts": restarts}, lambda identity: False)
-    monkeypatch.setattr(slurm, "starts_in_accounting", {"7": states}.__getitem__)
+    table = {"6": ["PREEMPTED"], "7": states}  # of two jobs of a chain
+    monkeypatch.setattr(slurm, "starts_in_accounting", table.__getitem__)
     spec = JobSpec("train.py", max_requeues=max_requeues)
     with pytest.raises(HpcDdpError, match=why) if why else nullcontext():
         gather_facts.check_silent_ends(run, spec)

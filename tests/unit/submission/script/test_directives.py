@@ -45,6 +45,7 @@ def test_cpus_of_a_task_are_passed_to_sbatch() -> None:
         ("NONE", ("--export=ALL",), "ALL"),
         (None, ("--export=NONE",), "KEY,MORE"),
         (None, ("--export=A,B=1",), "A,B=1,KEY,MORE"),
+        (None, ("--export=KEY=1,B=1",), "KEY=1,B=1,MORE"),
     ],
 )
 def test_variables_to_pass_on_reach_a_job_without_the_others(

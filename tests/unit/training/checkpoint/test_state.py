@@ -98,6 +98,19 @@ def test_plain_state_of_shards_is_each_ranks_own(monkeypatch: pytest.MonkeyPatch
     assert result.private == {f"o.state.m.weight.{name}" for name in ("exp_avg", "exp_avg_sq")}
 
 
+def test_what_another_object_has_is_stored_once() -> None:
+    """As an agent's networks: its ranks share them as they share a module's."""
+    model = nn.Linear(2, 2)
+    agent = Holds({"net": model.state_dict()})
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(1, 2)).sum().backward()
+    optimizer.step()
+    result = state.collect({"agent": agent, "o": optimizer})
+    assert not result.buffers
+    assert not [name for name in result.tensors if optimizer_state.PARAMETERS in name]
+    assert "o.state.parameter 0.exp_avg" in result.trained
+
+
 def test_a_shard_of_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchao's: the numbers would come back as fp32, and its next step fail."""
     weight = nn.Parameter(torch.ones(2))

@@ -14,7 +14,14 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import loader as module
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.batches import pinned
-from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError, _Batch, batches_of
+from hpc_ddp.training.data.call_order import is_left
+from hpc_ddp.training.data.loader import (
+    Loader,
+    Shard,
+    UnknownLengthError,
+    _Batch,
+    batches_of,
+)
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import rng
@@ -52,6 +59,17 @@ def test_an_expanded_tensor_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch
     copy, strides = pinned([image])[0]
     assert torch.equal(copy, image)
     assert strides == (4, 2, 1)
+
+
+@pytest.mark.parametrize(("done", "left"), [(0, False), (7, False), (24, True), (23, False)])
+def test_a_loop_that_was_left_at_the_end_of_an_epoch_is_not_entered_again(
+    done: int, left: bool
+) -> None:
+    """As by an early stop: the position was saved behind the loop, by run.load_best."""
+    plan, position = BatchPlan(12, 0, 1), Position(samples=done)
+    loader = make_loader(TensorDataset(torch.ones(24)), plan, position=position)
+    assert is_left(loader) is left
+    assert not is_left(None)
 
 
 def test_loaders_have_the_attributes_that_scripts_print() -> None:
