@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data.loader import Loader
+
+if TYPE_CHECKING:
+    from hpc_ddp.training.data.loader import Loader
 
 Kind = Literal["epochs", "steps"]
 
@@ -124,3 +126,14 @@ def is_left(loader: Loader | None) -> bool:
     if loader is None or loader.steps(0) == 0:
         return False
     return loader.steps(loader._position.samples) == 0
+
+
+def check_size(samples: int | None, first_samples: int | None) -> None:
+    """Raise UsageError for a data set that has grown or shrunk since its loader was made: the order
+    of the samples, and a resume, depend on their number."""
+    if samples != first_samples:
+        raise UsageError(
+            f"the training set has {samples} samples, and had {first_samples} as run.loader was"
+            " called; accepted: the same number",
+            hint="batches of your own in run.steps, or a run for each stage",
+        )

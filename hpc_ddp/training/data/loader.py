@@ -21,6 +21,7 @@ from torch.utils.data import (
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.batches import pinned, rows_of, to_device
+from hpc_ddp.training.data.call_order import check_size
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.worker_death import watched
@@ -140,9 +141,10 @@ class Loader:
 
         Each becomes the present `batch`, until a peek is closed: then the one before is it again.
         Raise UsageError for a second batch outside of a run's loop, or in an epoch that is done,
-        HpcDdpError for a loader worker that died; errors of the data set come through, and what
-        `batch_done` raises.
+        and for a data set of another size than at first, HpcDdpError for a loader worker that died;
+        errors of the data set come through, and what `batch_done` raises.
         """
+        check_size(size_of(self.dataset), self.samples)
         before, is_peek = self.batch, self._open > 0
         if self.rolls and not is_peek and self.steps(self._position.samples) == 0:
             self._position.begin_epoch()
@@ -352,16 +354,15 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
         self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]
     ) -> None:
         self._dataset, self._seed, self._collate = dataset, seed, collate
-        self._tensors: tuple[torch.Tensor, ...] | None = None
-        if isinstance(dataset, TensorDataset) and type(dataset) is TensorDataset:
-            self._tensors = dataset.tensors if collate is default_collate else None
+        self._is_of_tensors = type(dataset) is TensorDataset and collate is default_collate
 
     def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
         """Return the batch of a key of `_Keys`; errors of the data set and of `collate` come
         through."""
         epoch, indices, micro_batch = key
-        if self._tensors is not None:  # nothing is drawn, so all come at once
-            return micro_batch, [rows_of(tensor, indices) for tensor in self._tensors]
+        if self._is_of_tensors:  # nothing is drawn, so all come at once
+            tensors = self._dataset.tensors  # type: ignore[attr-defined]  # others by now, perhaps
+            return micro_batch, [rows_of(tensor, indices) for tensor in tensors]
         if get_worker_info() is not None:
             return micro_batch, self._batch(epoch, indices)
         with rng.untouched():

@@ -19,7 +19,7 @@ from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
-from hpc_ddp.training.models.trained import parameters_of
+from hpc_ddp.training.models.trained import inner_optimizer, parameters_of
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.worker import Worker
@@ -315,13 +315,13 @@ class ModelSetup(Worker):
         self._check_copies(objects)
 
     def _check_models(self, objects: Iterable[Any]) -> None:
-        """Refuse tracked `objects` with an optimizer, but without the wrapped model it trains:
-        checkpoints would lack the weights.
+        """Refuse tracked `objects` with an optimizer, but without the wrapped model it trains, or
+        an optimizer inside it: checkpoints would lack their state.
 
         Raises
         ------
         UsageError
-            an optimizer has a parameter of such a model
+            an optimizer has a parameter of such a model, or another optimizer
         """
         tracked = [unwrap(thing) for thing in objects]
         models = [model for model in tracked if isinstance(model, torch.nn.Module)]
@@ -333,6 +333,11 @@ class ModelSetup(Worker):
                     "run.track names an optimizer, and not the model that it trains, whose weights"
                     " no checkpoint would have",
                     hint="run.track(model=model, optimizer=optimizer)",
+                )
+            if key := inner_optimizer(optimizer, tracked):
+                raise UsageError(
+                    f"an optimizer has another one, {key}, and no checkpoint would have its state",
+                    hint=f"run.track(…, base=optimizer.{key})",
                 )
 
     def _check_copies(self, objects: Iterable[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -43,3 +43,15 @@ class TrainedParameters:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return all parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
+    """Return the attribute by which an optimizer has another one, as SAM has it, that is not
+    `tracked`, and whose state is its own; '' without one, and where the outer one's class has a
+    ``state_dict`` that may have that state."""
+    if type(outer).state_dict is Optimizer.state_dict:
+        for key, inner in vars(outer).items():
+            is_apart = isinstance(inner, Optimizer) and inner.state is not outer.state
+            if is_apart and all(inner is not thing for thing in tracked):
+                return key
+    return ""

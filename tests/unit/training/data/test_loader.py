@@ -72,6 +72,19 @@ def test_a_loop_that_was_left_at_the_end_of_an_epoch_is_not_entered_again(
     assert not is_left(None)
 
 
+def test_a_data_set_may_change_its_tensors_and_not_its_size() -> None:
+    """Labels of self-training are others in each epoch; samples of active learning are more."""
+    dataset = TensorDataset(torch.zeros(8))
+    loader = make_loader(dataset)
+    for epoch in range(2):
+        dataset.tensors = (torch.full((8,), float(epoch)),)
+        loader._position.begin_epoch()
+        assert next(iter(loader))[0].eq(epoch).all()
+    dataset.tensors = (torch.zeros(12),)
+    with pytest.raises(UsageError, match=r"has 12 samples, and had 8 as run\.loader was called"):
+        next(iter(loader))
+
+
 def test_loaders_have_the_attributes_that_scripts_print() -> None:
     dataset, plan = Numbers(), BatchPlan(12, 1, 3)
     for batches in (make_loader(dataset, plan), Shard(dataset, plan, seed=0, device=CPU)):
