@@ -123,9 +123,12 @@ def is_left(loader: Loader | None) -> bool:
     """Return whether all batches of the epoch are done that the run is in. A save within a loop
     comes after the epoch's end; so a script was stopped behind its loop, which it had left by
     ``break``, and a resume begins there. False without a loader, and for a stream."""
-    if loader is None or loader.steps(0) == 0:
+    if loader is None or loader.samples is None:
         return False
-    return loader.steps(loader._position.samples) == 0
+    position = loader._position
+    # After a change of batches or ranks the rest of an epoch may be too little for a step, too.
+    is_whole = position.epoch_steps == len(loader)
+    return is_whole and loader.steps(position.samples) == 0
 
 
 def check_size(samples: int | None, first_samples: int | None) -> None:

@@ -61,12 +61,15 @@ def test_an_expanded_tensor_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch
     assert strides == (4, 2, 1)
 
 
-@pytest.mark.parametrize(("done", "left"), [(0, False), (7, False), (24, True), (23, False)])
+@pytest.mark.parametrize(
+    ("done", "steps", "left"),
+    [(0, 0, False), (12, 1, False), (24, 2, True), (24, 3, False)],  # the last one of other batches
+)
 def test_a_loop_that_was_left_at_the_end_of_an_epoch_is_not_entered_again(
-    done: int, left: bool
+    done: int, steps: int, left: bool
 ) -> None:
     """As by an early stop: the position was saved behind the loop, by run.load_best."""
-    plan, position = BatchPlan(12, 0, 1), Position(samples=done)
+    plan, position = BatchPlan(12, 0, 1), Position(samples=done, epoch_steps=steps)
     loader = make_loader(TensorDataset(torch.ones(24)), plan, position=position)
     assert is_left(loader) is left
     assert not is_left(None)
