@@ -121,7 +121,7 @@ class Run(ModelSetup):
         """
         check_tracked(objects, per_rank, added)
         outlive_notices(objects.values())  # now the loaders' libraries are imported
-        self._check_optimizers(objects.values())
+        self._check_tracked(objects)
         self._precision.watch_trained(self._manager.trained)
         data = {} if self._loader is None else self._loader.facts
         self._manager.track({**objects, "_precision": self._precision}, data, per_rank, added)
@@ -142,10 +142,10 @@ class Run(ModelSetup):
         last step comes after it. Raises as `step`; UsageError also before `track`, or if `total` is
         no int; OSError where `tensorboard` can't be written.
         """
-        with self._calls.in_loop("epochs", total, self._manager.tracked):
+        with self._calls.in_loop("epochs", total, self._manager.tracked, self.position) as is_over:
             self._begin_loop()
             self._own_data.warn_of_epoch(self.position)
-            while self.position.epoch < total and not is_left(self._loader):
+            while not is_over and self.position.epoch < total and not is_left(self._loader):
                 self._consensus.restart_step()
                 self._timer.start_step()
                 yield self.position.epoch
@@ -165,9 +165,9 @@ class Run(ModelSetup):
         random need nothing else. A run's loader begins its next epoch by itself. Raises as
         `epochs`, and UsageError for a body without a `step`.
         """
-        with self._calls.in_loop("steps", total, self._manager.tracked):
+        with self._calls.in_loop("steps", total, self._manager.tracked, self.position) as is_over:
             self._begin_loop()
-            while self.position.step < total:
+            while not is_over and self.position.step < total:
                 first = self.position.step
                 if self._loader is None:
                     self._no_loader.is_trained = False
@@ -254,6 +254,7 @@ class Run(ModelSetup):
             self._loader.count_batch()
         self._batch.is_trained = True
         self._own_data.warn_of_step()
+        self._warn_of_untracked()
         self._timer.end_step()
         self._precision.end_step()
         self.position.step += 1
@@ -355,7 +356,8 @@ class Run(ModelSetup):
         """Journal a step's values, tell the profiler; raises as `_check_values`, `Metrics.add`."""
         self._check_values(values)
         if self.rank == 0:
-            self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
+            total = self._calls.total_steps(self._loader)
+            self._metrics.add(self.position, self._micro_batch.total, values, total)
         self._profiler.step_done()
 
     def _end_batch(self) -> None:
@@ -366,13 +368,6 @@ class Run(ModelSetup):
         batch = self._batch
         if self._calls.loop == "epochs" and batch.is_trained and not batch.micro_batch.ends_epoch:
             self._act()
-
-    def _total_steps(self) -> int | None:
-        """Return the steps of the whole run, None where the length of an epoch is not known."""
-        total = self._calls.total
-        if self._calls.loop == "steps":
-            return total
-        return None if self._loader is None else self._loader.total_steps(total)
 
     @property
     def _acts_in_step(self) -> bool:

@@ -107,7 +107,7 @@ class CheckpointManager:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
-        self.trained.add(objects.values())
+        self.trained.add(map(unwrap, objects.values()))
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         # Models and splits are made by now: they were to be equal on all ranks, the rest is not.
@@ -128,6 +128,7 @@ class CheckpointManager:
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
         self._put_back(objects, tree, checkpoint, added)
+        put_back.require_gradients(objects, tree)
         vars(self._position).update(checkpoint.index.shared["position"])
         self.best = Best(**checkpoint.index.shared["best"])
         self._written, self.resumed = self._identity(), True
@@ -223,11 +224,13 @@ class CheckpointManager:
         """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
         have alike; return the content of a save. It waits for the devices that have frozen weights.
         Raise HpcDdpError for a state that can't be saved."""
-        current = state.collect(self._objects, self._per_rank, self.trained.ids())
+        current = state.collect(self._objects, self._per_rank, self.trained)
         copies = local_copies(current.shared) if compares else {}
         copied = {place: part for place, (part, _) in copies.items()}
         weights = {place: weight for place, (_, weight) in copies.items()}
         wait_for_checksums = start_checksums({**current.equal, **copied} if compares else {})
+        others = {name: current.tree[name] for name in current.others} if compares else {}
+        waits = {name: start_checksums(current.others[name]) for name in others}
         parts = my_parts(current, self._dims)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
         frozen = self._checkpoints.frozen.take_out(parts, current.frozen)
@@ -250,7 +253,12 @@ class CheckpointManager:
             buffer=self._buffer,
             frozen=frozen,
             trained=current.trained if self._only_finite else set(),
-            inventory=lambda: with_checksums(inventory, wait_for_checksums(), weights),
+            inventory=lambda: with_checksums(
+                inventory,
+                wait_for_checksums(),
+                weights,
+                {name: (others[name], waits[name]()) for name in others},
+            ),
         )
 
     def _rank_values(self, current: State) -> dict[str, Any]:

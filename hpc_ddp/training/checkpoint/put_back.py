@@ -86,6 +86,17 @@ def put_back(
         _load(name, plain, content, step)
 
 
+def require_gradients(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+    """Have parameters need gradients, or none, as the loop had set it by the time of a checkpoint,
+    whose state dicts are in `tree`; those that it had left alone stay as the script makes them."""
+    for name, module in ((name, unwrap(thing)) for name, thing in objects.items()):
+        if isinstance(module, torch.nn.Module):
+            needed = tree[name].get(states.GRADIENTS, {})
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                if plain_name(key) in needed:
+                    parameter.requires_grad_(needed[plain_name(key)])
+
+
 def _load(name: str, plain: Any, content: Any, step: int) -> None:
     """Load a state dict into the object `name`; raise HpcDdpError for one that it refuses, and the
     errors of a device as they are."""
@@ -153,7 +164,7 @@ def _for_module(
     entries = {plain_name(key): (key, value) for key, value in state.items()}
     parameters = {plain_name(key) for key, _ in module.named_parameters(remove_duplicate=False)}
     versions = tree.get(states.VERSIONS)
-    tree = {key: value for key, value in tree.items() if key != states.VERSIONS}
+    tree = {key: value for key, value in tree.items() if key not in states.BESIDE}
     new = {key for key in entries if key not in tree and _is_in(f"{name}.{key}", added)}
     problems = [f"{key} is not in the checkpoint" for key in entries.keys() - tree.keys() - new]
     problems += [f"{key} is not in the model" for key in tree if key not in entries and not stage]

@@ -11,10 +11,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.storage.layout import OWN, Shape
@@ -25,7 +27,7 @@ _SHOWN = 4
 
 
 class Digest(NamedTuple):
-    """An inventory in a few numbers, equal on all ranks of a stage but for the last two."""
+    """An inventory in a few numbers, equal on all ranks of a stage but for the last three."""
 
     objects: int  # CRC32 of their names, equal on all ranks
     stage: int
@@ -33,6 +35,7 @@ class Digest(NamedTuple):
     expected: int  # the sum over all tensors of their sizes, each times a weight of its name
     written: int
     copies: int  # adds up to 0 over all ranks where copies of the same part are equal
+    others: int  # CRC32 of the checksums of objects that may differ
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class Inventory:
     copies
         weights and checksums of the parts of sharded tensors that other ranks have, too, by name
         and place (see `dtensor.local_copies`); empty where they are not compared
+    others
+        checksums of the other objects that the ranks share, of which rank 0's are saved, by name;
+        empty where they are not compared
     """
 
     stage: int
@@ -63,10 +69,11 @@ class Inventory:
     checksums: Mapping[str, int] = field(default_factory=dict)
     objects: Sequence[str] = ()
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def digest(self) -> Digest:
-        """The inventory in six numbers, for a first comparison."""
+        """The inventory in seven numbers, for a first comparison."""
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         return Digest(
             _crc(self.objects),
@@ -75,6 +82,7 @@ class Inventory:
             _weighted(sizes),
             _weighted(self.written),
             _weighted({place: weight * total for place, (weight, total) in self.copies.items()}),
+            _crc(self.others.items()),
         )
 
 
@@ -131,28 +139,38 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
 
 
 def with_checksums(
-    inventory: Inventory, sums: Mapping[str, int], weights: Mapping[str, int]
+    inventory: Inventory,
+    sums: Mapping[str, int],
+    weights: Mapping[str, int],
+    others: Mapping[str, object],
 ) -> Inventory:
     """Return an inventory with the checksums in `sums`, which are by name, or of the copies by
-    place; `weights` has those of the copies."""
+    place; `weights` has those of the copies. `others` has plain values that stand for the other
+    objects."""
     return replace(
         inventory,
         checksums={name: total for name, total in sums.items() if name not in weights},
         copies={place: (weight, sums[place]) for place, weight in weights.items()},
+        others={name: _crc([content]) for name, content in others.items()},
     )
 
 
 def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
     """Return on all ranks the error for ranks that share different objects, or whose tensors would
-    not make a whole; None for a whole.
+    not make a whole; None for a whole. Rank 0 warns, once, of other objects that differ.
 
     Every rank must call it: it is a collective. Raise RuntimeError if a peer is gone.
     """
     digests = control.to_first(inventory.digest)
-    if control.from_first(control.rank != 0 or fit_together(digests)):
+    fits, alike = control.from_first((fit_together(digests), has_equal_others(digests)))
+    if fits and alike:
         return None
     inventories = control.to_first(inventory)
-    misfit: HpcDdpError = control.from_first(find_fault(inventories) if inventories else None)
+    if inventories and not alike:
+        _warn_of(tuple(different_others(inventories)))
+    misfit: HpcDdpError | None = None
+    if not fits:
+        misfit = control.from_first(find_fault(inventories) if inventories else None)
     return misfit
 
 
@@ -162,12 +180,36 @@ def fit_together(digests: Sequence[Digest]) -> bool:
     same part are equal."""
     written = Counter[Digest]()
     for digest in digests:
-        written[digest._replace(written=0, copies=0)] += digest.written
+        written[digest._replace(written=0, copies=0, others=0)] += digest.written
     return (
         sum(digest.copies for digest in digests) == 0
         and len({digest.objects for digest in digests}) == 1
         and len({digest.stage for digest in digests}) == len(written)
         and all(digest.expected == count for digest, count in written.items())
+    )
+
+
+def has_equal_others(digests: Sequence[Digest]) -> bool:
+    """Return whether all ranks of a stage have the same other objects, by their digests."""
+    pairs = {(digest.stage, digest.others) for digest in digests}
+    return len(pairs) == len({digest.stage for digest in digests})
+
+
+def different_others(inventories: Iterable[Inventory]) -> list[str]:
+    """Return the names of the other objects that differ between ranks of a stage."""
+    checksums: dict[tuple[str, int], set[int]] = {}
+    for inventory in inventories:
+        for name, total in inventory.others.items():
+            checksums.setdefault((name, inventory.stage), set()).add(total)
+    return sorted({name for (name, _), totals in checksums.items() if len(totals) > 1})
+
+
+@cache  # once in a process
+def _warn_of(names: tuple[str, ...]) -> None:
+    """Warn of other objects that differ between ranks."""
+    say(
+        f"WARNING: ranks differ in {_listed(names)}, and a resume gives all of them rank 0's; to"
+        f" keep each rank's own: run.track(…, per_rank={names})"
     )
 
 

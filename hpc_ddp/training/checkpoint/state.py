@@ -24,11 +24,13 @@ from hpc_ddp.training.checkpoint.storage.shards import LocalShard, rows, shard, 
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import parameters_of
+from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 ON_DEVICE = "<tensor on an accelerator>"  # or this
 VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
+GRADIENTS = "<gradients>"  # whether they are needed, by names of parameters that the loop changes
+BESIDE = (VERSIONS, GRADIENTS)
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -72,6 +74,9 @@ class State:
     private_tree
         the state dicts of the objects that each rank has its own of, and what an optimizer keeps
         for parameters that DDP ignores
+    others
+        tensors by name, by the objects that are neither modules nor optimizers, and of which
+        rank 0's are saved
     private
         names of the tensors that other ranks can't do with: those of such objects, parameters that
         DDP ignores, and an optimizer's state for these
@@ -85,6 +90,7 @@ class State:
     buffers: set[str] = field(default_factory=set)
     private_tree: dict[str, Any] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
+    others: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def shared(self) -> dict[str, torch.Tensor]:
@@ -102,10 +108,12 @@ class State:
 
 
 def collect(
-    objects: Mapping[str, Any], per_rank: Container[str] = (), trained: Container[int] = ()
+    objects: Mapping[str, Any],
+    per_rank: Container[str] = (),
+    trained: TrainedParameters | None = None,
 ) -> State:
     """Return the state of each object by name; `per_rank` names those that ranks do not share,
-    `trained` has the ids of parameters that are trained though they may need no gradients now.
+    `trained` has the parameters that are trained though they may need no gradients now.
 
     Modules that FSDP2 has sharded get their shards back for parameters (`reshard`).
 
@@ -121,6 +129,7 @@ def collect(
             reshard(plain)
     labels = labels_of(objects)
     untracked = untracked_parameters(objects, labels)
+    trained = trained or TrainedParameters()
     ignored = set(_ignored_by_ddp(objects))
     state = State()
     for name, wrapped in objects.items():
@@ -136,6 +145,8 @@ def collect(
         tree = state.private_tree if name in per_rank else state.tree
         tree[name] = take_apart(content, name, tensors)
         state.tensors.update(tensors)
+        if tree is state.tree and not isinstance(plain, (torch.nn.Module, Optimizer)):
+            state.others[name] = {key: t for key, t in tensors.items() if not is_sharded(t)}
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         if isinstance(plain, Optimizer):
@@ -180,14 +191,14 @@ def _content_of(
     plain: Any,
     labels: Mapping[int, str],
     state: State,
-    trained: Container[int],
+    trained: TrainedParameters,
     untracked: Mapping[str, torch.Tensor],
 ) -> Any:
     """Return an object's state dict, and add to the sets of names in `state`. `untracked` are those
     of an optimizer's parameters that no tracked object has.
 
     An optimizer's is by names of parameters (`optimizer_state`); a module's by `plain_name`s, with
-    `VERSIONS` beside; another object's as it is.
+    `VERSIONS` and `GRADIENTS` beside; another object's as it is.
     """
     if hasattr(plain, "consolidate_state_dict"):
         raise UsageError(
@@ -201,13 +212,16 @@ def _content_of(
         return optimizer_state.by_label(plain, content, labels, untracked)
     if not isinstance(plain, torch.nn.Module):
         return content
+    numbers = trained.ids()
     for key, parameter in plain.named_parameters(remove_duplicate=False):
-        is_trained = parameter.requires_grad or id(parameter) in trained
+        is_trained = parameter.requires_grad or id(parameter) in numbers
         (state.trained if is_trained else state.frozen).add(f"{name}.{plain_name(key)}")
     buffers = plain.named_buffers(remove_duplicate=False)
     state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in buffers)
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
-    return {plain_name(key): value for key, value in content.items()} | {VERSIONS: versions}
+    changes = {plain_name(key): needed for key, needed in trained.changes_of(plain).items()}
+    content = {plain_name(key): value for key, value in content.items()}
+    return content | {VERSIONS: versions} | ({GRADIENTS: changes} if changes else {})
 
 
 def _check_shards(tensors: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from hpc_ddp.core.errors import UsageError
 
 if TYPE_CHECKING:
     from hpc_ddp.training.data.loader import Loader
+    from hpc_ddp.training.data.order import Position
 
 Kind = Literal["epochs", "steps"]
 
@@ -24,14 +25,20 @@ class CallOrder:
     def __init__(self) -> None:
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
-        self.has_looped = False
+        self._number = -1  # of that loop; loops of the same total, as after an error, are one
+        self._left: dict[int, int] = {}  # the position's of the checkpoint, up to where it goes on
         # The exception in whose ``except`` block `start`, or the last loop, was called.
         self._handled = sys.exc_info()[1]
 
     @contextmanager
-    def in_loop(self, loop: Kind, total: int, is_tracked: bool) -> Iterator[None]:
-        """Note that the block is a loop of `total` epochs or steps. Raise UsageError if `track`
-        was not called, inside another loop, or if `total` is no int."""
+    def in_loop(
+        self, loop: Kind, total: int, is_tracked: bool, position: Position
+    ) -> Iterator[bool]:
+        """Note that the block is a loop of `total` epochs or steps, and in `position` if it is left
+        by ``break``; give whether it is over by now, which an attempt before may have left it.
+
+        Raise UsageError if `track` was not called, inside another loop, or if `total` is no int.
+        """
         if not isinstance(total, int):
             raise UsageError(f"run.{loop} was given {total!r}; accepted: a whole number")
         if not is_tracked:
@@ -41,12 +48,34 @@ class CallOrder:
             )
         if self.loop:
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
-        self.loop, self.total, self.has_looped = loop, total, True
+        if not self.has_looped:
+            self._left = position.left
+        self._number += not self.has_looped or total != self.total
+        number, done = self._number, position.epoch if loop == "epochs" else position.step
+        is_over = done >= total or total <= self._left.get(number, 0)
+        if not is_over:
+            position.left = {n: position.left[n] for n in position.left if n < number}
+            self._left = position.left
+        self.loop, self.total = loop, total
         self._handled = sys.exc_info()[1]
         try:
-            yield
+            yield is_over
+        except GeneratorExit:
+            position.left = {**position.left, number: total}
+            raise
         finally:
             self.loop = None
+
+    @property
+    def has_looped(self) -> bool:
+        """Whether a loop was begun."""
+        return self._number >= 0
+
+    def total_steps(self, loader: Loader | None) -> int | None:
+        """Return the steps of the whole loop, None where the length of an epoch is not known."""
+        if self.loop == "steps":
+            return self.total
+        return None if loader is None else loader.total_steps(self.total)
 
     def is_failing(self) -> bool:
         """Return whether an exception ends the script: one that came after the start of the run, or
@@ -121,8 +150,9 @@ def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:
 
 def is_left(loader: Loader | None) -> bool:
     """Return whether all batches of the epoch are done that the run is in. A save within a loop
-    comes after the epoch's end; so a script was stopped behind its loop, which it had left by
-    ``break``, and a resume begins there. False without a loader, and for a stream."""
+    comes after the epoch's end; so a script was stopped behind its loop, whose iterator it keeps
+    (as a progress bar does), and a resume begins there. False without a loader, and for a stream.
+    """
     if loader is None or loader.samples is None:
         return False
     position = loader._position

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -10,6 +9,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.loader import Seeded
 from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.models.tracked import find_living
 
 HINT = "write run.loader(dataset, batch_size) in place of DataLoader(dataset, …)"
 
@@ -51,6 +51,5 @@ class OwnData:
 def is_own_loader_open() -> bool:
     """Return whether an iteration of a DataLoader is under way in this process that is none of a
     run's. It looks at all objects, so it takes some 0.1 s."""
-    # By their type: a proxy that is asked for its class may warn.
-    iterations = [o for o in gc.get_objects() if issubclass(type(o), _BaseDataLoaderIter)]
+    iterations = find_living(_BaseDataLoaderIter)
     return any(not isinstance(entry._dataset, (Seeded, IterableBatches)) for entry in iterations)

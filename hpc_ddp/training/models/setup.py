@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
-from hpc_ddp.training.models.trained import inner_optimizer, parameters_of
+from hpc_ddp.training.models.tracked import check_copies, check_models, warn_of_untracked
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.worker import Worker
@@ -40,6 +40,7 @@ class ModelSetup(Worker):
         self._wrapped: list[Any] = []  # models whose gradients DDP or FSDP2 averages
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
+        self._unchecked: list[Any] = []  # what was tracked, until the first step
         self._no_loader = Batch()  # of a script without a loader of the run
 
     @property
@@ -309,61 +310,18 @@ class ModelSetup(Worker):
         with self.untimed(), in_eval_mode(plain):
             yield plain if isinstance(model, torch.nn.Module) else model
 
-    def _check_optimizers(self, objects: Collection[Any]) -> None:
-        """Raise UsageError for tracked `objects`, as `_check_models` and `_check_copies` do."""
-        self._check_models(objects)
-        self._check_copies(objects)
+    def _check_tracked(self, objects: Mapping[str, Any]) -> None:
+        """Raise UsageError for tracked `objects`, as `check_models` and `check_copies` do."""
+        check_models(objects, self._wrapped)
+        check_copies(objects.values(), self._wrapped, self._dims)
+        self._unchecked = list(objects.values())
 
-    def _check_models(self, objects: Iterable[Any]) -> None:
-        """Refuse tracked `objects` with an optimizer, but without the wrapped model it trains, or
-        an optimizer inside it: checkpoints would lack their state.
-
-        Raises
-        ------
-        UsageError
-            an optimizer has a parameter of such a model, or another optimizer
-        """
-        tracked = [unwrap(thing) for thing in objects]
-        models = [model for model in tracked if isinstance(model, torch.nn.Module)]
-        stored = {id(weight) for model in models for weight in model.parameters()}
-        wrapped = {id(weight) for model in self._wrapped for weight in model.parameters()} - stored
-        for optimizer in (thing for thing in tracked if isinstance(thing, torch.optim.Optimizer)):
-            if any(id(weight) in wrapped for weight in parameters_of(optimizer)):
-                raise UsageError(
-                    "run.track names an optimizer, and not the model that it trains, whose weights"
-                    " no checkpoint would have",
-                    hint="run.track(model=model, optimizer=optimizer)",
-                )
-            if key := inner_optimizer(optimizer, tracked):
-                raise UsageError(
-                    f"an optimizer has another one, {key}, and no checkpoint would have its state",
-                    hint=f"run.track(…, base=optimizer.{key})",
-                )
-
-    def _check_copies(self, objects: Iterable[Any]) -> None:
-        """Refuse to train copies of a model whose gradients nothing averages.
-
-        Only optimizers among `objects` are checked, and only where some ranks share a copy and
-        others have another one: with one copy, or one on each rank, nothing is refused.
-
-        Raises
-        ------
-        UsageError
-            an optimizer has a parameter of a model that is not in fully_shard or wrap
-        """
-        dims = self._dims
-        if dims.dp == 1 or dims.dp == self.world_size:
-            return
-        averaged = {id(parameter) for model in self._wrapped for parameter in model.parameters()}
-        for optimizer in objects:
-            groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-            if any(id(weight) not in averaged for group in groups for weight in group["params"]):
-                raise UsageError(
-                    f"tp={dims.tp} and pp={dims.pp} leave {dims.dp} copies of the model, whose"
-                    " gradients are not averaged; accepted: an optimizer of what has gone through"
-                    " run.fully_shard or run.wrap",
-                    hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
-                )
+    def _warn_of_untracked(self) -> None:
+        """Before the first step of a run counts, have rank 0 warn as `warn_of_untracked` does."""
+        if self._unchecked:
+            if self.rank == 0 and self.position.step == 0:
+                warn_of_untracked(self._unchecked, self._say)
+            self._unchecked = []
 
     def _sync_gradients(self, on: bool) -> None:
         """Choose whether DDP and FSDP2 average the gradients of the coming micro-batch over ranks.

@@ -1,8 +1,8 @@
-"""Which parameters the optimizers of a script train."""
+"""Which parameters the optimizers of a script train, and which the loop has frozen."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,14 +21,26 @@ class TrainedParameters:
     def __init__(self) -> None:
         self._optimizers: list[Optimizer] = []
         self._with_gradients: set[int] = set()
+        self._as_made: dict[int, bool] = {}  # whether a module's parameter needed gradients, by id
 
     def add(self, objects: Iterable[Any]) -> None:
-        """Add the optimizers among a script's objects; others are passed over."""
-        for optimizer in objects:
-            if isinstance(optimizer, Optimizer):
-                self._optimizers.append(optimizer)
-                parameters = parameters_of(optimizer)
+        """Add the optimizers and modules among a script's objects; others are passed over."""
+        for thing in objects:
+            if isinstance(thing, Optimizer):
+                self._optimizers.append(thing)
+                parameters = parameters_of(thing)
                 self._with_gradients |= {id(p) for p in parameters if p.requires_grad}
+            elif isinstance(thing, torch.nn.Module):
+                self._as_made |= {id(p): p.requires_grad for p in thing.parameters()}
+
+    def changes_of(self, module: torch.nn.Module) -> dict[str, bool]:
+        """Return whether parameters of a module need gradients, by name, for those of which the
+        loop has changed that since `add`, as it unfreezes layers."""
+        return {
+            key: parameter.requires_grad
+            for key, parameter in module.named_parameters(remove_duplicate=False)
+            if self._as_made.get(id(parameter), parameter.requires_grad) != parameter.requires_grad
+        }
 
     def ids(self) -> set[int]:
         """Return the ids of the parameters that count as trained by now."""
@@ -43,15 +55,3 @@ class TrainedParameters:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return all parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
-    """Return the attribute by which an optimizer has another one, as SAM has it, that is not
-    `tracked`, and whose state is its own; '' without one, and where the outer one's class has a
-    ``state_dict`` that may have that state."""
-    if type(outer).state_dict is Optimizer.state_dict:
-        for key, inner in vars(outer).items():
-            is_apart = isinstance(inner, Optimizer) and inner.state is not outer.state
-            if is_apart and all(inner is not thing for thing in tracked):
-                return key
-    return ""

@@ -11,8 +11,10 @@ from torch import nn
 from hpc_ddp.training.checkpoint.rank_comparison import (
     Inventory,
     checksum,
+    different_others,
     find_fault,
     fit_together,
+    has_equal_others,
     inventory_of,
     start_checksums,
     with_checksums,
@@ -148,9 +150,21 @@ def test_copies_of_a_part_are_compared_with_each_other_alone() -> None:
         weights = [{place: weight} for weight in (1, -1) for place in places]
         inventories = [Inventory(0, SHAPES, ALL), *(Inventory(0, SHAPES) for _ in range(3))]
         rows = zip(inventories, weights, sums, strict=True)
-        return [with_checksums(i, dict.fromkeys(w, total), w) for i, w, total in rows]
+        return [with_checksums(i, dict.fromkeys(w, total), w, {}) for i, w, total in rows]
 
     assert _fit(*ranks(5, 7, 5, 7))
     beginning = "m.weight at (2, 0) differs between rank 1 and rank 3"
     assert _fault(*ranks(5, 7, 5, 8)).startswith(beginning)
     assert _fault(*ranks(5, 7, 7, 5)).startswith("m.weight at (0, 0) differs")
+
+
+def test_other_objects_that_differ_are_named_and_make_a_whole() -> None:
+    def rank(stage: int, *rows: object) -> Inventory:
+        return with_checksums(Inventory(stage, SHAPES, ALL), {}, {}, dict(zip("ab", rows, strict=True)))
+
+    one, other, behind = rank(0, 1, [2]), rank(0, 1, [3]), rank(1, 5, [6])
+    assert has_equal_others([one.digest, rank(0, 1, [2]).digest, behind.digest])
+    assert not has_equal_others([one.digest, other.digest, behind.digest])
+    assert different_others([one, other, behind]) == ["b"]
+    assert different_others([one, behind]) == []
+    assert _fit(one, replace(other, written={}))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data.call_order import CallOrder
+from hpc_ddp.training.data.order import Position
+
+
+def enter(calls: CallOrder, total: Any, is_tracked: bool = True) -> None:
+    calls.in_loop("steps", total, is_tracked, Position()).__enter__()
 
 
 def test_a_loop_is_left_at_its_end_and_at_an_error() -> None:
     calls = CallOrder()
-    with calls.in_loop("steps", 5, True):
+    with calls.in_loop("steps", 5, True, Position()):
         assert (calls.loop, calls.total) == ("steps", 5)
         calls.check_batch()
         calls.check_step(False)
     assert (calls.loop, calls.total) == (None, 5)
-    with pytest.raises(KeyError), calls.in_loop("epochs", 2, True):
+    with pytest.raises(KeyError), calls.in_loop("epochs", 2, True, Position()):
         raise KeyError
     assert calls.loop is None
 
@@ -26,8 +31,8 @@ def test_a_loop_is_left_at_its_end_and_at_an_error() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda calls: calls.in_loop("steps", "5", True).__enter__(), "run.steps was given '5'"),
-        (lambda calls: calls.in_loop("epochs", 5, False).__enter__(), "run.track was not called"),
+        (lambda calls: enter(calls, "5"), "run.steps was given '5'"),
+        (lambda calls: enter(calls, 5, is_tracked=False), "run.track was not called"),
         (lambda calls: calls.check_loader(True, False), "has a training loader already"),
         (lambda calls: calls.check_loader(False, True), "run.loader was called after run.track"),
         (lambda calls: calls.check_batch(), "iterated outside run.epochs"),
@@ -43,9 +48,9 @@ def test_a_wrong_call_outside_of_a_loop(call: Callable[[CallOrder], Any], words:
 
 def test_a_wrong_call_in_a_loop() -> None:
     calls = CallOrder()
-    with calls.in_loop("epochs", 5, True):
+    with calls.in_loop("epochs", 5, True, Position()):
         with pytest.raises(UsageError, match=r"run\.steps was called inside run\.epochs"):
-            calls.in_loop("steps", 5, True).__enter__()
+            enter(calls, 5)
         assert calls.loop == "epochs"
         with pytest.raises(UsageError, match="called twice for one batch"):
             calls.check_step(True)
@@ -62,7 +67,7 @@ def test_only_an_error_that_came_after_the_loop_began_ends_the_script() -> None:
     except FileNotFoundError:
         assert calls.is_failing()  # as in ``finally: run.finish()``
         assert not CallOrder().is_failing()  # started where an error is handled
-        with calls.in_loop("epochs", 1, True):
+        with calls.in_loop("epochs", 1, True, Position()):
             pass
         assert not calls.is_failing()  # trained there
         try:
@@ -71,3 +76,34 @@ def test_only_an_error_that_came_after_the_loop_began_ends_the_script() -> None:
             assert calls.is_failing()
     assert not calls.is_failing()
     assert calls.has_looped
+
+
+def loop(calls: CallOrder, position: Position, total: int) -> Iterator[bool]:
+    with calls.in_loop("steps", total, True, position) as is_over:
+        yield is_over
+
+
+def test_a_loop_that_was_left_by_break_is_over_for_the_next_attempt() -> None:
+    position, first, second = Position(), CallOrder(), CallOrder()
+    list(loop(first, position, 3))
+    position.step = 3  # it was trained to its end
+    for _ in loop(first, position, 9):
+        assert position.left == {}
+        break
+    assert position.left == {1: 9}
+    assert list(loop(second, position, 3)) == [True]
+    assert list(loop(second, position, 9)) == [True]
+    assert position.left == {1: 9}  # so there is nothing to save
+    assert list(loop(second, position, 8)) == [False]  # another stage
+    third = CallOrder()
+    assert list(loop(third, position, 3)) == [True]
+    assert list(loop(third, position, 12)) == [False]  # it was given more
+    assert position.left == {}
+
+
+def test_a_loop_that_is_tried_again_after_an_error_is_none_that_was_left() -> None:
+    calls, position = CallOrder(), Position()
+    with pytest.raises(ZeroDivisionError):
+        list(1 // 0 for _ in loop(calls, position, 9))
+    for _ in loop(calls, position, 9):
+        assert position.left == {}

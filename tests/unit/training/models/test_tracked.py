@@ -1,0 +1,85 @@
+"""Objects that `run.track` was given or not, against those of the script."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.models.tracked import check_models, inner_optimizer, warn_of_untracked
+
+
+class Nested(torch.optim.SGD):
+    """As davda54/sam has it: the inner optimizer has the groups of the outer one."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.base = torch.optim.SGD(self.param_groups, momentum=0.9)
+
+
+class Saving(Nested):
+    def state_dict(self) -> Any:
+        return {}
+
+
+def test_an_optimizer_inside_another_one_is_named_unless_it_is_saved() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    outer = Nested(parameters)
+    assert inner_optimizer(outer, [outer]) == "base"
+    assert inner_optimizer(outer, [outer, outer.base]) == ""
+    assert inner_optimizer(outer.base, []) == ""
+    saving = Saving(parameters)
+    assert inner_optimizer(saving, [saving]) == ""
+    outer.base.state = outer.state
+    assert inner_optimizer(outer, [outer]) == ""
+
+
+def test_an_optimizer_without_its_model_is_refused() -> None:
+    """Without a wrapper its weights would be saved, and the means of batch norm would not."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(UsageError, match=r"opt trains a \w+ that run\.track was not given"):
+        check_models({"opt": optimizer}, [])
+    check_models({"opt": optimizer, "net": net}, [])
+    agent: Any = SimpleNamespace(state_dict=net.state_dict, load_state_dict=net.load_state_dict)
+    check_models({"opt": optimizer, "agent": agent}, [])
+    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # as SAC's temperature
+    check_models({"alone": alone}, [])
+
+
+def untracked(*objects: Any) -> list[str]:
+    lines: list[str] = []
+    warn_of_untracked(objects, lines.append)
+    return [line.partition("given ")[2].partition(":")[0] for line in lines]
+
+
+def test_a_scheduler_of_a_tracked_optimizer_is_missed() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    parts: list[Any] = [LinearLR(optimizer), StepLR(optimizer, 3)]
+    whole = SequentialLR(optimizer, parts, [4])
+    plateau = ReduceLROnPlateau(optimizer)
+    assert untracked(optimizer, whole, plateau) == []
+    assert untracked(optimizer, whole) == ["the scheduler ReduceLROnPlateau"]
+    assert untracked(optimizer, SimpleNamespace(schedules={"a": whole}, b=plateau)) == [
+        "the scheduler LinearLR",  # an attribute of an attribute
+        "the scheduler StepLR",
+    ]
+    assert untracked() == []
+
+
+def test_an_optimizer_with_a_state_is_missed() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer, plain, inner = (torch.optim.SGD([parameter], momentum=m) for m in (0.9, 0, 0.9))
+    for one in (optimizer, plain):
+        one.step()
+    assert untracked() == ["the optimizer SGD"]
+    assert untracked(optimizer) == []
+    inner.state = optimizer.state  # as of a Lookahead
+    assert untracked(optimizer) == []
