@@ -88,6 +88,7 @@ class Run(ModelSetup):
             sync=self._sync_gradients,
             batch_done=self._end_batch,
             timed=self._timer.batches,
+            warn=self._say if self.rank == 0 else None,
             **options,
         )
         return self._loader

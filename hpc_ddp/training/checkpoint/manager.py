@@ -107,6 +107,8 @@ class CheckpointManager:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
+        generators = {n: rng.GeneratorState(g) for n, g in objects.items() if rng.is_generator(g)}
+        objects, per_rank = {**objects, **generators}, (*per_rank, *generators)
         self.trained.add(map(unwrap, objects.values()))
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)

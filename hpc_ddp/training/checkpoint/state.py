@@ -137,7 +137,7 @@ def collect(
         if not (hasattr(plain, "state_dict") and hasattr(plain, "load_state_dict")):
             raise UsageError(
                 f"{name} is {_kind(plain)}; accepted by run.track: objects with state_dict and"
-                " load_state_dict",
+                " load_state_dict, and random generators",
                 hint="for a best value there is run.best",
             )
         content = _content_of(name, plain, labels, state, trained, untracked.get(name, {}))

@@ -17,6 +17,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
+from hpc_ddp.training.data.sample_seeds import SampleSeeds
 from hpc_ddp.training.models import rng
 
 _END = object()
@@ -40,6 +41,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     ) -> None:
         self._dataset, self._plan, self._seed = dataset, plan, seed
         self._position, self._collate = position, collate
+        self.seeds = SampleSeeds(dataset)
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this worker's pairs of micro-batch and collated samples, to the end of the epoch.
@@ -49,6 +51,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         """
         worker = get_worker_info()
         turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
+        self.seeds.warns &= turn == 0
         # The data set must not see the worker: many then yield only a part of themselves.
         torch_worker._worker_info = None
         number = count()
@@ -60,8 +63,9 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
         """Yield the places of each global batch, those of its samples that this rank may need, by
         place, and whether it is the epoch's last."""
-        source = self._open()
-        block, samples = self._read(source, self._position.samples)
+        with self.seeds.watched(self._position.epoch):
+            source = self._open()
+            block, samples = self._read(source, self._position.samples)
         while self._plan.steps(len(block)):
             later, its_samples = self._read(source, block.stop)
             yield block, samples, not self._plan.steps(len(later))
@@ -74,7 +78,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         stream: Any = self._dataset
         skips = start > 0 and hasattr(stream, "skip")
         with rng.untouched():
-            rng.seed_all(order.derive(self._seed, epoch))
+            self.seeds.seed(order.derive(self._seed, epoch))
             set_epoch(stream, epoch)
             if skips:
                 stream = stream.skip(start)
@@ -102,7 +106,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     def _next(self, source: Iterator[Any], number: int) -> Any:
         """Return the sample at place `number`, drawn with a seed of its own; `_END` after the last.
         Changes the global generators."""
-        rng.seed_all(order.derive(self._seed, self._position.epoch, number))
+        self.seeds.seed(order.derive(self._seed, self._position.epoch, number))
         return next(source, _END)
 
     def _batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:

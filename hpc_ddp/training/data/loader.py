@@ -1,32 +1,23 @@
-"""The loaders of a run: the batches of `order`, through torch's DataLoader."""
+"""The loaders of a run: its batches on the device, and where it is in them."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import Dataset, IterableDataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
-from hpc_ddp.training.data.batches import pinned, rows_of, to_device
+from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.data.call_order import check_size
-from hpc_ddp.training.data.iterable import IterableBatches
+from hpc_ddp.training.data.dataloader import batches_of
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Position
+from hpc_ddp.training.data.sample_seeds import SampleSeeds
 from hpc_ddp.training.data.worker_death import watched
-from hpc_ddp.training.devices import is_accelerator
-from hpc_ddp.training.models import rng
 from hpc_ddp.training.process.hang_watchdog import beat
 
 
@@ -63,10 +54,12 @@ class Loader:
         sync: Callable[[bool], None],
         batch_done: Callable[[], None],
         timed: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+        warn: Callable[[str], None] | None = None,
         shuffle: bool | None = None,
         **options: Any,
     ) -> None:
         """Take the options of `batches_of`; `shuffle` None shuffles all data sets but a stream.
+        `warn` is called, on one rank, with the text of what a resume would do otherwise.
 
         Raise UsageError for refused options, and a data set too small for one step, TypeError for
         a map-style one without a length.
@@ -89,6 +82,11 @@ class Loader:
         self._shuffle = shuffle
         make = partial(batches_of, dataset, plan, seed, device=device, shuffle=shuffle, **options)
         self._batches = make(position=position)
+        self._warn = warn
+        self._taken, self._groups = 0, (0, 0)  # batches since the last step, and of the last two
+        source: Any = self._batches.dataset
+        self._seeds: SampleSeeds = source.seeds
+        self._seeds.warns = warn is not None
         # torch would begin the loop's own iteration anew where its workers persist.
         fresh = {"persistent_workers": False} if "persistent_workers" in options else {}
         self._make_peek = partial(make, **fresh)
@@ -127,9 +125,18 @@ class Loader:
         return self.batch.micro_batch
 
     def count_batch(self) -> None:
-        """Move the run's position behind the present batch, whose step is done."""
+        """Move the run's position behind the present batch, whose step is done; warn, once, of a
+        script that takes as many for each step."""
         self._position.samples = self.batch.end
         self.batch.is_trained = True
+        self._groups, taken = (self._groups[1], self._taken), self._taken
+        self._taken = 0
+        if self._warn and self._groups == (taken, taken) and taken > self._plan.accumulate:
+            self._warn(
+                f"WARNING: run.step comes after {taken} batches each: a resume within an epoch"
+                f" groups them otherwise; run.loader(…, accumulate={taken}) does not"
+            )
+            self._warn = None
 
     def end_epoch(self) -> None:
         """Forget the present batch: the loop is between two epochs."""
@@ -163,6 +170,8 @@ class Loader:
                 self.batch = current = Batch(micro_batch, end, is_trained=is_done)
                 self._sync(micro_batch.ends_step)
                 beat()
+                self._taken += not is_peek
+                self._seeds.warns = False  # the next loader workers get it so
                 yield to_device(content, self._device)
                 self.batch = current  # a peek has one of its own
                 if not is_done:
@@ -253,146 +262,3 @@ def known_size(samples: int | None) -> int:
             hint="give the scheduler a number of steps of your own",
         )
     return samples
-
-
-def batches_of(
-    dataset: Dataset[Any],
-    plan: BatchPlan,
-    seed: int,
-    position: Position,
-    device: torch.device,
-    shuffle: bool,
-    *,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    num_workers: int = 0,
-    worker_init_fn: Callable[[int], None] | None = None,
-    **options: Any,
-) -> DataLoader[_Batch]:
-    """Return torch's loader, of which each iteration yields the rest of the epoch from `position`
-    on, where that is by then, as `_Batch`es: not moved to `device`, but pinned for an accelerator.
-    `options` are DataLoader's; raise UsageError for one that the run or a stream can't have, or
-    that torch refuses."""
-    if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
-        raise UsageError(
-            f"{min(refused)} was given; the run has its own, so that the order can be resumed",
-            hint="choose or weight samples in the data set",
-        )
-    collate = collate_fn or default_collate
-    source: Any
-    if isinstance(dataset, IterableDataset):
-        if shuffle or options.get("persistent_workers"):
-            name = "shuffle" if shuffle else "persistent_workers"
-            raise UsageError(
-                f"{name} is True; accepted with an iterable data set: False",
-                hint="let the data set shuffle itself; set_epoch(epoch) is called if it has that",
-            )
-        source = IterableBatches(dataset, plan, seed, position, collate)
-    else:
-        source = Seeded(dataset, seed, collate)
-        options["sampler"] = _Keys(len(dataset), plan, seed, position, shuffle)  # type: ignore[arg-type]
-    if num_workers and _may_fork():
-        options.setdefault("multiprocessing_context", "fork")
-    try:
-        return DataLoader(
-            source,
-            batch_size=None,  # the source makes the batches
-            collate_fn=_as_batch,
-            num_workers=num_workers,
-            worker_init_fn=worker_init_fn,
-            in_order=True,
-            generator=torch.Generator(),  # else an iterator draws from the global one
-            **{"pin_memory": is_accelerator(device), **options},
-        )
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"torch's DataLoader refuses the options: {error}", hint="see torch.utils.data"
-        ) from None
-
-
-def _may_fork() -> bool:
-    """Return whether loader workers are forked: unless the script has set a start method.
-
-    Python 3.14 starts processes by a server that imports the script again, and torch with it, for
-    each rank; and it pickles the data set. Older ones fork, and so do all under hpc-ddp.
-    """
-    is_set = multiprocessing.get_start_method(allow_none=True) is not None
-    return not is_set and "fork" in multiprocessing.get_all_start_methods()
-
-
-class _Keys:
-    """The keys of batches, in order: (epoch, indices, micro-batch) from the current position on."""
-
-    def __init__(
-        self, samples: int, plan: BatchPlan, seed: int, position: Position, shuffle: bool
-    ) -> None:
-        self._samples, self._plan, self._seed = samples, plan, seed
-        self._position, self._shuffle = position, shuffle
-
-    def __iter__(self) -> Iterator[tuple[int, list[int], MicroBatch]]:
-        """Yield the rest of the epoch; the permutation is made anew at each call."""
-        epoch = self._position.epoch
-        micro_batches = self._plan.micro_batches(self._samples, self._position.samples)
-        if not self._shuffle:
-            for micro_batch in micro_batches:
-                yield epoch, list(micro_batch.places), micro_batch
-            return
-        sequence = order.permutation(self._samples, self._seed, epoch)
-        for micro_batch in micro_batches:
-            places = micro_batch.places
-            yield epoch, sequence[places.start : places.stop : places.step].tolist(), micro_batch
-
-
-class Seeded(Dataset[tuple[MicroBatch, Any]]):
-    """Fetches batches whose randomness depends on (seed, epoch, index) and on nothing else.
-
-    Neither the number of ranks or loader workers nor an interruption changes what an
-    augmentation draws, and it takes nothing from the generators of the training itself.
-    `collate` has a seed of its own for each batch.
-    """
-
-    def __init__(
-        self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]
-    ) -> None:
-        self._dataset, self._seed, self._collate = dataset, seed, collate
-        self._is_of_tensors = type(dataset) is TensorDataset and collate is default_collate
-
-    def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
-        """Return the batch of a key of `_Keys`; errors of the data set and of `collate` come
-        through."""
-        epoch, indices, micro_batch = key
-        if self._is_of_tensors:  # nothing is drawn, so all come at once
-            tensors = self._dataset.tensors  # type: ignore[attr-defined]  # others by now, perhaps
-            return micro_batch, [rows_of(tensor, indices) for tensor in tensors]
-        if get_worker_info() is not None:
-            return micro_batch, self._batch(epoch, indices)
-        with rng.untouched():
-            return micro_batch, self._batch(epoch, indices)
-
-    def _batch(self, epoch: int, indices: list[int]) -> Any:
-        """Return the collated samples of an epoch at some indices; changes the global
-        generators."""
-        samples = [self._sample(epoch, index) for index in indices]
-        rng.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
-        return self._collate(samples)
-
-    def _sample(self, epoch: int, index: int) -> Any:
-        """Seed the global generators for this sample, and return it."""
-        rng.seed_all(order.derive(self._seed, epoch, index))
-        return self._dataset[index]
-
-
-class _Batch:
-    """A batch and its micro-batch, which DataLoader's thread pins by its own method.
-
-    Not by torch's, which leaves dataclasses alone, and fails for a tensor that is on a device.
-    """
-
-    def __init__(self, micro_batch: MicroBatch, content: Any) -> None:
-        self.micro_batch, self.content = micro_batch, content
-
-    def pin_memory(self, device: object = None) -> _Batch:
-        return _Batch(self.micro_batch, pinned(self.content))
-
-
-def _as_batch(pair: Any) -> _Batch:
-    return _Batch(*pair)

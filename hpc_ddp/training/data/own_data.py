@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hpc_ddp.training.data.dataloader import Seeded
 from hpc_ddp.training.data.iterable import IterableBatches
-from hpc_ddp.training.data.loader import Seeded
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.models.tracked import find_living
 

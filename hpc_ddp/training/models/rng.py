@@ -88,3 +88,70 @@ def untouched() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+
+class GeneratorState:
+    """A random generator of the script as an object with a state dict, for a checkpoint."""
+
+    def __init__(self, generator: Any) -> None:
+        """Take one for which `is_generator` is true."""
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state in types that ``torch.load`` with ``weights_only`` takes."""
+        return {"state": _with_tensors(raw_state(self._generator))}
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        """Put it into a state of `state_dict`; raise ValueError for that of another kind."""
+        generator = self._generator
+        state = _like(raw_state(generator), stored["state"])
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+
+
+def is_generator(thing: Any) -> bool:
+    """Return whether an object is a random generator of torch, numpy or python whose state can be
+    read."""
+    if isinstance(thing, torch.Generator):
+        return True
+    if isinstance(thing, random.Random):
+        return not isinstance(thing, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(
+        thing, (numpy.random.Generator, numpy.random.RandomState)
+    )
+
+
+def raw_state(generator: Any) -> Any:
+    """Return the state of a generator for which `is_generator` is true, as its library has it."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _with_tensors(state: Any) -> Any:
+    """Return a state with tensors in place of numpy's arrays, and numbers for its numbers."""
+    if isinstance(state, dict):
+        return {key: _with_tensors(part) for key, part in state.items()}
+    if hasattr(state, "dtype") and not isinstance(state, torch.Tensor):
+        return torch.tensor(state.astype("int64").tolist(), dtype=torch.int64, device="cpu")
+    return state
+
+
+def _like(current: Any, stored: Any) -> Any:
+    """Undo `_with_tensors` of a `stored` state, by a `current` one of the same kind."""
+    if isinstance(current, dict):
+        return {key: _like(part, stored[key]) for key, part in current.items()}
+    if hasattr(current, "dtype") and not isinstance(current, torch.Tensor):
+        return stored.numpy().astype(current.dtype)
+    return stored

@@ -124,7 +124,8 @@ def find_living(*kinds: type) -> list[Any]:
 def _module_of(parameters: Collection[torch.Tensor]) -> torch.nn.Module | None:
     """Return a module that has one of some parameters itself, None without one."""
     numbers = set(map(id, parameters))
-    for module in find_living(torch.nn.Module) if numbers else []:
+    modules: list[torch.nn.Module] = find_living(torch.nn.Module) if numbers else []
+    for module in modules:
         if not numbers.isdisjoint(map(id, vars(module).get("_parameters", {}).values())):
             return module
     return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,9 @@ from hpc_ddp.training.checkpoint import put_back, state
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.layout import StoredShard
 from hpc_ddp.training.checkpoint.storage.resharding import Reader
+from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.trained import TrainedParameters
 from unit.training.checkpoint.fakes import ManyParameters, reader_of, write_buffer
 from unit.training.fakes import Holds
 
@@ -546,3 +550,45 @@ def test_entries_that_a_model_writes_and_does_not_load_have_to_be_equal(tmp_path
     vars(fresh[0])["scale"] = 3.0
     with pytest.raises(HpcDdpError, match=r"m: the model does not load 0\.weight\.scale"):
         load_state(tmp_path, result, {"m": fresh})
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(3), lambda g: torch.rand(2, generator=g).tolist()),
+        (lambda: random.Random(3), lambda g: [g.gauss(0, 1), g.random()]),
+        (lambda: numpy.random.RandomState(3), lambda g: g.normal(size=3).tolist()),
+        (lambda: numpy.random.default_rng(3), lambda g: g.random(2).tolist()),
+        (lambda: numpy.random.Generator(numpy.random.MT19937(3)), lambda g: g.random(2).tolist()),
+        (lambda: numpy.random.Generator(numpy.random.SFC64(3)), lambda g: g.random(2).tolist()),
+        (lambda: numpy.random.Generator(numpy.random.Philox(3)), lambda g: g.random(2).tolist()),
+    ],
+)
+def test_a_generator_of_the_script_goes_on(make: Any, draw: Any, tmp_path: Path) -> None:
+    generator, fresh = make(), make()
+    draw(generator)
+    assert rng.is_generator(generator)
+    objects, others = ({"g": rng.GeneratorState(g)} for g in (generator, fresh))
+    load_state(tmp_path, state.collect(objects), others)
+    assert draw(fresh) == draw(generator)
+
+
+def test_the_systems_generator_has_no_state() -> None:
+    assert not rng.is_generator(random.SystemRandom())
+    assert not rng.is_generator(numpy.random)
+
+
+def test_layers_stay_frozen_that_the_loop_has_frozen(tmp_path: Path) -> None:
+    """What the loop has left alone is as the script makes it, perhaps otherwise by now."""
+    saved, loaded = (nn.Sequential(*(nn.Linear(1, 1) for _ in range(3))) for _ in range(2))
+    trained = TrainedParameters()
+    trained.add([saved])
+    saved[1].requires_grad_(False)
+    result = state.collect({"m": saved}, trained=trained)
+    load_state(tmp_path, result, {"m": loaded})
+    loaded[0].requires_grad_(False)
+    put_back.require_gradients({"m": loaded, "x": Holds(1)}, {"m": result.tree["m"], "x": {}})
+    assert [layer.weight.requires_grad for layer in loaded] == [False, False, True]
+    trained.add([nn.Linear(1, 1)])
+    saved[1].requires_grad_(True)
+    assert state.GRADIENTS not in state.collect({"m": saved}, trained=trained).tree["m"]

@@ -160,7 +160,9 @@ def test_copies_of_a_part_are_compared_with_each_other_alone() -> None:
 
 def test_other_objects_that_differ_are_named_and_make_a_whole() -> None:
     def rank(stage: int, *rows: object) -> Inventory:
-        return with_checksums(Inventory(stage, SHAPES, ALL), {}, {}, dict(zip("ab", rows, strict=True)))
+        return with_checksums(
+            Inventory(stage, SHAPES, ALL), {}, {}, dict(zip("ab", rows, strict=True))
+        )
 
     one, other, behind = rank(0, 1, [2]), rank(0, 1, [3]), rank(1, 5, [6])
     assert has_equal_others([one.digest, rank(0, 1, [2]).digest, behind.digest])

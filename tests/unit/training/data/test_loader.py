@@ -11,17 +11,12 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data import dataloader, order
 from hpc_ddp.training.data import loader as module
-from hpc_ddp.training.data import order
 from hpc_ddp.training.data.batches import pinned
 from hpc_ddp.training.data.call_order import is_left
-from hpc_ddp.training.data.loader import (
-    Loader,
-    Shard,
-    UnknownLengthError,
-    _Batch,
-    batches_of,
-)
+from hpc_ddp.training.data.dataloader import _Batch, batches_of
+from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import rng
@@ -183,7 +178,7 @@ def test_a_loader_has_no_micro_batch_before_the_first() -> None:
 
 def test_batches_made_in_a_worker_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = list(make_loader())
-    monkeypatch.setattr(module, "get_worker_info", object)
+    monkeypatch.setattr(dataloader, "get_worker_info", object)
     assert all(map(torch.equal, make_loader(), expected))
 
 
@@ -336,3 +331,19 @@ def test_a_loop_by_steps_begins_the_next_epoch_by_itself() -> None:
     position.samples = 23  # of a checkpoint after an epoch's last step
     assert len(next(iter(loader))) == 4
     assert (position.epoch, position.samples) == (3, 0)
+
+
+def test_batches_that_are_grouped_by_the_script_are_missed() -> None:
+    lines: list[str] = []
+    loader = make_loader(cut=BatchPlan(2, 0, 1), warn=lines.append)  # 12 batches
+    for number, _ in enumerate(loader):
+        if number % 3 == 2:
+            loader.count_batch()
+    assert len(lines) == 1
+    assert "run.step comes after 3 batches each" in lines[0]
+    lines.clear()
+    whole = make_loader(cut=BatchPlan(2, 0, 1, accumulate=2), warn=lines.append)
+    for number, _ in enumerate(whole):
+        if whole.micro_batch.ends_step and number != 3:  # one is left out, as for a loss of NaN
+            whole.count_batch()
+    assert lines == []

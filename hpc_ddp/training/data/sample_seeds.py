@@ -1,0 +1,103 @@
+"""Seeds of the generators that a data set draws from, its own ones among them."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.training.models import rng
+
+MOST_OBJECTS = 2000  # that are looked at: a data set may hold all of its samples
+SEEDERS = ("set_random_state", "set_random_seed")  # MONAI's, and albumentations'
+_SEALED = (str, bytes, int, float, type(None), torch.Tensor, type, FunctionType, ModuleType)
+
+
+class SampleSeeds:
+    """Seeds the global generators for each sample, and those of transforms that can be seeded, as
+    MONAI's and albumentations' can.
+
+    A data set's other generators keep their states: it may have drawn a split from one that has to
+    be the same in all processes. But a resume draws other numbers there; the process that fetches
+    the first sample warns of it.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._epoch = -1  # in which the data set was looked through
+        self._seeders: list[Callable[..., Any]] = []
+        self.warns = False
+
+    def seed(self, number: int) -> None:
+        """Seed all generators that can be seeded, but for the devices'."""
+        rng.seed_all(number)
+        for seeder in self._seeders:
+            seeder(seed=number % 2**32)
+
+    @contextmanager
+    def watched(self, epoch: int) -> Iterator[None]:
+        """In an epoch's first block find the transforms that can be seeded: the loop may have set
+        others. In the first one of all warn, if `warns`, of a generator that has changed in it."""
+        if epoch == self._epoch:
+            yield
+            return
+        self._epoch = epoch
+        self._seeders, generators = find_generators(self._dataset)
+        info = get_worker_info()
+        if not self.warns or (info and info.id):
+            yield
+            return
+        before = {place: pickle.dumps(rng.raw_state(g)) for place, g in generators.items()}
+        yield
+        for place, generator in generators.items():
+            if pickle.dumps(rng.raw_state(generator)) != before[place]:
+                say(
+                    f"WARNING: the data set draws from a generator of its own, {place}: after a"
+                    " resume it draws other numbers; take torch's, numpy's or python's global one,"
+                    " which is seeded for each sample"
+                )
+                break
+        self.warns = False
+
+
+def find_generators(dataset: Any) -> tuple[list[Callable[..., Any]], dict[str, Any]]:
+    """Return the methods by which parts of a data set can be seeded, and other generators in its
+    attributes, and in theirs, by their places."""
+    seeders: list[Callable[..., Any]] = []
+    generators: dict[str, Any] = {}
+    seen: set[int] = set()
+    queue = deque([("dataset", dataset)])
+    while queue and len(seen) < MOST_OBJECTS:
+        place, thing = queue.popleft()
+        if id(thing) in seen or isinstance(thing, _SEALED):
+            continue
+        seen.add(id(thing))
+        names = [name for name in SEEDERS if callable(getattr(type(thing), name, None))]
+        if names:
+            seeders.append(getattr(thing, names[0]))
+        elif rng.is_generator(thing):
+            generators[place] = thing
+        else:
+            queue.extend(_parts_of(place, thing))
+    return seeders, generators
+
+
+def _parts_of(place: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object at some place, or the items of a list or dict, by their
+    places, as many as are looked at."""
+    entries: Any = ()
+    if isinstance(thing, dict):
+        entries = ((f"{place}[{key!r}]", entry) for key, entry in list(thing.items()))
+    elif isinstance(thing, (list, tuple)):
+        entries = ((f"{place}[{number}]", entry) for number, entry in enumerate(thing))
+    elif isinstance(attributes := getattr(thing, "__dict__", None), dict):
+        entries = ((f"{place}.{name}", entry) for name, entry in list(attributes.items()))
+    for entry, _ in zip(entries, range(MOST_OBJECTS), strict=False):
+        yield entry

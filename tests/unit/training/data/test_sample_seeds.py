@@ -1,0 +1,100 @@
+"""Generators of a data set's own are seeded, or a warning names them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from hpc_ddp.training.data import sample_seeds
+from hpc_ddp.training.data.order import BatchPlan
+from unit.training.data.fakes import make_loader
+
+
+class Noise:
+    """As MONAI has it: a transform with a generator, which can be seeded."""
+
+    def __init__(self) -> None:
+        self.R = numpy.random.RandomState(4)
+
+    def set_random_state(self, seed: int | None = None, state: Any = None) -> Noise:
+        self.R = numpy.random.RandomState(seed)
+        return self
+
+    def draw(self) -> float:
+        return float(self.R.random_sample())
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.generators: dict[str, Any] = {"a": random.Random(2), "b": numpy.random.default_rng(2)}
+
+    def draw(self) -> float:
+        return float(self.generators["b"].random())
+
+
+class Mapped(Dataset[float]):
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+        self.more: Any = [self.transforms, None, torch.ones(2), self]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return sum(float(transform.draw()) for transform in self.transforms)
+
+
+class Stream(Mapped, IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        return (self[0] for _ in range(4))
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(sample_seeds, "say", lines.append)
+    return lines
+
+
+@pytest.mark.parametrize("kind", [Mapped, Stream])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_transforms_that_can_be_seeded_are(kind: Any, workers: int, printed: list[str]) -> None:
+    dataset = kind(Noise())
+    plan = BatchPlan(2, 0, 1)
+    loader = make_loader(dataset, plan, warn=printed.append, num_workers=workers)
+    whole = torch.cat(list(loader))
+    assert len(set(whole.tolist())) == 4
+    loader._position.samples = 2
+    assert torch.equal(torch.cat(list(loader)), whole[2:])
+    loader._position.begin_epoch()
+    later = torch.cat(list(loader))
+    assert not torch.equal(later, whole)
+    other = make_loader(dataset, plan, position=replace(loader._position), num_workers=workers)
+    dataset.transforms[0] = Noise()  # by the loop
+    assert torch.equal(torch.cat(list(other)), later)
+    assert printed == []
+
+
+@pytest.mark.parametrize("kind", [Mapped, Stream])
+def test_a_generator_that_changes_is_named_once(kind: Any, printed: list[str]) -> None:
+    dataset = kind(Noise(), Plain())
+    loader = make_loader(dataset, BatchPlan(2, 0, 1), warn=printed.append)
+    for _ in range(2):
+        list(loader)
+        loader._position.begin_epoch()
+    list(make_loader(dataset, BatchPlan(2, 0, 1)))  # another rank's
+    assert len(printed) == 1
+    assert "from a generator of its own, dataset.transforms[1].generators['b']:" in printed[0]
+
+
+def test_a_data_set_is_looked_through_in_part() -> None:
+    many = Mapped()
+    many.more = [[0.5, object()] for _ in range(10**6)] + [Noise()]
+    assert sample_seeds.find_generators(many) == ([], {})
