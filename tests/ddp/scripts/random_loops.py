@@ -39,17 +39,34 @@ class Killed(Exception):  # what a SIGKILL would do
     pass
 
 
+class Noise:
+    """A transform with a generator of its own, as MONAI has them."""
+
+    def __init__(self) -> None:
+        self.set_random_state(7)
+
+    def set_random_state(self, seed: int) -> None:
+        self.R = random.Random(seed)
+
+    def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers + self.R.random()
+
+
 class Noisy(Dataset[tuple[int, torch.Tensor]]):
+    def __init__(self, transform: Noise | None = None) -> None:
+        self.transform = transform
+
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, torch.randn(3) + random.random()
+        numbers = torch.randn(3) + random.random()
+        return index, self.transform(numbers) if self.transform else numbers
 
 
-class Stream(IterableDataset[tuple[int, torch.Tensor]]):
+class Stream(Noisy, IterableDataset[tuple[int, torch.Tensor]]):
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        yield from (Noisy()[index] for index in range(SAMPLES))
+        yield from (self[index] for index in range(SAMPLES))
 
 
 @dataclass(frozen=True)
@@ -67,9 +84,13 @@ class Loop:
     draws: bool  # random numbers beside those of the data
     behind: bool  # weights change behind run.step
     peeks: tuple[str, ...]
-    end: str  # stop or kill
+    end: str  # stop or kill, or kill behind the loop
     end_at: int  # the step at which it comes
     save_every: int
+    has_noise: bool  # of a transform that is the data set's
+    has_generator: bool  # of the script, for what it draws
+    frozen_at: int | None  # the epoch or step at which a weight is
+    left_at: int | None  # the epoch or step behind which the loop is
 
     @classmethod
     def draw(cls, seed: int) -> Loop:
@@ -94,24 +115,34 @@ class Loop:
             end=end,
             end_at=dice.randint(2, 7),
             save_every=dice.randint(1, 3),
-        )
+            has_noise=dice.random() < 0.5,
+            has_generator=dice.random() < 0.5,
+            frozen_at=dice.randint(0, 3) if dice.random() < 0.4 else None,
+            left_at=dice.randint(0, 2 if by == "epochs" else 12) if dice.random() < 0.4 else None,
+        ).with_end(dice.choice((end, "kill behind the loop")))
+
+    def with_end(self, end: str) -> Loop:
+        """Return the loop with another end, if it is for loops that are left early."""
+        return self if self.left_at is None else replace(self, end=end)
 
 
 def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
     """Play a loop in the working directory, to its end or to the step `end_at`; append a row for
     each step and evaluation to `rows`, and return the step from which it went on."""
     run = start(progress=False, hang_after=None, save_every=None, save_every_steps=loop.save_every)
-    model = run.wrap(nn.Linear(3, 1))
+    model = run.wrap(nn.Linear(3, 1), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches: Any = None
     if loop.source in ("loader", "stream"):
-        data: Any = Noisy() if loop.source == "loader" else Stream()
+        noise = Noise() if loop.has_noise else None
+        data: Any = Noisy(noise) if loop.source == "loader" else Stream(noise)
         batches = run.loader(data, loop.batch_size, accumulate=loop.accumulate)
     own = DataLoader(Noisy(), loop.batch_size, shuffle=True)
     shard = run.shard(Noisy(), loop.batch_size)
     if "before the loop" in loop.peeks:
         next(iter(batches))
-    run.track(model=model, optimizer=optimizer)
+    generator = torch.Generator().manual_seed(5) if loop.has_generator else None
+    run.track(model=model, optimizer=optimizer, **({"generator": generator} if generator else {}))
     begun_at = run.position.step
 
     def peek(moment: str) -> None:
@@ -144,7 +175,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
             return
         optimizer.step()
         optimizer.zero_grad()
-        drawn = (torch.rand(()).item(), random.random()) if loop.draws else ()
+        drawn = (torch.rand((), generator=generator).item(), random.random()) if loop.draws else ()
         step = run.position.step + 1
         row = (step, tuple(indices.tolist()), drawn, weights())
         if step == end_at and loop.end == "kill":
@@ -171,6 +202,18 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
                 sums = [plain(inputs.to(run.device)).sum().item() for _, inputs in source]
             rows.append((run.position.step, "evaluated", tuple(sums), weights()))
 
+    def freeze(number: int) -> None:
+        if number == loop.frozen_at:
+            model.module.bias.requires_grad_(False)  # type: ignore[union-attr]
+
+    def end_behind_the_loop() -> None:
+        """Load the best weights, as behind an early stop; a test pass would follow."""
+        step = run.load_best(model)
+        if end_at is not None and loop.end == "kill behind the loop":
+            run._notices._ended = True
+            raise Killed
+        rows.append((run.position.step, "best", step, weights()))
+
     def is_passed_over(batch: Any) -> bool:
         if loop.passed_over is None or loop.accumulate > 1:
             return False
@@ -179,14 +222,20 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
     if loop.by == "steps":
         source = draw_batches()
         for step in run.steps(loop.total):
+            freeze(step)
             while run.position.step == step:
                 batch = next(source)
                 if not is_passed_over(batch):
                     train(batch)
             if run.position.step % 4 == 0:
                 evaluate()
+            if run.position.step % 3 == 1:
+                run.best(run.position.step % 4)
+            if step == loop.left_at:
+                break
     else:
-        for _ in run.epochs(loop.total):
+        for epoch in run.epochs(loop.total):
+            freeze(epoch)
             peek("in an epoch")
             for batch in draw_batches():
                 if is_passed_over(batch):
@@ -196,6 +245,10 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
                     break
             evaluate()
             peek("behind an epoch")
+            run.best(run.position.step % 4)
+            if epoch == loop.left_at:
+                break
+    end_behind_the_loop()
     run.finish()
     return begun_at
 
