@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
-from hpc_ddp.submission.job_script.launch import FLAGS, Launch, Options
+from hpc_ddp.submission.job_script.launch import FLAGS, Launch, Options, option_name
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
 
 _SRUN_USES = {
@@ -51,6 +51,14 @@ _IMAGE_LETTERS = {"c": "contain", "C": "containall", "e": "cleanenv", "f": "fake
 _IMAGE_USES = {"nv|rocm": "ours", "env": "env", ".*": "&container-options"}
 _IMAGE = Options(_IMAGE_USES, _IMAGE_FLAGS, _IMAGE_LETTERS)
 _SHIFTER = Options({"image": "=image", ".*": "+container-options"}, re.compile("gpu"))
+_ENV_LETTERS = {"u": "unset", "C": "chdir", "S": "split-string", "i": "ignore-environment",
+                "a": "argv0", "0": "null", "v": "debug"}  # fmt: skip
+_ENV_WITH_VALUE = ("unset", "chdir", "argv0")
+_ENV_LOST = {
+    "unset": 'setup or worker-setup = ["unset NAME"]',
+    "chdir": "chdir = DIR, and script = DIR/…",
+    "ignore-environment": 'workers need the job\'s variables: worker-setup = ["unset NAME"]',
+}
 _TORCHRUN = {
     "nproc-per-node|nproc|n|num-gpus": "#workers",
     "module|m": "!module",
@@ -105,7 +113,7 @@ def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
         text = remaining[0].text
         name = text.rsplit("/", 1)[-1]
         is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
-        if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "env"):
+        if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup"):
             if name == "time":
                 launch.mark(remaining[0].line, "", "time is left out: hpc-ddp status has the times")
             remaining.pop(0)
@@ -239,6 +247,31 @@ def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     return words[at:]
 
 
+def _env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take ``env`` and its options: variables that it unsets; others are lost. Its assignments and
+    the program follow. A command in one word (``-S``) is no launch."""
+    remaining = words[1:]
+    while remaining and remaining[0].text[:1] == "-":
+        word = remaining.pop(0)
+        if word.text == "--":
+            break
+        long_names = " ".join(_ENV_LETTERS.values())
+        name, operand = option_name(word, _ENV_LETTERS, long_names)
+        if name == "split-string":
+            return []
+        if operand is None and name in _ENV_WITH_VALUE and remaining:
+            operand = remaining.pop(0)
+        elif operand and name not in _ENV_WITH_VALUE and word.text[:2] != "--":  # -iu NAME
+            remaining.insert(0, joined("-", operand))
+        if name == "unset" and operand and re.fullmatch(r"[A-Za-z_]\w*", operand.text):
+            launch.env.pop(operand.text, None)
+            launch.unset[operand.text] = word.line, bool(launch.step)
+        else:
+            hint = _ENV_LOST.get(name or "ignore-environment", "there is no such key")
+            launch.mark(word.line, LOST, f"env {word.text}: {hint}")
+    return remaining
+
+
 def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take torchrun, ``torch.distributed.launch``, composer or deepspeed, whose options are alike;
     the program follows. Options that hpc-ddp has no key for are marked; variables and arguments
@@ -329,6 +362,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "ibrun", "orterun"), _mpirun),
     **dict.fromkeys(("composer", "deepspeed"), _torchrun),
     "accelerate": _accelerate,
+    "env": _env,
     **dict.fromkeys(("bash", "sh"), _shell),
     **dict.fromkeys(("singularity", "apptainer", "shifter"), _image),
     "singularity_wrapper": _wrapper,
