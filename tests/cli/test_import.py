@@ -135,6 +135,36 @@ def test_options_of_env_without_a_key_are_named(folder: Path, launch: str, reaso
     assert "unset X" not in (folder / "hpc-ddp.toml").read_text()
 
 
+@pytest.mark.parametrize("word", ["hetjob", "PACKJOB", "-N1 hetjob"])
+def test_a_heterogeneous_job_is_taken_apart(folder: Path, word: str) -> None:
+    """The first component's directives are the job; each line of the others says what to do."""
+    head = f"#SBATCH 'a\n#SBATCH --nodes=2\n#SBATCH {word}\n#SBATCH --nodes=5 --gpus=1\n"
+    launches = (
+        "srun --het-group=1 hostname\n",
+        "srun --pack-group=0 python train.py : --het-group=1 python serve.py \\\n  --port 1\n",
+    )
+    (folder / "job.sbatch").write_text(head + "".join(launches))
+    result = run("job.sbatch")
+    rows = dict(
+        row.split(maxsplit=1)
+        for row in result.stdout.partition("not taken over")[2].splitlines()[1:]
+    )
+    assert "its quotes do not match" in rows["1"]
+    none = "hpc-ddp has no heterogeneous jobs"
+    assert f"{none}: the lines above are the job; submit each" in rows["3"]
+    assert "of another component of a heterogeneous job: submit that" in rows["4"]
+    assert f"{none}: submit each component as a job of its own" in rows["5"]
+    assert f"srun … : …: {none}: submit the others as jobs of their own" in rows["6"]
+    assert f"srun --het-group: {none}: write this component's nodes" in rows["6"]
+    assert f"srun … : …: {none}" in rows["7"]
+    written = (folder / "hpc-ddp.toml").read_text()
+    assert written.splitlines()[2:] == [
+        'script = "train.py"  # 6',
+        "nodes = 2  # 2",
+        'launcher = "srun"  # 6',
+    ]
+
+
 def test_follows_no_link_to_a_file_that_is_not_there(folder: Path) -> None:
     """A neighbour in a shared folder may have laid it: to the login shell's file, say."""
     (folder / "hpc-ddp.toml").symlink_to(folder / "home" / ".bash_profile")

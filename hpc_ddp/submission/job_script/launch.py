@@ -21,6 +21,7 @@ FLAGS = re.compile(
     r"|quit-on-interrupt|send-libs"
     r"|container-(writable|readonly)|(no-)?container-(mount-home|remap-root|entrypoint)"
 )
+NO_COMPONENTS = "hpc-ddp has no heterogeneous jobs"
 # A number of nodes or tasks that need not be reported: also a range, or Slurm's own number.
 _KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
-from hpc_ddp.submission.job_script.launch import FLAGS, Launch, Options, option_name
+from hpc_ddp.submission.job_script.launch import FLAGS, NO_COMPONENTS, Launch, Options, option_name
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
 
 _SRUN_USES = {
@@ -23,7 +23,8 @@ _SRUN_USES = {
     "ntasks": "#tasks",
     "ntasks-per-node": "#tasks_per_node",
     "cpus-per-task": "#cpus",
-    "multi-prog|het-group|input": "lost",
+    "het-group": "later",
+    "multi-prog|input": "lost",
     "distribution|output|error|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
     "|nodelist|relative|partition|account|time|job-name|mem|gres|gpus|gpus-per-(node|task)"
     "|unbuffered|quiet|verbose|exclusive": "ours",
@@ -140,6 +141,7 @@ def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     between them is taken to be unset, with a note, where the script does not set it; else it is
     lost."""
     launch.step = "srun"
+    words = _first_component(words, launch)
     remaining = launch.take_options(words, _SRUN, scope)
     while len(remaining) > 1 and remaining[0].parts[0].splits:
         if remaining[1].text[:1] != "-" and not _is_launcher(remaining[1].text):
@@ -153,9 +155,22 @@ def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             launch.mark(unknown.line, "", f"{unknown.text} is taken to be unset: srun = […]")
         words = [words[0], *remaining[1:]]
         remaining = launch.take_options(words, _SRUN, scope)
+    if group := launch.options.get("het-group"):
+        text = f"{NO_COMPONENTS}: write this component's nodes = N, gpus-per-node = N"
+        launch.mark(group[1], LOST, f"srun --het-group: {text}")
     if "image" in launch.settings:
         launch.settings["container-tool"] = [literal("pyxis", words[0].line)]
     return remaining
+
+
+def _first_component(words: list[Word], launch: Launch) -> list[Word]:
+    """Return the words of srun's or mpirun's first program; lines from a lone colon on, behind
+    which other programs are, are lost."""
+    at = next((i for i, word in enumerate(words) if word.text == ":"), len(words))
+    for line in dict.fromkeys(word.line for word in words[at:]):
+        text = f"{words[0].text} … : …: {NO_COMPONENTS}: submit the others as jobs of their own"
+        launch.mark(line, LOST, text)
+    return words[:at]
 
 
 def _is_launcher(text: str) -> bool:
@@ -168,7 +183,7 @@ def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take mpirun, by any of its names, or ibrun, and its options."""
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
     pairs: list[Word] = []
-    for word in words:  # --mca has two values
+    for word in _first_component(words, launch):  # --mca has two values
         if len(pairs) > 2 and re.fullmatch(r"--?(g|prte)?mca", pairs[-2].text):
             word = joined(pairs[-2], " ", pairs[-1], " ", word)
             del pairs[-2:]
