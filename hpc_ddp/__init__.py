@@ -20,6 +20,7 @@ TYPE_CHECKING = False  # what type checkers take for true; typing itself costs m
 if TYPE_CHECKING:
     from hpc_ddp.api import Handle as Handle
     from hpc_ddp.api import HpcDdpError as HpcDdpError
+    from hpc_ddp.api import HpcDdpWarning as HpcDdpWarning
     from hpc_ddp.api import JobSpec as JobSpec
     from hpc_ddp.api import Status as Status
     from hpc_ddp.api import UsageError as UsageError
@@ -31,6 +32,7 @@ else:
         if name not in (
             "Handle",
             "HpcDdpError",
+            "HpcDdpWarning",
             "JobSpec",
             "Status",
             "UsageError",

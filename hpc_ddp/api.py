@@ -12,13 +12,14 @@ import contextlib
 import os
 import subprocess
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp import slurm
-from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import HpcDdpError, HpcDdpWarning, UsageError
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.job.option_declaration import default_of, key_of
@@ -34,7 +35,8 @@ from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_root
 from hpc_ddp.submission.settings.user import home_folder
 
-__all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
+__all__ = ["Handle", "HpcDdpError", "HpcDdpWarning", "JobSpec", "Status", "UsageError"]
+__all__ += ["find", "submit"]
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 10.0  # of `wait` between two looks; for a job each asks Slurm
 
@@ -218,6 +220,12 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
         the script or the journal can't be read, the batch script or the output not be written, or
         the process not be started
 
+    Warns
+    -----
+    HpcDdpWarning
+        the job is probably not what was meant: each sentence that the command prints behind
+        ``warning:``
+
     Examples
     --------
     >>> import hpc_ddp
@@ -235,7 +243,10 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     sweep = layer.pop("sweep", None)
     merged = config.load(_as_file(layer) | _sweep(sweep), cwd, home_folder())
     root = runs_root(merged)
-    prepared = plan_new(merged, cwd, root).write()
+    plan = plan_new(merged, cwd, root)
+    for text in plan.warnings():
+        warnings.warn(text, HpcDdpWarning, stacklevel=2)
+    prepared = plan.write()
     with contextlib.ExitStack() as stack:
         output = None
         if prepared.spec.backend in ("local", "salloc"):  # where Slurm would put it

@@ -19,7 +19,7 @@ from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.project_file import subtract_site, table, to_toml
-from hpc_ddp.submission.plan import find_mistakes, plan_new
+from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.user import home_folder
@@ -129,7 +129,6 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
     settings["env-names"] = [name for name in names if name in os.environ]
     loaded = config.load(config.as_options(settings, str(path)), Path("/"), home)
     plan = plan_new(loaded, cwd, runs_root(loaded))
-    warnings = [*plan.rendering.left_out(), *find_mistakes(plan.spec)]
     lines = plan.rendering.whole().splitlines()
     missing = ", ".join(name for name in names if name not in os.environ)
     start = f"renders once your shell has {missing}" if missing else "renders"
@@ -143,7 +142,7 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
             f"{script.name} does not use hpc_ddp.training: after a preemption it starts over, or"
             " goes on by its own means; ten lines change that: docs/adopt/README.md"
         )
-    return [*effect, *(f"warning: {warning}" for warning in warnings)]
+    return [*effect, *(f"warning: {warning}" for warning in plan.warnings())]
 
 
 def _write(path: Path, text: str, next_step: str = "") -> None:

@@ -36,7 +36,7 @@ from hpc_ddp.slurm import NoAnswerError, own_cluster
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import preflight as launch_preflight
 from hpc_ddp.submission.drill.runs import drill as run_drill
-from hpc_ddp.submission.plan import Plan, PreparedRun, find_mistakes, plan_new
+from hpc_ddp.submission.plan import Plan, PreparedRun, plan_new
 from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.runs_dir import runs_root
@@ -188,7 +188,7 @@ def _plan(
         run = find_run(runs_root(settings), run_text, own_cluster)
         plan = plan_continuation(run, layer, settings, cwd, new_code)
         _note_changes(plan)
-    for text in (*plan.rendering.left_out(), *find_mistakes(plan.spec)):
+    for text in plan.warnings():
         say(f"warning: {text}")
     return plan, settings
 

@@ -5,6 +5,7 @@
     HpcDdpError          something failed                     exit 1
     ├── UsageError       what was asked for can't be done     exit 2
     └── DiskError        a disk does not answer               exit 75
+    HpcDdpWarning        a job is probably not what was meant
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class DiskError(HpcDdpError):
     """A disk that was waited for does not answer; another attempt may find that it does."""
 
     exit_code = CAN_GO_ON
+
+
+class HpcDdpWarning(UserWarning):
+    """One sentence on a job that starts, but is probably not what was meant; `hpc_ddp.submit` warns
+    of what the command line prints behind ``warning:``."""
 
 
 def closest(value: str, accepted: Iterable[str], alike: float = 0.6) -> str:

@@ -94,6 +94,11 @@ class Plan:
         """The job's script; raises as `Rendering`."""
         return Rendering(self.spec, self.run, self.code, self.script)
 
+    def warnings(self) -> list[str]:
+        """Return a sentence on each probable mistake in the job, and on what a user's template
+        leaves out; raise UsageError for a template that can't be used."""
+        return [*self.rendering.left_out(), *find_mistakes(self.spec)]
+
     def write(self) -> PreparedRun:
         """Write the run's folder, with all that the job needs, and return the run, ready to start.
         A run that exists already is claimed, until `backends.start` or this process ends: no other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import parse_object
 from hpc_ddp.core.file_owners import check_executable
-from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.options import FIELDS, JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
@@ -169,9 +169,7 @@ def _read_spec(run: RunFolder) -> JobSpec:
     Raises as `JobSpec.from_json`, and OSError where it can't be read."""
     text = run.job_json.read_bytes()
     spec = JobSpec.from_json(text)
-    if unknown := sorted(
-        parse_object(text).keys() - {declared.name for declared in fields(JobSpec)}
-    ):
+    if unknown := sorted(parse_object(text).keys() - FIELDS):
         say(
             f"warning: the run has settings of another version of hpc-ddp, which are left out:"
             f" {', '.join(unknown)}"
@@ -210,8 +208,7 @@ def _fields_of(
 def _with_fields(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
     """Return a job with the `changed` fields; names that are no field are passed over, and a field
     that excludes one of them (`EXCLUSIVE`) is None. Raise UsageError for a refused value."""
-    names = {field.name for field in fields(JobSpec)}
-    new = {name: value for name, value in changed.items() if name in names}
+    new = {name: value for name, value in changed.items() if name in FIELDS}
     for pair in EXCLUSIVE:
         for key, rival in (pair, pair[::-1]):
             if key.replace("-", "_") in new:

@@ -135,7 +135,7 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
             tree = parse_python(path)
         except (OSError, SyntaxError, ValueError):
             continue
-        for module in _modules_of(tree, path, [*{script.parent: 0, root: 0}]):
+        for module in _modules_of(tree, path, [*dict.fromkeys((script.parent, root))]):
             name = os.path.relpath(module, root)
             if copied.isdisjoint([name, *map(str, Path(name).parents)]):  # or below a link
                 names[name] = None

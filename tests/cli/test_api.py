@@ -6,9 +6,11 @@ import doctest
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import hpc_ddp
 from hpc_ddp import api
+from hpc_ddp.cli.main import main
 from hpc_ddp.core.run_folder import RunFolder
 from tests.waiting import LIMIT_S, wait_until
 
@@ -72,6 +74,25 @@ def test_files_count_and_a_default_is_not_said(project: Path) -> None:
     with pytest.raises(hpc_ddp.UsageError, match="no run 'nope'"):
         hpc_ddp.find("nope")
     assert not (project / "runs").exists()
+
+
+def test_a_job_has_the_warnings_of_the_command(project: Path) -> None:
+    """A filter that makes errors of them ends it before anything is written."""
+    words = ["--backend", "local", "--launcher", "srun", "--setup", "export RANK=1"]
+    result = CliRunner().invoke(main, ["render", "--runs-dir", "x", *words, "train.py", "$PLACE"])
+    lines = result.stderr.splitlines()
+    texts = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+    assert [text.split()[0] for text in texts] == ["$PLACE", "--setup:", "setup"]
+    with pytest.raises(hpc_ddp.HpcDdpWarning, match="PLACE"):  # as pyproject.toml has it
+        hpc_ddp.submit(script="train.py", args=["$PLACE"], **HERE)
+    assert not (project / "runs").exists()
+    job = {"script": "train.py", "args": ["$PLACE"], "setup": ["export RANK=1"]}
+    with pytest.warns(hpc_ddp.HpcDdpWarning) as records:
+        run = hpc_ddp.submit(**job, **HERE)
+    assert [(str(warning.message), warning.filename) for warning in records] == [
+        (text, __file__) for text in texts
+    ]
+    assert run.wait(LIMIT_S) == "finished"
 
 
 def test_a_sweep_has_a_task_for_each_point() -> None:

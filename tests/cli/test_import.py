@@ -92,6 +92,79 @@ def test_bash_goes_on_to_export_a_name(folder: Path) -> None:
     assert "local" not in text
 
 
+@pytest.mark.parametrize(
+    ("launch", "lines"),
+    [
+        ("srun env -u X python train.py", ['worker-setup = ["unset X"]']),
+        ("srun env -iu X python train.py", ['worker-setup = ["unset X"]']),
+        ("srun env -u X -- X=1 python train.py", ['X = "1"']),
+        ("srun env --unset=X Y=1 torchrun train.py", ['node-setup = ["unset X"]', 'Y = "1"']),
+        ("env -uX srun python train.py", ["setup = [", '  "module load cuda",', '  "unset X",']),
+        (
+            "srun env -u X bash -c '. a.sh; env -u Y python train.py'",
+            ["worker-setup = [", '  "unset X",', '  ". a.sh",', '  "unset Y",'],
+        ),
+        ("srun env -u X bash -c 'X=1 python train.py'", ['X = "1"']),
+    ],
+)
+def test_env_unsets_a_variable(folder: Path, launch: str, lines: list[str]) -> None:
+    """Where it stands: in the batch script, on each node, or in each worker."""
+    (folder / "job.sbatch").write_text(SCRIPT.partition("srun")[0] + launch)
+    run("job.sbatch")
+    written = (folder / "hpc-ddp.toml").read_text().splitlines()
+    written = [line.partition("  #")[0] for line in written]
+    assert [line for line in written if line in lines] == lines
+    assert sum("unset" in line for line in written) == sum("unset" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("launch", "reason"),
+    [
+        ("srun env -i python train.py", "env -i: workers need the job's variables: worker-setup"),
+        ("srun env -C out python train.py", "env -C: chdir = DIR, and script = DIR/…"),
+        ('srun env -u "$(a)" python train.py', 'env -u: setup or worker-setup = ["unset NAME"]'),
+        ("env -u SLURM_JOB_ID srun python train.py", "env -u SLURM_JOB_ID: hpc-ddp and srun need"),
+        ("env -u X bash -c 'X=1; srun python train.py'", "env -u X before a script: setup = "),
+        ("srun env -S 'python train.py'", "it may be the launch: script = …, args = […]"),
+    ],
+)
+def test_options_of_env_without_a_key_are_named(folder: Path, launch: str, reason: str) -> None:
+    (folder / "job.sbatch").write_text(SCRIPT.partition("srun")[0] + launch)
+    result = run("job.sbatch")
+    assert f"  {reason}" in result.stdout.partition("not taken over")[2]
+    assert "unset X" not in (folder / "hpc-ddp.toml").read_text()
+
+
+@pytest.mark.parametrize("word", ["hetjob", "PACKJOB", "-N1 hetjob"])
+def test_a_heterogeneous_job_is_taken_apart(folder: Path, word: str) -> None:
+    """The first component's directives are the job; each line of the others says what to do."""
+    head = f"#SBATCH 'a\n#SBATCH --nodes=2\n#SBATCH {word}\n#SBATCH --nodes=5 --gpus=1\n"
+    launches = (
+        "srun --het-group=1 hostname\n",
+        "srun --pack-group=0 python train.py : --het-group=1 python serve.py \\\n  --port 1\n",
+    )
+    (folder / "job.sbatch").write_text(head + "".join(launches))
+    result = run("job.sbatch")
+    rows = dict(
+        row.split(maxsplit=1)
+        for row in result.stdout.partition("not taken over")[2].splitlines()[1:]
+    )
+    assert "its quotes do not match" in rows["1"]
+    none = "hpc-ddp has no heterogeneous jobs"
+    assert f"{none}: the lines above are the job; submit each" in rows["3"]
+    assert "of another component of a heterogeneous job: submit that" in rows["4"]
+    assert f"{none}: submit each component as a job of its own" in rows["5"]
+    assert f"srun … : …: {none}: submit the others as jobs of their own" in rows["6"]
+    assert f"srun --het-group: {none}: write this component's nodes" in rows["6"]
+    assert f"srun … : …: {none}" in rows["7"]
+    written = (folder / "hpc-ddp.toml").read_text()
+    assert written.splitlines()[2:] == [
+        'script = "train.py"  # 6',
+        "nodes = 2  # 2",
+        'launcher = "srun"  # 6',
+    ]
+
+
 def test_follows_no_link_to_a_file_that_is_not_there(folder: Path) -> None:
     """A neighbour in a shared folder may have laid it: to the login shell's file, say."""
     (folder / "hpc-ddp.toml").symlink_to(folder / "home" / ".bash_profile")

@@ -387,13 +387,13 @@ class JobSpec(ResourceOptions):
         UsageError
             it is no JSON object, lacks a field, or has a value that is refused
         """
-        names = {item.name for item in fields(cls)}
         try:
-            return cls(**{key: value for key, value in parse_object(text).items() if key in names})
+            return cls(**{key: value for key, value in parse_object(text).items() if key in FIELDS})
         except UsageError:
             raise
         except Exception as error:  # a value of another type fails in many ways
             raise UsageError(f"the run's job.json is broken: {error}") from None
 
 
+FIELDS = {item.name for item in fields(JobSpec)}
 OPTIONS = options_of(JobSpec)

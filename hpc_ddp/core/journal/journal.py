@@ -41,7 +41,7 @@ from hpc_ddp.core.journal.events import (
     parse_event,
     step_of,
 )
-from hpc_ddp.core.journal.line_reader import LineReader
+from hpc_ddp.core.journal.line_reader import CURVE_START, LineReader
 from hpc_ddp.core.journal.stragglers import IN_A_ROW
 
 E = TypeVar("E", bound=JournalEvent)
@@ -208,10 +208,7 @@ def read_briefly(folder: Path) -> list[JournalEvent]:
 
 WHOLE = {b"metrics": 1, b"ranks": IN_A_ROW}
 # A complete line, as `Journal` writes it.
-_BRIEF = re.compile(
-    rb'\{"time": (\d{1,14}\.?\d*), "event": "(metrics|ranks)", "attempt": (\d{1,14}),'
-    rb' "step": (\d{1,14})[,}](?:.*\})?$'
-)
+_BRIEF = re.compile(CURVE_START + rb', "attempt": (\d{1,14}), "step": (\d{1,14})[,}](?:.*\})?$')
 
 
 def _brief_event(kind: bytes, step: int, time: float, attempt: int) -> JournalEvent:

@@ -20,7 +20,9 @@ MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 26, 50_000
 # Curves of hundreds of values a line come to gigabytes in a run of weeks, which must go on: of the
 # lines for curves only those in so many last bytes of a file are read. Of the others there are few.
 CURVE_BYTES = 1 << 26
-_IS_OF_CURVE = re.compile(rb'\{"time": [\d.]+, "event": "(?:metrics|ranks)"').match
+# The beginning of such a line, as `Journal` writes it: its time and its kind.
+CURVE_START = rb'\{"time": (\d{1,14}\.?\d*), "event": "(metrics|ranks)"'
+_IS_OF_CURVE = re.compile(CURVE_START).match
 LONGEST_LINE = 1 << 20  # bytes; names of 5,000 nodes are a tenth of it
 AT_ONCE = 512  # small files that are read ahead
 

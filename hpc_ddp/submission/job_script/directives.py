@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import FLAGS, is_of_pyxis, option_name
+from hpc_ddp.submission.job_script.launch import FLAGS, NO_COMPONENTS, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
@@ -30,6 +30,8 @@ _DECIDED = {
 }
 _CHAIN = "a chain: one run goes on until it has finished"
 GPUS = ("gpus-per-node", "gres", "gpus-per-task", "gpus")
+_NEXT = f"{NO_COMPONENTS}: the lines above are the job; submit each other component as its own"
+_OF_ANOTHER = "of another component of a heterogeneous job: submit that as a job of its own"
 _LATER = ("nodes", "cpus-per-task", *GPUS)  # what the launch has to do with, too
 
 
@@ -58,8 +60,9 @@ class Directives:
 
 def read_directives(text: str) -> Directives:
     """Return the directives of a job script's text, as sbatch reads them: up to the first command,
-    of two equal ones the last. The others are marked, and lines that can't be read."""
-    result, has_begun = Directives(), False
+    of two equal ones the last. The others are marked, and lines that can't be read; so are those of
+    a heterogeneous job from its second component on."""
+    result, has_begun, is_first = Directives(), False, True
     for number, line in enumerate(text.splitlines(), 1):
         if not line.startswith("#SBATCH"):
             has_begun = has_begun or (bool(line.strip()) and not line.startswith("#"))
@@ -71,10 +74,14 @@ def read_directives(text: str) -> Directives:
             words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
             pairs, reason = list(_pairs([literal(word) for word in words])), "no option of sbatch"
         except ValueError:
-            pairs, reason = [], "its quotes do not match"
+            words, pairs, reason = [], [], "its quotes do not match"
         if not pairs:
             result.marks[number] = LOST, reason
-        for name, operand in pairs:
+        if {"hetjob", "packjob"} & {word.lower() for word in words}:
+            result.marks[number], is_first = (LOST, _NEXT), False
+        elif not is_first:
+            result.marks[number] = LOST, _OF_ANOTHER
+        for name, operand in pairs if is_first else ():
             if name in result.options:
                 result.replaced.append(
                     (result.options[name][1], f"line {number} replaces --{name}")

@@ -21,6 +21,7 @@ FLAGS = re.compile(
     r"|quit-on-interrupt|send-libs"
     r"|container-(writable|readonly)|(no-)?container-(mount-home|remap-root|entrypoint)"
 )
+NO_COMPONENTS = "hpc-ddp has no heterogeneous jobs"
 # A number of nodes or tasks that need not be reported: also a range, or Slurm's own number.
 _KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
 
@@ -52,6 +53,8 @@ class Launch:
         the launch's options that ask for GPUs: values by name
     options, settings
         (value, line) by the name of a launcher's option; words by the key of a project file
+    unset
+        (line, whether each task does it) by the name of a variable that the program does not get
     marks
         (line, group, text) of options that hpc-ddp decides itself, and of what can't be said; a
         note for the user has the group ""
@@ -75,6 +78,7 @@ class Launch:
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
+    unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
     inner: Word | None = None  # the text of bash -c
     marks: list[tuple[int, str, str]] = field(default_factory=list)
 
@@ -89,6 +93,7 @@ class Launch:
         match = re.match(r"([A-Za-z_]\w*)=", word.text)
         if match:
             self.env[match[1]] = word.after(len(match[0]))
+            self.unset.pop(match[1], None)
         return bool(match)
 
     def take_program(self, words: Sequence[Word]) -> None:
@@ -158,6 +163,10 @@ class Launch:
             self.weight = 3 if self.weight == 1 else self.weight
         for key in ("step", "nodes", "tasks", "tasks_per_node", "cpus"):
             setattr(self, key, getattr(self, key) or getattr(outer, key))
+        unset = {name: place for name, place in outer.unset.items() if name not in self.env}
+        for name, (line, _) in unset.items() if not outer.step else ():
+            self.mark(line, LOST, f'env -u {name} before a script: setup = ["unset {name}"]')
+        self.unset = (unset if outer.step else {}) | self.unset
         self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env
         self.node_words |= outer.node_words
         self.marks = [*outer.marks, *self.marks]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
-from hpc_ddp.submission.job_script.launch import FLAGS, Launch, Options
+from hpc_ddp.submission.job_script.launch import FLAGS, NO_COMPONENTS, Launch, Options, option_name
 from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
 
 _SRUN_USES = {
@@ -23,7 +23,8 @@ _SRUN_USES = {
     "ntasks": "#tasks",
     "ntasks-per-node": "#tasks_per_node",
     "cpus-per-task": "#cpus",
-    "multi-prog|het-group|input": "lost",
+    "het-group": "later",
+    "multi-prog|input": "lost",
     "distribution|output|error|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
     "|nodelist|relative|partition|account|time|job-name|mem|gres|gpus|gpus-per-(node|task)"
     "|unbuffered|quiet|verbose|exclusive": "ours",
@@ -51,6 +52,14 @@ _IMAGE_LETTERS = {"c": "contain", "C": "containall", "e": "cleanenv", "f": "fake
 _IMAGE_USES = {"nv|rocm": "ours", "env": "env", ".*": "&container-options"}
 _IMAGE = Options(_IMAGE_USES, _IMAGE_FLAGS, _IMAGE_LETTERS)
 _SHIFTER = Options({"image": "=image", ".*": "+container-options"}, re.compile("gpu"))
+_ENV_LETTERS = {"u": "unset", "C": "chdir", "S": "split-string", "i": "ignore-environment",
+                "a": "argv0", "0": "null", "v": "debug"}  # fmt: skip
+_ENV_WITH_VALUE = ("unset", "chdir", "argv0")
+_ENV_LOST = {
+    "unset": 'setup or worker-setup = ["unset NAME"]',
+    "chdir": "chdir = DIR, and script = DIR/…",
+    "ignore-environment": 'workers need the job\'s variables: worker-setup = ["unset NAME"]',
+}
 _TORCHRUN = {
     "nproc-per-node|nproc|n|num-gpus": "#workers",
     "module|m": "!module",
@@ -105,7 +114,7 @@ def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
         text = remaining[0].text
         name = text.rsplit("/", 1)[-1]
         is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
-        if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "env"):
+        if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup"):
             if name == "time":
                 launch.mark(remaining[0].line, "", "time is left out: hpc-ddp status has the times")
             remaining.pop(0)
@@ -132,6 +141,7 @@ def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     between them is taken to be unset, with a note, where the script does not set it; else it is
     lost."""
     launch.step = "srun"
+    words = _first_component(words, launch)
     remaining = launch.take_options(words, _SRUN, scope)
     while len(remaining) > 1 and remaining[0].parts[0].splits:
         if remaining[1].text[:1] != "-" and not _is_launcher(remaining[1].text):
@@ -145,9 +155,22 @@ def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             launch.mark(unknown.line, "", f"{unknown.text} is taken to be unset: srun = […]")
         words = [words[0], *remaining[1:]]
         remaining = launch.take_options(words, _SRUN, scope)
+    if group := launch.options.get("het-group"):
+        text = f"{NO_COMPONENTS}: write this component's nodes = N, gpus-per-node = N"
+        launch.mark(group[1], LOST, f"srun --het-group: {text}")
     if "image" in launch.settings:
         launch.settings["container-tool"] = [literal("pyxis", words[0].line)]
     return remaining
+
+
+def _first_component(words: list[Word], launch: Launch) -> list[Word]:
+    """Return the words of srun's or mpirun's first program; lines from a lone colon on, behind
+    which other programs are, are lost."""
+    at = next((i for i, word in enumerate(words) if word.text == ":"), len(words))
+    for line in dict.fromkeys(word.line for word in words[at:]):
+        text = f"{words[0].text} … : …: {NO_COMPONENTS}: submit the others as jobs of their own"
+        launch.mark(line, LOST, text)
+    return words[:at]
 
 
 def _is_launcher(text: str) -> bool:
@@ -160,7 +183,7 @@ def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take mpirun, by any of its names, or ibrun, and its options."""
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
     pairs: list[Word] = []
-    for word in words:  # --mca has two values
+    for word in _first_component(words, launch):  # --mca has two values
         if len(pairs) > 2 and re.fullmatch(r"--?(g|prte)?mca", pairs[-2].text):
             word = joined(pairs[-2], " ", pairs[-1], " ", word)
             del pairs[-2:]
@@ -237,6 +260,31 @@ def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     if at < len(words) and not launch.step:
         launch.mark(words[0].line, LOST, f"{words[0].text} before the launch: there is no such key")
     return words[at:]
+
+
+def _env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Take ``env`` and its options: variables that it unsets; others are lost. Its assignments and
+    the program follow. A command in one word (``-S``) is no launch."""
+    remaining = words[1:]
+    while remaining and remaining[0].text[:1] == "-":
+        word = remaining.pop(0)
+        if word.text == "--":
+            break
+        long_names = " ".join(_ENV_LETTERS.values())
+        name, operand = option_name(word, _ENV_LETTERS, long_names)
+        if name == "split-string":
+            return []
+        if operand is None and name in _ENV_WITH_VALUE and remaining:
+            operand = remaining.pop(0)
+        elif operand and name not in _ENV_WITH_VALUE and word.text[:2] != "--":  # -iu NAME
+            remaining.insert(0, joined("-", operand))
+        if name == "unset" and operand and re.fullmatch(r"[A-Za-z_]\w*", operand.text):
+            launch.env.pop(operand.text, None)
+            launch.unset[operand.text] = word.line, bool(launch.step)
+        else:
+            hint = _ENV_LOST.get(name or "ignore-environment", "there is no such key")
+            launch.mark(word.line, LOST, f"env {word.text}: {hint}")
+    return remaining
 
 
 def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -329,6 +377,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "ibrun", "orterun"), _mpirun),
     **dict.fromkeys(("composer", "deepspeed"), _torchrun),
     "accelerate": _accelerate,
+    "env": _env,
     **dict.fromkeys(("bash", "sh"), _shell),
     **dict.fromkeys(("singularity", "apptainer", "shifter"), _image),
     "singularity_wrapper": _wrapper,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
 from hpc_ddp.submission.job_script.launch import Launch, is_of_pyxis
@@ -149,6 +149,7 @@ def take(
             result.env[name] = word.text, at
         else:  # [env] comes before the set-up lines
             result.append("setup", f"export {name}={word.bash()}", at)
+    _take_unset(statement, launch, result)
     busy = {launch.line, *(word.line for word in launch.words)}
     ours: dict[int, list[str]] = {}
     for at, group, text in launch.marks:
@@ -166,6 +167,22 @@ def take(
     if config := launch.options.get("config-file", (None, 0))[0]:
         _take_yaml(launch, config, result, cwd)
     _take_sizes(launch, result, directives, reader.scope.numbers)
+
+
+def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> None:
+    """Put a set-up line ``unset NAME`` into `result` for each variable that the program does not
+    get: behind the other lines, or before them where ``env`` stands before their ``bash -c``."""
+    of_task = "node-setup" if launch.kind else "worker-setup"
+    outer = statement.outer.unset if statement.outer else {}
+    for name, (line, is_of_task) in launch.unset.items():
+        if is_of_hpc_ddp(name):
+            result.notes.append((line, f"{name} is hpc-ddp's in the workers"))
+        elif is_of_slurm(name):
+            result.mark(line, line, LOST, f"env -u {name}: hpc-ddp and srun need it")
+        else:
+            lines = result.lists.setdefault(of_task if is_of_task else "setup", [])
+            is_first = is_of_task and outer.get(name) == (line, is_of_task)
+            lines.insert(0 if is_first else len(lines), (f"unset {name}", line))
 
 
 def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -> None:

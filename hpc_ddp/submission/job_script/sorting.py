@@ -7,7 +7,7 @@ import re
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import Launch
+from hpc_ddp.submission.job_script.launch import NO_COMPONENTS, Launch
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
 from hpc_ddp.submission.job_script.shell import OF_A_JOB, Value, Word, names_in
 from hpc_ddp.submission.job_script.statements import Reader, Statement
@@ -38,6 +38,8 @@ _REFUSED: Rules = (
     (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
     (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel)\s)|kill\s",
      _AROUND, "it deletes or ends something: setup or teardown, if needed"),
+    (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,
+     f"{NO_COMPONENTS}: submit each component as a job of its own"),
     (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),
     (r"(?!exit\b|wait\b|\w+=\$!$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,7 +20,7 @@ from hpc_ddp.core.job.option_declaration import (
     option,
     options_of,
 )
-from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.options import FIELDS, JobSpec
 from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.defaults import (
     absolute,
@@ -383,9 +383,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     if not names_no_file:
         script = absolute(cwd / script)
         check_script(script, in_image=bool(settings.get("image") or settings.get("container")))
-    names = {item.name for item in fields(JobSpec)}
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
-    job = {name: value for name, value in values.items() if name in names}
+    job = {name: value for name, value in values.items() if name in FIELDS}
     name = settings.values["script"] if names_no_file else str(script)  # ./run.sh is not of PATH
     job |= {"script": name, "chdir": working_directory(cwd, settings.get("chdir", ""))}
     if "template" in job:
