@@ -27,7 +27,10 @@ def test_no_loop_is_changed_without_a_word(crew: Any, after: int, count: int) ->
     assert (wrong, played) == ([], count), f"HPC_DDP_LOOPS_SEED={FIRST}"
 
 
-@pytest.mark.parametrize("fault", ["peek", "random"])
+LATER = [pytest.param(f, marks=pytest.mark.more) for f in ("left", "frozen", "generator", "noise")]
+
+
+@pytest.mark.parametrize("fault", ["peek", "random", *LATER])
 def test_an_old_fault_is_seen(crew: Any, fault: str) -> None:
     wrong, played = play(crew, FIRST, 100, fault)
     assert wrong, f"not in {played} loops; HPC_DDP_LOOPS_SEED={FIRST}"

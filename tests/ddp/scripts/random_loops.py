@@ -24,8 +24,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpc_ddp.training import start
+from hpc_ddp.training.checkpoint import put_back as checkpoint
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.data.loader import Loader
+from hpc_ddp.training.data.sample_seeds import SampleSeeds
+from hpc_ddp.training.models import rng
 from hpc_ddp.training.process import member, process_group, run_directory
 from hpc_ddp.training.stops import consensus
 from hpc_ddp.training.stops.signals import NOTICE
@@ -297,7 +300,7 @@ def judge(seed: int) -> str:
 
 
 def put_back(fault: str) -> None:
-    """Put an old fault back: a batch counts when it is yielded, or the generators are not
+    """Put an old fault back: a batch counts when it is yielded, or part of the state is not
     restored."""
     if fault == "peek":
         iterate = Loader.__iter__
@@ -310,6 +313,20 @@ def put_back(fault: str) -> None:
         Loader.__iter__ = count_at_once  # type: ignore[method-assign]
     elif fault == "random":
         CheckpointManager.start_random = lambda self: None  # type: ignore[method-assign]
+    elif fault == "left":
+        track = CheckpointManager.track
+
+        def forget(self: CheckpointManager, *things: Any) -> None:
+            track(self, *things)
+            self._position.left = {}
+
+        CheckpointManager.track = forget  # type: ignore[method-assign]
+    elif fault == "frozen":
+        vars(checkpoint)["require_gradients"] = lambda *things: None
+    elif fault == "generator":
+        rng.GeneratorState.load_state_dict = lambda self, stored: None  # type: ignore[method-assign]
+    elif fault == "noise":
+        SampleSeeds.seed = lambda self, number: rng.seed_all(number)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
