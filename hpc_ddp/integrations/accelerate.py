@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +120,9 @@ class Stop(EpochStop):
         if not self._accelerator.sync_gradients:
             return
         self._check_objects()
+        kinds = ("optimizers", "schedulers", "custom_objects")
+        objects = chain.from_iterable(getattr(self._accelerator, f"_{kind}") for kind in kinds)
+        self._warn_of_others(objects, "accelerator.register_for_checkpointing(…) keeps it")
         samples = self._samples * self._accelerator.gradient_accumulation_steps
         if self.step(epoch=self._own_facts["epoch"], samples=samples, **values):
             with self.checkpoint() as folder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.stop_point import StopPoint
 from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.tracked import warn_of_untracked
 
 RANDOM = "random-{}.pt"  # of a rank
 
@@ -100,6 +101,12 @@ class EpochStop(StopPoint):
                 " there would not say which batches are done",
                 hint="for batch in stop.batches(loader, epoch): …; stop.save() as its last line",
             )
+
+    def _warn_of_others(self, objects: Iterable[Any], remedy: str) -> None:
+        """Before the first step of a run counts, have rank 0 warn as `warn_of_untracked` does of
+        what is not among the `objects` of a checkpoint."""
+        if self.rank == 0 and self.position.step == 0:
+            warn_of_untracked(objects, self._say, remedy)
 
     def _restore_random(self) -> None:
         """Put the generators into the states that they had at the checkpoint, the first time after

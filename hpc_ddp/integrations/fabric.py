@@ -113,6 +113,7 @@ class Stop(EpochStop):
                 hint="stop.load(model=model, optimizer=optimizer)",
             )
         self._check_within()
+        self._warn_of_others(self._objects.values(), "name it in stop.load(…)")
         if self.step(epoch=self._own_facts["epoch"], **values):
             with self.checkpoint() as folder:
                 self._fabric.save(folder / STATE, self._objects)

@@ -67,7 +67,7 @@ def go(crew: Crew, library: str, *argv: str, ranks: int = 2) -> str:
 def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) -> None:
     """The ranks are signalled in different steps; a rank may hear of it a step later."""
     whole, stopped = make_crew("whole"), make_crew("stopped")
-    go(whole, library)
+    assert "WARNING" not in go(whole, library)
     go(stopped, library, *SLOW, "--at", "9")
     (stop,) = stopped.events("stopped")
     assert stop["reason"] == "notice"
@@ -142,6 +142,13 @@ def test_accelerate_goes_on_with_the_batches_that_are_left(
     first, second = [event["step"] for event in resumed.events("first_step")]
     assert (first, second % saved) == (1, 1)
     assert resumed.weights == whole.weights
+
+
+def test_a_scheduler_that_accelerate_does_not_save_is_missed(
+    make_crew: Callable[[str], Crew],
+) -> None:
+    printed = go(make_crew("crew"), "accelerate", "--part", "loose", "--epochs", "1", ranks=1)
+    assert printed.count("a scheduler, ExponentialLR, is in no checkpoint") == 1
 
 
 @pytest.mark.more

@@ -91,7 +91,9 @@ def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
     return ""
 
 
-def warn_of_untracked(objects: Iterable[Any], warn: Callable[[str], None]) -> None:
+def warn_of_untracked(
+    objects: Iterable[Any], warn: Callable[[str], None], remedy: str = "name it in run.track(…)"
+) -> None:
     """Warn, by calls of `warn` with the text, of a scheduler of a tracked optimizer, and of an
     optimizer with a state, that are neither among the tracked `objects` nor an attribute of one: a
     resume begins them anew. Called after a step; it looks at all objects, so it takes 0.1 s."""
@@ -101,17 +103,15 @@ def warn_of_untracked(objects: Iterable[Any], warn: Callable[[str], None]) -> No
     for thing in find_living(Optimizer, LRScheduler):
         if id(thing) in numbers:
             continue
-        kind = type(thing).__name__
         if isinstance(thing, LRScheduler):
-            if id(getattr(thing, "optimizer", None)) in numbers:
-                warn(
-                    f"WARNING: run.track was not given the scheduler {kind}: a resume begins it"
-                    " anew; run.track(…, scheduler=scheduler)"
-                )
-        elif thing.state and id(thing.state) not in states:
+            is_missing = id(getattr(thing, "optimizer", None)) in numbers
+        else:
+            is_missing = bool(thing.state) and id(thing.state) not in states
+        if is_missing:
+            noun = "a scheduler" if isinstance(thing, LRScheduler) else "an optimizer"
             warn(
-                f"WARNING: run.track was not given the optimizer {kind}: a resume begins it without"
-                " its state; run.track(…, second=optimizer)"
+                f"WARNING: {noun}, {type(thing).__name__}, is in no checkpoint, and a resume begins"
+                f" it anew; {remedy}"
             )
 
 

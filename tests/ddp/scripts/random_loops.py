@@ -145,7 +145,8 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
     if "before the loop" in loop.peeks:
         next(iter(batches))
     generator = torch.Generator().manual_seed(5) if loop.has_generator else None
-    run.track(model=model, optimizer=optimizer, **({"generator": generator} if generator else {}))
+    more: dict[str, Any] = {"generator": generator} if generator else {}
+    run.track(model=model, optimizer=optimizer, **more)
     begun_at = run.position.step
 
     def peek(moment: str) -> None:
@@ -320,7 +321,7 @@ def put_back(fault: str) -> None:
             track(self, *things)
             self._position.left = {}
 
-        CheckpointManager.track = forget  # type: ignore[method-assign]
+        CheckpointManager.track = forget  # type: ignore[assignment, method-assign]
     elif fault == "frozen":
         vars(checkpoint)["require_gradients"] = lambda *things: None
     elif fault == "generator":

@@ -48,7 +48,9 @@ elif args.order == "buckets":
     loader = DataLoader(data, batch_sampler=Buckets())
 else:
     loader = DataLoader(data, batch_size=4, shuffle=True)
-model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if args.part != "loose":
+    scheduler = accelerator.prepare(scheduler)
 stop.load(model)
 if args.part == "late":
     accelerator.register_for_checkpointing(torch.optim.lr_scheduler.ExponentialLR(optimizer, 1))

@@ -55,7 +55,8 @@ def test_an_optimizer_without_its_model_is_refused() -> None:
 def untracked(*objects: Any) -> list[str]:
     lines: list[str] = []
     warn_of_untracked(objects, lines.append)
-    return [line.partition("given ")[2].partition(":")[0] for line in lines]
+    assert all(line.endswith("; name it in run.track(…)") for line in lines)
+    return [line.removeprefix("WARNING: ").partition(", is in")[0] for line in lines]
 
 
 def test_a_scheduler_of_a_tracked_optimizer_is_missed() -> None:
@@ -65,10 +66,10 @@ def test_a_scheduler_of_a_tracked_optimizer_is_missed() -> None:
     whole = SequentialLR(optimizer, parts, [4])
     plateau = ReduceLROnPlateau(optimizer)
     assert untracked(optimizer, whole, plateau) == []
-    assert untracked(optimizer, whole) == ["the scheduler ReduceLROnPlateau"]
+    assert untracked(optimizer, whole) == ["a scheduler, ReduceLROnPlateau"]
     assert untracked(optimizer, SimpleNamespace(schedules={"a": whole}, b=plateau)) == [
-        "the scheduler LinearLR",  # an attribute of an attribute
-        "the scheduler StepLR",
+        "a scheduler, LinearLR",  # an attribute of an attribute
+        "a scheduler, StepLR",
     ]
     assert untracked() == []
 
@@ -79,7 +80,7 @@ def test_an_optimizer_with_a_state_is_missed() -> None:
     optimizer, plain, inner = (torch.optim.SGD([parameter], momentum=m) for m in (0.9, 0, 0.9))
     for one in (optimizer, plain):
         one.step()
-    assert untracked() == ["the optimizer SGD"]
+    assert untracked() == ["an optimizer, SGD"]
     assert untracked(optimizer) == []
     inner.state = optimizer.state  # as of a Lookahead
     assert untracked(optimizer) == []
