@@ -82,6 +82,19 @@ def by_number(
     return content | {PARAMETERS: {numbers[label]: stored for label, stored in untracked.items()}}
 
 
+def ignored_settings(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings by which an optimizer was made, and others that its stored state has, by
+    name: the stored ones count. A learning rate is the one that a scheduler began with."""
+    settings: dict[str, tuple[Any, Any]] = {}
+    for made, stored in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
+        for key in optimizer.defaults:
+            name = "initial_lr" if key == "lr" and {"initial_lr"} <= made.keys() & stored else key
+            pair = made.get(name), stored.get(name)
+            if all(isinstance(x, (int, float, tuple)) for x in pair) and pair[0] != pair[1]:
+                settings.setdefault(key, pair)
+    return settings
+
+
 def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict by names with the parameters of one stage only, those in
     `params`."""

@@ -86,6 +86,21 @@ def put_back(
         _load(name, plain, content, step)
 
 
+def find_ignored_settings(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
+    """Return a line for each setting of an optimizer that the script has made otherwise than it is
+    in the state dicts of a checkpoint, `tree`: loading undoes a ``--lr`` of this attempt."""
+    notes = []
+    for name, optimizer in objects.items():
+        stored = tree.get(name)
+        if isinstance(optimizer, Optimizer) and isinstance(stored, dict):
+            for key, pair in optimizer_state.ignored_settings(optimizer, stored).items():
+                notes.append(
+                    f"{name}: {key} is {pair[1]} in the checkpoint, and {pair[0]} in the script:"
+                    " the checkpoint's counts, unless the script sets it behind run.track"
+                )
+    return notes
+
+
 def require_gradients(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Have parameters need gradients, or none, as the loop had set it by the time of a checkpoint,
     whose state dicts are in `tree`; those that it had left alone stay as the script makes them."""

@@ -101,7 +101,8 @@ class CallOrder:
         if not self.loop:
             raise UsageError(
                 "the training loader was iterated outside run.epochs",
-                hint="write `for epoch in run.epochs(n):` around the loop over batches",
+                hint="write `for epoch in run.epochs(n):` around the loop over batches; for another"
+                " pass over the data take run.shard",
             )
 
     def check_update(self, ends_step: bool) -> None:

@@ -152,6 +152,8 @@ class Loader:
         errors of the data set come through, and what `batch_done` raises.
         """
         check_size(size_of(self.dataset), self.samples)
+        if self._warn and self._batches.persistent_workers:
+            self._seeds.warn_of_copies(self._warn)
         before, is_peek = self.batch, self._open > 0
         if self.rolls and not is_peek and self.steps(self._position.samples) == 0:
             self._position.begin_epoch()

@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training.models import rng
@@ -33,6 +33,7 @@ class SampleSeeds:
         self._dataset = dataset
         self._epoch = -1  # in which the data set was looked through
         self._seeders: list[Callable[..., Any]] = []
+        self._copied: dict[str, Any] | None = None  # attributes that persistent workers have
         self.warns = False
 
     def seed(self, number: int) -> None:
@@ -44,7 +45,8 @@ class SampleSeeds:
     @contextmanager
     def watched(self, epoch: int) -> Iterator[None]:
         """In an epoch's first block find the transforms that can be seeded: the loop may have set
-        others. In the first one of all warn, if `warns`, of a generator that has changed in it."""
+        others. In the first one of all warn, if `warns`, of what has changed in it, and begins as
+        made at a resume: a generator, or an attribute of a stream."""
         if epoch == self._epoch:
             yield
             return
@@ -55,7 +57,9 @@ class SampleSeeds:
             yield
             return
         before = {place: pickle.dumps(rng.raw_state(g)) for place, g in generators.items()}
+        attributes = plain_attributes(self._dataset)
         yield
+        self.warns = False
         for place, generator in generators.items():
             if pickle.dumps(rng.raw_state(generator)) != before[place]:
                 say(
@@ -63,8 +67,42 @@ class SampleSeeds:
                     " resume it draws other numbers; take torch's, numpy's or python's global one,"
                     " which is seeded for each sample"
                 )
-                break
-        self.warns = False
+                return
+        is_stream = isinstance(self._dataset, IterableDataset)
+        if is_stream and not hasattr(self._dataset, "set_epoch"):
+            for key in changes_of(self._dataset, attributes):
+                say(
+                    f"WARNING: the stream sets its attribute {key} as it is read: after a resume"
+                    " it begins as made; give it set_epoch(epoch), which is called before each"
+                    " epoch"
+                )
+                return
+
+    def warn_of_copies(self, warn: Callable[[str], None]) -> None:
+        """Called before each epoch whose loader workers persist: warn, once, of an attribute of the
+        data set that has changed since the first one, in which the workers got their copies."""
+        if self._copied is None:
+            self._copied = plain_attributes(self._dataset)
+        for key in changes_of(self._dataset, self._copied):
+            warn(
+                f"WARNING: the data set's attribute {key} has changed, and persistent workers keep"
+                " the one of their first epoch, after a resume another one; run.loader(…,"
+                " persistent_workers=False)"
+            )
+            self._copied = {}
+            return
+
+
+def plain_attributes(dataset: Any) -> dict[str, Any]:
+    """Return the attributes of a data set that are numbers, words or truth values, by name."""
+    entries = getattr(dataset, "__dict__", {}).items()
+    return {key: entry for key, entry in entries if isinstance(entry, (int, float, str))}
+
+
+def changes_of(dataset: Any, attributes: dict[str, Any]) -> list[str]:
+    """Return the names of plain `attributes` that a data set has otherwise by now."""
+    current = plain_attributes(dataset)
+    return [key for key, entry in attributes.items() if current.get(key) != entry]
 
 
 def find_generators(dataset: Any) -> tuple[list[Callable[..., Any]], dict[str, Any]]:

@@ -592,3 +592,20 @@ def test_layers_stay_frozen_that_the_loop_has_frozen(tmp_path: Path) -> None:
     trained.add([nn.Linear(1, 1)])
     saved[1].requires_grad_(True)
     assert state.GRADIENTS not in state.collect({"m": saved}, trained=trained).tree["m"]
+
+
+def test_settings_that_a_checkpoint_undoes_are_named() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    stored, made, other = (torch.optim.Adam([parameter], lr=lr) for lr in (0.1, 0.2, 0.1))
+    tree = state.collect({"o": stored}).tree
+    (note,) = put_back.find_ignored_settings({"o": made}, tree)
+    assert note.startswith("o: lr is 0.1 in the checkpoint, and 0.2 in the script:")
+    assert put_back.find_ignored_settings({"o": other, "x": Holds(1)}, tree) == []
+    for optimizer in (stored, made, other):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    stored.param_groups[0] |= {"lr": 0.05, "weight_decay": 1, "betas": (0.5, 0.6)}
+    tree = state.collect({"o": stored}).tree
+    notes = put_back.find_ignored_settings({"o": other}, tree)
+    assert [note.split()[1] for note in notes] == ["betas", "weight_decay"]
+    assert "initial_lr" in schedule.optimizer.param_groups[0]
+    assert len(put_back.find_ignored_settings({"o": made}, tree)) == 3

@@ -94,6 +94,42 @@ def test_a_generator_that_changes_is_named_once(kind: Any, printed: list[str]) -
     assert "from a generator of its own, dataset.transforms[1].generators['b']:" in printed[0]
 
 
+class Counting(Stream):
+    passes = 0
+
+    def __iter__(self) -> Iterator[float]:
+        self.passes += 1
+        return iter([0.0] * 4)
+
+
+class WithEpoch(Counting):
+    def set_epoch(self, epoch: int) -> None:
+        self.passes = epoch
+
+
+def test_a_stream_that_counts_its_epochs_is_missed(printed: list[str]) -> None:
+    for kind in (Counting, WithEpoch, Stream):
+        dataset: Any = kind()
+        dataset.passes = 0
+        list(make_loader(dataset, BatchPlan(2, 0, 1), warn=printed.append))
+    assert len(printed) == 1
+    assert "the stream sets its attribute passes as it is read" in printed[0]
+
+
+def test_persistent_workers_miss_what_the_loop_sets() -> None:
+    for persistent in (True, False):
+        lines: list[str] = []
+        dataset: Any = Mapped(Noise())
+        loader = make_loader(
+            dataset, warn=lines.append, num_workers=1, persistent_workers=persistent
+        )
+        for level in range(3):
+            dataset.level = level
+            list(loader)
+            loader._position.begin_epoch()
+        assert len(lines) == persistent
+
+
 def test_a_data_set_is_looked_through_in_part() -> None:
     many = Mapped()
     many.more = [[0.5, object()] for _ in range(10**6)] + [Noise()]
