@@ -395,5 +395,5 @@ class JobSpec(ResourceOptions):
             raise UsageError(f"the run's job.json is broken: {error}") from None
 
 
-FIELDS = {item.name for item in fields(JobSpec)}
+FIELDS = {field.name for field in fields(JobSpec)}
 OPTIONS = options_of(JobSpec)

@@ -234,8 +234,8 @@ class CheckpointManager:
         copied = {place: part for place, (part, _) in copies.items()}
         weights = {place: weight for place, (_, weight) in copies.items()}
         wait_for_checksums = start_checksums({**current.equal, **copied} if compares else {})
-        others = {name: current.tree[name] for name in current.others} if compares else {}
-        waits = {name: start_checksums(current.others[name]) for name in others}
+        trees = {name: current.tree[name] for name in current.rank_0_objects} if compares else {}
+        waits = {name: start_checksums(current.rank_0_objects[name]) for name in trees}
         parts = my_parts(current, self._dims)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
         frozen = self._checkpoints.frozen.take_out(parts, current.frozen)
@@ -262,7 +262,7 @@ class CheckpointManager:
                 inventory,
                 wait_for_checksums(),
                 weights,
-                {name: (others[name], waits[name]()) for name in others},
+                {name: (trees[name], waits[name]()) for name in trees},
             ),
         )
 

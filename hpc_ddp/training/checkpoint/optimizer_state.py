@@ -86,11 +86,12 @@ def ignored_settings(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str
     """Return the settings by which an optimizer was made, and others that its stored state has, by
     name: the stored ones count. A learning rate is the one that a scheduler began with."""
     settings: dict[str, tuple[Any, Any]] = {}
-    for made, stored in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
+    for group, stored in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
         for key in optimizer.defaults:
-            name = "initial_lr" if key == "lr" and {"initial_lr"} <= made.keys() & stored else key
-            pair = made.get(name), stored.get(name)
-            if all(isinstance(x, (int, float, tuple)) for x in pair) and pair[0] != pair[1]:
+            name = "initial_lr" if key == "lr" and {"initial_lr"} <= group.keys() & stored else key
+            pair = group.get(name), stored.get(name)
+            is_plain = all(isinstance(setting, (int, float, tuple)) for setting in pair)
+            if is_plain and pair[0] != pair[1]:
                 settings.setdefault(key, pair)
     return settings
 

@@ -35,7 +35,7 @@ class Digest(NamedTuple):
     expected: int  # the sum over all tensors of their sizes, each times a weight of its name
     written: int
     copies: int  # adds up to 0 over all ranks where copies of the same part are equal
-    others: int  # CRC32 of the checksums of objects that may differ
+    rank_0_objects: int  # CRC32 of the checksums of objects that may differ
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Inventory:
     copies
         weights and checksums of the parts of sharded tensors that other ranks have, too, by name
         and place (see `dtensor.local_copies`); empty where they are not compared
-    others
+    rank_0_objects
         checksums of the other objects that the ranks share, of which rank 0's are saved, by name;
         empty where they are not compared
     """
@@ -69,7 +69,7 @@ class Inventory:
     checksums: Mapping[str, int] = field(default_factory=dict)
     objects: Sequence[str] = ()
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    others: Mapping[str, int] = field(default_factory=dict)
+    rank_0_objects: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def digest(self) -> Digest:
@@ -82,7 +82,7 @@ class Inventory:
             _weighted(sizes),
             _weighted(self.written),
             _weighted({place: weight * total for place, (weight, total) in self.copies.items()}),
-            _crc(self.others.items()),
+            _crc(self.rank_0_objects.items()),
         )
 
 
@@ -142,16 +142,16 @@ def with_checksums(
     inventory: Inventory,
     sums: Mapping[str, int],
     weights: Mapping[str, int],
-    others: Mapping[str, object],
+    contents: Mapping[str, object],
 ) -> Inventory:
     """Return an inventory with the checksums in `sums`, which are by name, or of the copies by
-    place; `weights` has those of the copies. `others` has plain values that stand for the other
+    place; `weights` has those of the copies. `contents` has plain values that stand for the other
     objects."""
     return replace(
         inventory,
         checksums={name: total for name, total in sums.items() if name not in weights},
         copies={place: (weight, sums[place]) for place, weight in weights.items()},
-        others={name: _crc([content]) for name, content in others.items()},
+        rank_0_objects={name: _crc([content]) for name, content in contents.items()},
     )
 
 
@@ -162,12 +162,12 @@ def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
     Every rank must call it: it is a collective. Raise RuntimeError if a peer is gone.
     """
     digests = control.to_first(inventory.digest)
-    fits, alike = control.from_first((fit_together(digests), has_equal_others(digests)))
+    fits, alike = control.from_first((fit_together(digests), has_equal_objects(digests)))
     if fits and alike:
         return None
     inventories = control.to_first(inventory)
     if inventories and not alike:
-        _warn_of(tuple(different_others(inventories)))
+        _warn_of(tuple(different_objects(inventories)))
     misfit: HpcDdpError | None = None
     if not fits:
         misfit = control.from_first(find_fault(inventories) if inventories else None)
@@ -180,7 +180,7 @@ def fit_together(digests: Sequence[Digest]) -> bool:
     same part are equal."""
     written = Counter[Digest]()
     for digest in digests:
-        written[digest._replace(written=0, copies=0, others=0)] += digest.written
+        written[digest._replace(written=0, copies=0, rank_0_objects=0)] += digest.written
     return (
         sum(digest.copies for digest in digests) == 0
         and len({digest.objects for digest in digests}) == 1
@@ -189,17 +189,17 @@ def fit_together(digests: Sequence[Digest]) -> bool:
     )
 
 
-def has_equal_others(digests: Sequence[Digest]) -> bool:
+def has_equal_objects(digests: Sequence[Digest]) -> bool:
     """Return whether all ranks of a stage have the same other objects, by their digests."""
-    pairs = {(digest.stage, digest.others) for digest in digests}
+    pairs = {(digest.stage, digest.rank_0_objects) for digest in digests}
     return len(pairs) == len({digest.stage for digest in digests})
 
 
-def different_others(inventories: Iterable[Inventory]) -> list[str]:
+def different_objects(inventories: Iterable[Inventory]) -> list[str]:
     """Return the names of the other objects that differ between ranks of a stage."""
     checksums: dict[tuple[str, int], set[int]] = {}
     for inventory in inventories:
-        for name, total in inventory.others.items():
+        for name, total in inventory.rank_0_objects.items():
             checksums.setdefault((name, inventory.stage), set()).add(total)
     return sorted({name for (name, _), totals in checksums.items() if len(totals) > 1})
 

@@ -74,7 +74,7 @@ class State:
     private_tree
         the state dicts of the objects that each rank has its own of, and what an optimizer keeps
         for parameters that DDP ignores
-    others
+    rank_0_objects
         tensors by name, by the objects that are neither modules nor optimizers, and of which
         rank 0's are saved
     private
@@ -90,7 +90,7 @@ class State:
     buffers: set[str] = field(default_factory=set)
     private_tree: dict[str, Any] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
-    others: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    rank_0_objects: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def shared(self) -> dict[str, torch.Tensor]:
@@ -146,7 +146,7 @@ def collect(
         tree[name] = take_apart(content, name, tensors)
         state.tensors.update(tensors)
         if tree is state.tree and not isinstance(plain, (torch.nn.Module, Optimizer)):
-            state.others[name] = {key: t for key, t in tensors.items() if not is_sharded(t)}
+            state.rank_0_objects[name] = {key: t for key, t in tensors.items() if not is_sharded(t)}
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         if isinstance(plain, Optimizer):

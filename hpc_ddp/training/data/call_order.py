@@ -26,7 +26,9 @@ class CallOrder:
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
         self._number = -1  # of that loop; loops of the same total, as after an error, are one
-        self._left: dict[int, int] = {}  # the position's of the checkpoint, up to where it goes on
+        self._abandoned: dict[
+            int, int
+        ] = {}  # the position's of the checkpoint, up to where it goes on
         # The exception in whose ``except`` block `start`, or the last loop, was called.
         self._handled = sys.exc_info()[1]
 
@@ -49,19 +51,21 @@ class CallOrder:
         if self.loop:
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
         if not self.has_looped:
-            self._left = position.left
+            self._abandoned = position.abandoned
         self._number += not self.has_looped or total != self.total
         number, done = self._number, position.epoch if loop == "epochs" else position.step
-        is_over = done >= total or total <= self._left.get(number, 0)
+        is_over = done >= total or total <= self._abandoned.get(number, 0)
         if not is_over:
-            position.left = {n: position.left[n] for n in position.left if n < number}
-            self._left = position.left
+            position.abandoned = {
+                n: position.abandoned[n] for n in position.abandoned if n < number
+            }
+            self._abandoned = position.abandoned
         self.loop, self.total = loop, total
         self._handled = sys.exc_info()[1]
         try:
             yield is_over
         except GeneratorExit:
-            position.left = {**position.left, number: total}
+            position.abandoned = {**position.abandoned, number: total}
             raise
         finally:
             self.loop = None

@@ -83,7 +83,7 @@ class Loader:
         make = partial(batches_of, dataset, plan, seed, device=device, shuffle=shuffle, **options)
         self._batches = make(position=position)
         self._warn = warn
-        self._taken, self._groups = 0, (0, 0)  # batches since the last step, and of the last two
+        self._since_step, self._groups = 0, (0, 0)  # batches since the last step, of the last two
         source: Any = self._batches.dataset
         self._seeds: SampleSeeds = source.seeds
         self._seeds.warns = warn is not None
@@ -129,12 +129,12 @@ class Loader:
         script that takes as many for each step."""
         self._position.samples = self.batch.end
         self.batch.is_trained = True
-        self._groups, taken = (self._groups[1], self._taken), self._taken
-        self._taken = 0
-        if self._warn and self._groups == (taken, taken) and taken > self._plan.accumulate:
+        self._groups, self._since_step = (self._groups[1], self._since_step), 0
+        before, batches = self._groups
+        if self._warn and before == batches > self._plan.accumulate:
             self._warn(
-                f"WARNING: run.step comes after {taken} batches each: a resume within an epoch"
-                f" groups them otherwise; run.loader(…, accumulate={taken}) does not"
+                f"WARNING: run.step comes after {batches} batches each: a resume within an epoch"
+                f" groups them otherwise; run.loader(…, accumulate={batches}) does not"
             )
             self._warn = None
 
@@ -172,7 +172,7 @@ class Loader:
                 self.batch = current = Batch(micro_batch, end, is_trained=is_done)
                 self._sync(micro_batch.ends_step)
                 beat()
-                self._taken += not is_peek
+                self._since_step += not is_peek
                 self._seeds.warns = False  # the next loader workers get it so
                 yield to_device(content, self._device)
                 self.batch = current  # a peek has one of its own

@@ -52,8 +52,8 @@ class SampleSeeds:
             return
         self._epoch = epoch
         self._seeders, generators = find_generators(self._dataset)
-        info = get_worker_info()
-        if not self.warns or (info and info.id):
+        worker = get_worker_info()
+        if not self.warns or (worker and worker.id):
             yield
             return
         before = {place: pickle.dumps(rng.raw_state(g)) for place, g in generators.items()}
@@ -110,13 +110,13 @@ def find_generators(dataset: Any) -> tuple[list[Callable[..., Any]], dict[str, A
     attributes, and in theirs, by their places."""
     seeders: list[Callable[..., Any]] = []
     generators: dict[str, Any] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     queue = deque([("dataset", dataset)])
-    while queue and len(seen) < MOST_OBJECTS:
+    while queue and len(visited) < MOST_OBJECTS:
         place, thing = queue.popleft()
-        if id(thing) in seen or isinstance(thing, _SEALED):
+        if id(thing) in visited or isinstance(thing, _SEALED):
             continue
-        seen.add(id(thing))
+        visited.add(id(thing))
         names = [name for name in SEEDERS if callable(getattr(type(thing), name, None))]
         if names:
             seeders.append(getattr(thing, names[0]))

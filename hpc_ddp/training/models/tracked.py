@@ -1,4 +1,4 @@
-"""What `Run.track` was given, held against the models, optimizers and schedulers of the script."""
+"""Checks of what is tracked, against the models, optimizers and schedulers of the script."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def warn_of_untracked(
     """Warn, by calls of `warn` with the text, of a scheduler of a tracked optimizer, and of an
     optimizer with a state, that are neither among the tracked `objects` nor an attribute of one: a
     resume begins them anew. Called after a step; it looks at all objects, so it takes 0.1 s."""
-    known = list(_with_attributes(objects))
-    numbers = set(map(id, known))
-    states = {id(thing.state) for thing in known if isinstance(thing, Optimizer)}
+    reachable = list(_with_attributes(objects))
+    numbers = set(map(id, reachable))
+    states = {id(thing.state) for thing in reachable if isinstance(thing, Optimizer)}
     for thing in find_living(Optimizer, LRScheduler):
         if id(thing) in numbers:
             continue

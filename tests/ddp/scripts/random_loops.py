@@ -319,7 +319,7 @@ def put_back(fault: str) -> None:
 
         def forget(self: CheckpointManager, *things: Any) -> None:
             track(self, *things)
-            self._position.left = {}
+            self._position.abandoned = {}
 
         CheckpointManager.track = forget  # type: ignore[assignment, method-assign]
     elif fault == "frozen":

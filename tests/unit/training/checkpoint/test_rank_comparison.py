@@ -11,10 +11,10 @@ from torch import nn
 from hpc_ddp.training.checkpoint.rank_comparison import (
     Inventory,
     checksum,
-    different_others,
+    different_objects,
     find_fault,
     fit_together,
-    has_equal_others,
+    has_equal_objects,
     inventory_of,
     start_checksums,
     with_checksums,
@@ -165,8 +165,8 @@ def test_other_objects_that_differ_are_named_and_make_a_whole() -> None:
         )
 
     one, other, behind = rank(0, 1, [2]), rank(0, 1, [3]), rank(1, 5, [6])
-    assert has_equal_others([one.digest, rank(0, 1, [2]).digest, behind.digest])
-    assert not has_equal_others([one.digest, other.digest, behind.digest])
-    assert different_others([one, other, behind]) == ["b"]
-    assert different_others([one, behind]) == []
+    assert has_equal_objects([one.digest, rank(0, 1, [2]).digest, behind.digest])
+    assert not has_equal_objects([one.digest, other.digest, behind.digest])
+    assert different_objects([one, other, behind]) == ["b"]
+    assert different_objects([one, behind]) == []
     assert _fit(one, replace(other, written={}))

@@ -88,17 +88,17 @@ def test_a_loop_that_was_left_by_break_is_over_for_the_next_attempt() -> None:
     list(loop(first, position, 3))
     position.step = 3  # it was trained to its end
     for _ in loop(first, position, 9):
-        assert position.left == {}
+        assert position.abandoned == {}
         break
-    assert position.left == {1: 9}
+    assert position.abandoned == {1: 9}
     assert list(loop(second, position, 3)) == [True]
     assert list(loop(second, position, 9)) == [True]
-    assert position.left == {1: 9}  # so there is nothing to save
+    assert position.abandoned == {1: 9}  # so there is nothing to save
     assert list(loop(second, position, 8)) == [False]  # another stage
     third = CallOrder()
     assert list(loop(third, position, 3)) == [True]
     assert list(loop(third, position, 12)) == [False]  # it was given more
-    assert position.left == {}
+    assert position.abandoned == {}
 
 
 def test_a_loop_that_is_tried_again_after_an_error_is_none_that_was_left() -> None:
@@ -106,4 +106,4 @@ def test_a_loop_that_is_tried_again_after_an_error_is_none_that_was_left() -> No
     with pytest.raises(ZeroDivisionError):
         list(1 // 0 for _ in loop(calls, position, 9))
     for _ in loop(calls, position, 9):
-        assert position.left == {}
+        assert position.abandoned == {}

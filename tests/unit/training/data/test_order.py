@@ -189,4 +189,4 @@ def test_many_samples_are_ordered_by_formula() -> None:
 
 def test_a_new_position_is_before_the_first_step() -> None:
     numbers = {"step": 0, "epoch": 0, "samples": 0, "epoch_steps": 0}
-    assert vars(Position()) == {**numbers, "left": {}}
+    assert vars(Position()) == {**numbers, "abandoned": {}}
