@@ -129,7 +129,7 @@ class CheckpointManager:
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
-        notes = put_back.find_ignored_settings(objects, tree)
+        notes = put_back.find_ignored_settings(objects, tree, self.trained)
         self._put_back(objects, tree, checkpoint, added)
         for note in notes if self._dims.rank == 0 else ():
             say(note)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from hpc_ddp.training.models.trained import parameters_of
 
 KIND = "class"  # an optimizer's, beside its state
 OF_NO_PARAMETER = "<state of no parameter>"  # an optimizer's, by keys of its own, beside its state
+SETTINGS = "<settings>"  # of its groups, as the script made them, beside its state
 PARAMETERS = "<parameters>"  # that are no tracked module's, such as a temperature, beside its state
 
 
@@ -78,22 +79,23 @@ def by_number(
     numbers = {label: number for number, label in enumerate(params)}
     content = _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
     content["state"].update(content.pop(OF_NO_PARAMETER, {}))
+    content.pop(SETTINGS, None)
     untracked = content.pop(PARAMETERS, {})
     return content | {PARAMETERS: {numbers[label]: stored for label, stored in untracked.items()}}
 
 
-def ignored_settings(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings by which an optimizer was made, and others that its stored state has, by
-    name: the stored ones count. A learning rate is the one that a scheduler began with."""
-    settings: dict[str, tuple[Any, Any]] = {}
-    for group, stored in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
-        for key in optimizer.defaults:
-            name = "initial_lr" if key == "lr" and {"initial_lr"} <= group.keys() & stored else key
-            pair = group.get(name), stored.get(name)
-            is_plain = all(isinstance(setting, (int, float, tuple)) for setting in pair)
-            if is_plain and pair[0] != pair[1]:
-                settings.setdefault(key, pair)
-    return settings
+def ignored_settings(
+    settings: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the values of settings with which an optimizer is made (`TrainedParameters.settings`),
+    and with which the one of a stored state was made, by name, where they differ: the stored state
+    counts."""
+    pairs: dict[str, tuple[Any, Any]] = {}
+    for group, stored in zip(settings, state.get(SETTINGS, ()), strict=False):
+        for key in group.keys() & stored.keys():
+            if group[key] != stored[key]:
+                pairs.setdefault(key, (group[key], stored[key]))
+    return pairs
 
 
 def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from hpc_ddp.training.checkpoint.state import (
 )
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.trained import TrainedParameters
 
 # RuntimeErrors that say nothing of a checkpoint: a device is full or broken, a peer is gone. For
 # those of a parameter's copy torch raises its own, with these words in the text.
@@ -86,17 +87,19 @@ def put_back(
         _load(name, plain, content, step)
 
 
-def find_ignored_settings(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
-    """Return a line for each setting of an optimizer that the script has made otherwise than it is
-    in the state dicts of a checkpoint, `tree`: loading undoes a ``--lr`` of this attempt."""
+def find_ignored_settings(
+    objects: Mapping[str, Any], tree: Mapping[str, Any], trained: TrainedParameters
+) -> list[str]:
+    """Return a line for each setting with which the script makes an optimizer otherwise than it was
+    made for the state dicts of a checkpoint, `tree`: loading undoes a ``--lr`` of this attempt."""
     notes = []
     for name, optimizer in objects.items():
-        stored = tree.get(name)
-        if isinstance(optimizer, Optimizer) and isinstance(stored, dict):
-            for key, pair in optimizer_state.ignored_settings(optimizer, stored).items():
+        if isinstance(optimizer, Optimizer) and isinstance(tree.get(name), dict):
+            settings = trained.settings(optimizer)
+            for key, pair in optimizer_state.ignored_settings(settings, tree[name]).items():
                 notes.append(
-                    f"{name}: {key} is {pair[1]} in the checkpoint, and {pair[0]} in the script:"
-                    " the checkpoint's counts, unless the script sets it behind run.track"
+                    f"{name}: {key} was {pair[1]}, and the script makes it {pair[0]}: the"
+                    " checkpoint's state counts, unless the script sets it behind run.track"
                 )
     return notes
 

@@ -151,7 +151,7 @@ def with_checksums(
         inventory,
         checksums={name: total for name, total in sums.items() if name not in weights},
         copies={place: (weight, sums[place]) for place, weight in weights.items()},
-        rank_0_objects={name: _crc([content]) for name, content in contents.items()},
+        rank_0_objects={name: _crc(_in_order(content)) for name, content in contents.items()},
     )
 
 
@@ -314,6 +314,16 @@ def _listed(values: Sequence[object]) -> str:
     """Return the first `_SHOWN` values for people, with commas, and ``…`` for more."""
     more = ", …" if values[_SHOWN:] else ""
     return ", ".join(map(str, values[:_SHOWN])) + more
+
+
+def _in_order(content: Any) -> Any:
+    """Return plain values with lists in place of dicts and sets, whose order differs between
+    processes."""
+    if isinstance(content, dict):
+        return sorted(((repr(key), _in_order(entry)) for key, entry in content.items()), key=repr)
+    if isinstance(content, (set, frozenset)):
+        return sorted(map(repr, content))
+    return [*map(_in_order, content)] if isinstance(content, (list, tuple)) else content
 
 
 def _crc(items: Iterable[object]) -> int:

@@ -209,7 +209,8 @@ def _content_of(
     content: Any = plain.state_dict()
     if isinstance(plain, Optimizer):
         state.trained.update(optimizer_state.like_parameters(name, plain, labels, untracked))
-        return optimizer_state.by_label(plain, content, labels, untracked)
+        content = optimizer_state.by_label(plain, content, labels, untracked)
+        return content | {optimizer_state.SETTINGS: trained.settings(plain)}
     if not isinstance(plain, torch.nn.Module):
         return content
     numbers = trained.ids()

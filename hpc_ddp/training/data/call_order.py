@@ -26,9 +26,7 @@ class CallOrder:
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
         self._number = -1  # of that loop; loops of the same total, as after an error, are one
-        self._abandoned: dict[
-            int, int
-        ] = {}  # the position's of the checkpoint, up to where it goes on
+        self._abandoned: dict[int, int] = {}  # the position's at the resume, until a loop goes on
         # The exception in whose ``except`` block `start`, or the last loop, was called.
         self._handled = sys.exc_info()[1]
 

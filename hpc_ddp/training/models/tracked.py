@@ -98,21 +98,28 @@ def warn_of_untracked(
     optimizer with a state, that are neither among the tracked `objects` nor an attribute of one: a
     resume begins them anew. Called after a step; it looks at all objects, so it takes 0.1 s."""
     reachable = list(_with_attributes(objects))
+    if any(_find_untracked(reachable)):
+        gc.collect()  # one that the script has replaced may wait for it
+        for noun in _find_untracked(reachable):
+            warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
+
+
+def _find_untracked(reachable: Collection[Any]) -> list[str]:
+    """Return the kinds of schedulers of `reachable` optimizers, and of optimizers with a state,
+    that are not `reachable` themselves."""
     numbers = set(map(id, reachable))
-    states = {id(thing.state) for thing in reachable if isinstance(thing, Optimizer)}
+    states = {id(getattr(thing, "state", None)) for thing in reachable}
+    nouns = []
     for thing in find_living(Optimizer, LRScheduler):
-        if id(thing) in numbers:
-            continue
         if isinstance(thing, LRScheduler):
             is_missing = id(getattr(thing, "optimizer", None)) in numbers
         else:
-            is_missing = bool(thing.state) and id(thing.state) not in states
-        if is_missing:
+            state = getattr(thing, "state", None)  # a class may do without
+            is_missing = bool(state) and id(state) not in states
+        if is_missing and id(thing) not in numbers:
             noun = "a scheduler" if isinstance(thing, LRScheduler) else "an optimizer"
-            warn(
-                f"WARNING: {noun}, {type(thing).__name__}, is in no checkpoint, and a resume begins"
-                f" it anew; {remedy}"
-            )
+            nouns.append(f"{noun}, {type(thing).__name__}")
+    return sorted(nouns)
 
 
 def find_living(*kinds: type) -> list[Any]:

@@ -21,6 +21,7 @@ class TrainedParameters:
     def __init__(self) -> None:
         self._optimizers: list[Optimizer] = []
         self._with_gradients: set[int] = set()
+        self._settings: dict[int, list[dict[str, Any]]] = {}
         self._as_made: dict[int, bool] = {}  # whether a module's parameter needed gradients, by id
 
     def add(self, objects: Iterable[Any]) -> None:
@@ -28,10 +29,19 @@ class TrainedParameters:
         for thing in objects:
             if isinstance(thing, Optimizer):
                 self._optimizers.append(thing)
+                self._settings[id(thing)] = [
+                    {key: group[key] for key in thing.defaults if _is_plain(group.get(key))}
+                    for group in thing.param_groups
+                ]
                 parameters = parameters_of(thing)
                 self._with_gradients |= {id(p) for p in parameters if p.requires_grad}
             elif isinstance(thing, torch.nn.Module):
                 self._as_made |= {id(p): p.requires_grad for p in thing.parameters()}
+
+    def settings(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Return the plain settings of an optimizer's groups as the script had made them by `add`;
+        [] of one that was not added."""
+        return self._settings.get(id(optimizer), [])
 
     def changes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return whether parameters of a module need gradients, by name, for those of which the
@@ -50,6 +60,12 @@ class TrainedParameters:
             for parameter in parameters_of(optimizer)
             if optimizer.state.get(parameter)
         )
+
+
+def _is_plain(setting: Any) -> bool:
+    """Return whether a setting is a number or some of them, as most are."""
+    parts = setting if isinstance(setting, tuple) else (setting,)
+    return all(isinstance(part, (int, float)) for part in parts)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

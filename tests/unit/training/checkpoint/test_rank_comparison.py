@@ -170,3 +170,5 @@ def test_other_objects_that_differ_are_named_and_make_a_whole() -> None:
     assert different_objects([one, other, behind]) == ["b"]
     assert different_objects([one, behind]) == []
     assert _fit(one, replace(other, written={}))
+    assert rank(0, {"x": 1, "y": {"a", "b"}}, 0) == rank(0, {"y": {"b", "a"}, "x": 1}, 0)
+    assert rank(0, [{"x": (1,)}], 0) != rank(0, [{"x": (2,)}], 0)
