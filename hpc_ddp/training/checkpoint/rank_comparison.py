@@ -151,7 +151,7 @@ def with_checksums(
         inventory,
         checksums={name: total for name, total in sums.items() if name not in weights},
         copies={place: (weight, sums[place]) for place, weight in weights.items()},
-        rank_0_objects={name: _crc(_in_order(content)) for name, content in contents.items()},
+        rank_0_objects={name: _crc([_in_order(content)]) for name, content in contents.items()},
     )
 
 
