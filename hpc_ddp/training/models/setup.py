@@ -312,7 +312,7 @@ class ModelSetup(Worker):
 
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
         """Raise UsageError for tracked `objects`, as `check_models` and `check_copies` do."""
-        check_models(objects, self._wrapped)
+        check_models(objects, self._wrapped, self._dims.pp > 1)
         check_copies(objects.values(), self._wrapped, self._dims)
         self._unchecked = list(objects.values())
 

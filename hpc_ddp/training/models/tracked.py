@@ -17,14 +17,18 @@ from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
 
 
-def check_models(objects: Mapping[str, Any], wrapped: Iterable[torch.nn.Module]) -> None:
+def check_models(
+    objects: Mapping[str, Any], wrapped: Iterable[torch.nn.Module], is_stage: bool = False
+) -> None:
     """Refuse tracked `objects` with an optimizer, but without the model it trains, or an optimizer
-    inside it: checkpoints would lack their state. `wrapped` went through `Run.wrap` and others.
+    inside it: checkpoints would lack their state. `wrapped` went through `Run.wrap` and others;
+    with `is_stage` they belong to one stage of a pipeline.
 
     Raises
     ------
     UsageError
-        an optimizer has a parameter of such a model, or another optimizer
+        an optimizer has a parameter of such a model, or another optimizer, or, in a stage, a
+        tensor of no tracked object
     HpcDdpError
         the state of an object can't be saved
     """
@@ -50,6 +54,12 @@ def check_models(objects: Mapping[str, Any], wrapped: Iterable[torch.nn.Module])
                 f"{name} trains a {type(module).__name__} that run.track was not given: no"
                 " checkpoint would have its buffers, and the names of its weights",
                 hint=f"run.track(model=model, {name}={name})",
+            )
+        if untracked and is_stage:
+            raise UsageError(
+                f"{name} trains a tensor of no tracked object, whose name may be another tensor's in"
+                " another stage; accepted in a pipeline: parameters of tracked models",
+                hint="make it a parameter of the stage's module",
             )
 
 

@@ -50,6 +50,8 @@ def test_an_optimizer_without_its_model_is_refused() -> None:
     check_models({"opt": optimizer, "agent": agent}, [])
     alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # as SAC's temperature
     check_models({"alone": alone}, [])
+    with pytest.raises(UsageError, match="alone trains a tensor of no tracked object"):
+        check_models({"alone": alone}, [], is_stage=True)
 
 
 def untracked(*objects: Any) -> list[str]:
