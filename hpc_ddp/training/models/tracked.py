@@ -57,7 +57,7 @@ def check_models(
             )
         if untracked and is_stage:
             raise UsageError(
-                f"{name} trains a tensor of no tracked object, whose name may be another tensor's in"
+                f"{name} trains a tensor of no tracked object, whose name may be another one's in"
                 " another stage; accepted in a pipeline: parameters of tracked models",
                 hint="make it a parameter of the stage's module",
             )
