@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, TrainingBegun
-from hpc_ddp.training.data.call_order import CallOrder, check_tracked, is_left
+from hpc_ddp.training.data.call_order import check_tracked, is_epoch_done
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData
@@ -33,7 +33,6 @@ class Run(ModelSetup):
     def __init__(self, options: Options) -> None:
         """Do as `start` says, and have rank 0 warn at an exit without `finish`."""
         super().__init__(options)
-        self._calls = CallOrder()
         self._decision = Decision()  # which the end of a batch, a step or an epoch carries out
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
@@ -146,7 +145,9 @@ class Run(ModelSetup):
         with self._calls.in_loop("epochs", total, self._manager.tracked, self.position) as is_over:
             self._begin_loop()
             self._own_data.warn_of_epoch(self.position)
-            while not is_over and self.position.epoch < total and not is_left(self._loader):
+            if not is_over and is_epoch_done(self._loader):
+                self.position.begin_epoch()
+            while not is_over and self.position.epoch < total:
                 self._consensus.restart_step()
                 self._timer.start_step()
                 yield self.position.epoch

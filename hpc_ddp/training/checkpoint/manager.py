@@ -184,7 +184,8 @@ class CheckpointManager:
 
     def start_random(self) -> None:
         """Give the generators the state that the checkpoint has of this rank's stream; without one,
-        or at a second call, seed them for the present step and the stream.
+        or at a second call, seed them for the present step and the stream. Tracked ones take up
+        their states as well.
 
         Called at the start of the loop, so that whatever the script draws before it makes no
         difference to a resume. No collective.
@@ -195,6 +196,9 @@ class CheckpointManager:
         if self._rng is not None:
             rng.restore(self._rng, self._devices)
         self._rng = None
+        for tracked in self._objects.values():
+            if isinstance(tracked, rng.GeneratorState):
+                tracked.restore()
 
     def save(self, *, is_last: bool = False) -> None:
         """Wait for the save before, then begin to copy the state, and to write it in a thread.
@@ -291,9 +295,10 @@ class CheckpointManager:
         self.best = Best(value, higher=higher) if is_best else replace(best, stale=best.stale + 1)
         return is_best
 
-    def load_best(self, model: torch.nn.Module) -> int:
-        """Save, then load the best checkpoint's state into a tracked model, given with or without
-        its wrapper; return its step.
+    def load_best(self, model: torch.nn.Module, saves: bool = True) -> int:
+        """Save, unless `saves` is false, then load the best checkpoint's state into a tracked
+        model, given with or without its wrapper; return its step. Without a save, a best value that
+        has no checkpoint yet is the present state's, which stays.
 
         Raises
         ------
@@ -316,8 +321,12 @@ class CheckpointManager:
                 "the run has no best checkpoint: run.best was not called, or with NaN only",
                 hint="run.best(accuracy) at the end of each epoch",
             )
-        self.save_surely()
-        assert self.best.step is not None  # the save has seen to that
+        if saves:
+            self.save_surely()
+        else:
+            self.settle()
+        if self.best.step is None:
+            return self._position.step
         checkpoint = self._checkpoints.load(self.best.step)
         tree = {names[0]: self._tree_of(checkpoint)[names[0]]}
         self._put_back({names[0]: model}, tree, checkpoint)

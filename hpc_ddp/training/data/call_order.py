@@ -26,7 +26,8 @@ class CallOrder:
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
         self._number = -1  # of that loop; loops of the same total, as after an error, are one
-        self._abandoned: dict[int, int] = {}  # the position's at the resume, until a loop goes on
+        self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
+        self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
         # The exception in whose ``except`` block `start`, or the last loop, was called.
         self._handled = sys.exc_info()[1]
 
@@ -34,8 +35,8 @@ class CallOrder:
     def in_loop(
         self, loop: Kind, total: int, is_tracked: bool, position: Position
     ) -> Iterator[bool]:
-        """Note that the block is a loop of `total` epochs or steps, and in `position` if it is left
-        by ``break``; give whether it is over by now, which an attempt before may have left it.
+        """Note that the block is a loop of `total` epochs or steps, and whether it is left by
+        ``break``; give whether it is over by now, which an attempt before may have abandoned.
 
         Raise UsageError if `track` was not called, inside another loop, or if `total` is no int.
         """
@@ -52,21 +53,24 @@ class CallOrder:
             self._abandoned = position.abandoned
         self._number += not self.has_looped or total != self.total
         number, done = self._number, position.epoch if loop == "epochs" else position.step
-        is_over = done >= total or total <= self._abandoned.get(number, 0)
+        is_over = done >= total or self._abandoned.get(number) == (loop, total)
         if not is_over:
-            position.abandoned = {
-                n: position.abandoned[n] for n in position.abandoned if n < number
-            }
-            self._abandoned = position.abandoned
+            earlier = {n: entry for n, entry in position.abandoned.items() if n < number}
+            self._abandoned = position.abandoned = earlier
         self.loop, self.total = loop, total
         self._handled = sys.exc_info()[1]
         try:
             yield is_over
         except GeneratorExit:
-            position.abandoned = {**position.abandoned, number: total}
+            self._broken[number] = (loop, total)
             raise
         finally:
             self.loop = None
+
+    def abandon(self, position: Position) -> None:
+        """Note in `position` the loops that were left by ``break``: a call behind them shows that
+        the script does not come back, as it may after an error."""
+        position.abandoned = {**position.abandoned, **self._broken}
 
     @property
     def has_looped(self) -> bool:
@@ -151,11 +155,10 @@ def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:
             )
 
 
-def is_left(loader: Loader | None) -> bool:
+def is_epoch_done(loader: Loader | None) -> bool:
     """Return whether all batches of the epoch are done that the run is in. A save within a loop
-    comes after the epoch's end; so a script was stopped behind its loop, whose iterator it keeps
-    (as a progress bar does), and a resume begins there. False without a loader, and for a stream.
-    """
+    comes after the epoch's end; so the script had saved behind its loop, which it had left by
+    ``break``. False without a loader, and for a stream."""
     if loader is None or loader.samples is None:
         return False
     position = loader._position

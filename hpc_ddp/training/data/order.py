@@ -21,14 +21,14 @@ ODD = 0x5851F42D4C957F2D  # the multiplier of Knuth's MMIX generator
 @dataclass
 class Position:
     """Where a run is: `step` completed optimizer steps, `epoch_steps` of them in `epoch`, and the
-    `samples` of the run's loader that they took. `abandoned` has the totals of the loops that the
-    script has left by ``break``, by their numbers from 0."""
+    `samples` of the run's loader that they took. `abandoned` has the kinds and totals of the loops
+    that the script has left by ``break`` and does not come back to, by their numbers from 0."""
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
     epoch_steps: int = 0
-    abandoned: dict[int, int] = field(default_factory=dict)
+    abandoned: dict[int, tuple[str, int]] = field(default_factory=dict)
 
     def begin_epoch(self) -> None:
         """Move on to the next epoch's first sample."""

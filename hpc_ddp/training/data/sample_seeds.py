@@ -16,7 +16,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training.models import rng
 
 MOST_OBJECTS = 2000  # that are looked at: a data set may hold all of its samples
-SEEDERS = ("set_random_state", "set_random_seed")  # MONAI's, and albumentations'
+SEEDERS = ("set_random_seed", "set_random_state")  # albumentations', and MONAI's
 _SEALED = (str, bytes, int, float, type(None), torch.Tensor, type, FunctionType, ModuleType)
 
 

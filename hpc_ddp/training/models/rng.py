@@ -91,20 +91,28 @@ def untouched() -> Iterator[None]:
 
 
 class GeneratorState:
-    """A random generator of the script as an object with a state dict, for a checkpoint."""
+    """A random generator of the script as an object with a state dict, for a checkpoint. What is
+    loaded waits for `restore`, so that the script may draw from it before its loop."""
 
     def __init__(self, generator: Any) -> None:
         """Take one for which `is_generator` is true."""
         self._generator = generator
+        self._loaded: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state in types that ``torch.load`` with ``weights_only`` takes."""
-        return {"state": _with_tensors(raw_state(self._generator))}
+        state = raw_state(self._generator) if self._loaded is None else self._loaded
+        return {"state": _with_tensors(state)}
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Put it into a state of `state_dict`; raise ValueError for that of another kind."""
-        generator = self._generator
-        state = _like(raw_state(generator), stored["state"])
+        """Take a state of `state_dict`; raise KeyError for that of another kind of generator."""
+        self._loaded = _like(raw_state(self._generator), stored["state"])
+
+    def restore(self) -> None:
+        """Put the generator into the state that was loaded, the first time after that."""
+        generator, state, self._loaded = self._generator, self._loaded, None
+        if state is None:
+            return
         if isinstance(generator, torch.Generator):
             generator.set_state(state)
         elif isinstance(generator, random.Random):

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
+from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.devices import is_accelerator
@@ -40,6 +41,7 @@ class ModelSetup(Worker):
         self._wrapped: list[Any] = []  # models whose gradients DDP or FSDP2 averages
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
+        self._calls = CallOrder()
         self._unchecked: list[Any] = []  # what was tracked, until the first step
         self._no_loader = Batch()  # of a script without a loader of the run
 
@@ -337,8 +339,9 @@ class ModelSetup(Worker):
     def load_best(self, model: torch.nn.Module) -> int:
         """Put the weights of the best checkpoint (see `best`) into the model; return its step.
 
-        All ranks call it, behind the loop. The last state is saved first, so a run that is stopped
-        from here on starts behind the loop, and can be given more epochs later.
+        All ranks call it. Behind the loop the last state is saved first, so a run that is stopped
+        from here on starts behind the loop, and can be given more epochs later. In a loop nothing
+        is saved: a run that is stopped there goes on from its last checkpoint.
 
         Raises
         ------
@@ -348,6 +351,9 @@ class ModelSetup(Worker):
             the best checkpoint is gone, damaged or can't be read, or is of another number of ranks
             that had weights of their own; or the save before it fails as in `finish`
         """
-        step = self._manager.load_best(model)
+        is_behind = self._calls.loop is None
+        if is_behind:
+            self._calls.abandon(self.position)
+        step = self._manager.load_best(model, saves=is_behind)
         beat()
         return step

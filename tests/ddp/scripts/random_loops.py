@@ -94,6 +94,7 @@ class Loop:
     has_generator: bool  # of the script, for what it draws
     frozen_at: int | None  # the epoch or step at which a weight is
     left_at: int | None  # the epoch or step behind which the loop is
+    reloads: bool  # the best weights in the loop, where they get worse
 
     @classmethod
     def draw(cls, seed: int) -> Loop:
@@ -122,6 +123,7 @@ class Loop:
             has_generator=dice.random() < 0.5,
             frozen_at=dice.randint(0, 3) if dice.random() < 0.4 else None,
             left_at=dice.randint(0, 2 if by == "epochs" else 12) if dice.random() < 0.4 else None,
+            reloads=dice.random() < 0.3,
         ).with_end(dice.choice((end, "kill behind the loop")))
 
     def with_end(self, end: str) -> Loop:
@@ -210,6 +212,10 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
         if number == loop.frozen_at:
             model.module.bias.requires_grad_(False)  # type: ignore[union-attr]
 
+    def judge_weights() -> None:
+        if not run.best(run.position.step % 4) and loop.reloads:
+            rows.append((run.position.step, "reloaded", run.load_best(model), weights()))
+
     def end_behind_the_loop() -> None:
         """Load the best weights, as behind an early stop; a test pass would follow."""
         step = run.load_best(model)
@@ -234,7 +240,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
             if run.position.step % 4 == 0:
                 evaluate()
             if run.position.step % 3 == 1:
-                run.best(run.position.step % 4)
+                judge_weights()
             if step == loop.left_at:
                 break
     else:
@@ -249,7 +255,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
                     break
             evaluate()
             peek("behind an epoch")
-            run.best(run.position.step % 4)
+            judge_weights()
             if epoch == loop.left_at:
                 break
     end_behind_the_loop()

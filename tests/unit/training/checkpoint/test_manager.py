@@ -328,3 +328,8 @@ def test_the_current_state_is_saved_before_the_best_is_loaded(run: RunFolder, ma
     position.step = 2
     assert manager.load_best(model) == 1
     assert checkpoint_names(run) == ["step-1", "step-2"]
+    position.step = 3  # in a loop: its last checkpoint stays the newest
+    assert manager.load_best(model, saves=False) == 1
+    manager.judge(2.0, higher=True)
+    assert manager.load_best(model, saves=False) == 3  # it has that state
+    assert checkpoint_names(run) == ["step-1", "step-2"]

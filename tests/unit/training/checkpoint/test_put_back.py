@@ -570,6 +570,12 @@ def test_a_generator_of_the_script_goes_on(make: Any, draw: Any, tmp_path: Path)
     assert rng.is_generator(generator)
     objects, others = ({"g": rng.GeneratorState(g)} for g in (generator, fresh))
     load_state(tmp_path, state.collect(objects), others)
+    assert draw(fresh) == draw(make())  # before the loop, as in each attempt
+    load_state(tmp_path, state.collect(others), others)  # a save before the loop
+    others["g"].restore()
+    expected = draw(generator)
+    assert draw(fresh) == expected
+    others["g"].restore()
     assert draw(fresh) == draw(generator)
 
 

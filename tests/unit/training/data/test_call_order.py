@@ -83,27 +83,41 @@ def loop(calls: CallOrder, position: Position, total: int) -> Iterator[bool]:
         yield is_over
 
 
-def test_a_loop_that_was_left_by_break_is_over_for_the_next_attempt() -> None:
+def test_a_loop_that_was_abandoned_is_over_for_the_next_attempt() -> None:
     position, first, second = Position(), CallOrder(), CallOrder()
     list(loop(first, position, 3))
     position.step = 3  # it was trained to its end
     for _ in loop(first, position, 9):
-        assert position.abandoned == {}
         break
-    assert position.abandoned == {1: 9}
+    assert position.abandoned == {}
+    first.abandon(position)
+    assert position.abandoned == {1: ("steps", 9)}
     assert list(loop(second, position, 3)) == [True]
     assert list(loop(second, position, 9)) == [True]
-    assert position.abandoned == {1: 9}  # so there is nothing to save
-    assert list(loop(second, position, 8)) == [False]  # another stage
+    assert position.abandoned == {1: ("steps", 9)}  # so there is nothing to save
+    for _ in loop(second, position, 8):  # the next stage, with saves in its loop
+        assert position.abandoned == {1: ("steps", 9)}
     third = CallOrder()
     assert list(loop(third, position, 3)) == [True]
     assert list(loop(third, position, 12)) == [False]  # it was given more
     assert position.abandoned == {}
 
 
-def test_a_loop_that_is_tried_again_after_an_error_is_none_that_was_left() -> None:
+def test_a_loop_of_another_number_or_kind_is_not_the_one_that_was_abandoned() -> None:
+    """As behind ``if not run.resumed:`` around the first one."""
+    position, first, second = Position(), CallOrder(), CallOrder()
+    for _ in loop(first, position, 9):
+        break
+    first.abandon(position)
+    with second.in_loop("epochs", 9, True, position) as is_over:
+        assert not is_over
+    assert list(loop(CallOrder(), position, 8)) == [False]
+
+
+def test_a_loop_that_is_tried_again_after_an_error_is_not_abandoned() -> None:
     calls, position = CallOrder(), Position()
     with pytest.raises(ZeroDivisionError):
         list(1 // 0 for _ in loop(calls, position, 9))
-    for _ in loop(calls, position, 9):
-        assert position.abandoned == {}
+    calls.abandon(position)  # as by run.load_best
+    assert list(loop(calls, position, 9)) == [False]
+    assert position.abandoned == {}

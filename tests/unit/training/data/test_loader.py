@@ -14,7 +14,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import dataloader, order
 from hpc_ddp.training.data import loader as module
 from hpc_ddp.training.data.batches import pinned
-from hpc_ddp.training.data.call_order import is_left
+from hpc_ddp.training.data.call_order import is_epoch_done
 from hpc_ddp.training.data.dataloader import _Batch, batches_of
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
@@ -60,14 +60,14 @@ def test_an_expanded_tensor_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch
     ("done", "steps", "left"),
     [(0, 0, False), (12, 1, False), (24, 2, True), (24, 3, False)],  # the last one of other batches
 )
-def test_a_loop_that_was_left_at_the_end_of_an_epoch_is_not_entered_again(
+def test_an_epoch_whose_batches_are_all_done_is_not_entered_again(
     done: int, steps: int, left: bool
 ) -> None:
-    """As by an early stop: the position was saved behind the loop, by run.load_best."""
+    """As by an early stop: the position was saved behind the loop, by run.finish."""
     plan, position = BatchPlan(12, 0, 1), Position(samples=done, epoch_steps=steps)
     loader = make_loader(TensorDataset(torch.ones(24)), plan, position=position)
-    assert is_left(loader) is left
-    assert not is_left(None)
+    assert is_epoch_done(loader) is left
+    assert not is_epoch_done(None)
 
 
 def test_a_data_set_may_change_its_tensors_and_not_its_size() -> None:
