@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +16,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.training.data.order import derive
 from hpc_ddp.training.models import rng
 
 MOST_OBJECTS = 2000  # that are looked at: a data set may hold all of its samples
-SEEDERS = ("set_random_seed", "set_random_state")  # albumentations', and MONAI's
 _SEALED = (str, bytes, int, float, type(None), torch.Tensor, type, FunctionType, ModuleType)
 
 
@@ -32,15 +35,16 @@ class SampleSeeds:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._epoch = -1  # in which the data set was looked through
-        self._seeders: list[Callable[..., Any]] = []
+        self._seeders: list[Callable[[int], Any]] = []
         self._copied: dict[str, Any] | None = None  # attributes that persistent workers have
         self.warns = False
 
     def seed(self, number: int) -> None:
-        """Seed all generators that can be seeded, but for the devices'."""
+        """Seed all generators that can be seeded, but for the devices'. Each transform has a seed
+        of its own: two of one seed would flip the same samples."""
         rng.seed_all(number)
-        for seeder in self._seeders:
-            seeder(seed=number % 2**32)
+        for index, seeder in enumerate(self._seeders):
+            seeder(derive(number, index) % 2**32)
 
     @contextmanager
     def watched(self, epoch: int) -> Iterator[None]:
@@ -105,10 +109,10 @@ def changes_of(dataset: Any, attributes: dict[str, Any]) -> list[str]:
     return [key for key, entry in attributes.items() if current.get(key) != entry]
 
 
-def find_generators(dataset: Any) -> tuple[list[Callable[..., Any]], dict[str, Any]]:
-    """Return the methods by which parts of a data set can be seeded, and other generators in its
+def find_generators(dataset: Any) -> tuple[list[Callable[[int], Any]], dict[str, Any]]:
+    """Return the functions by which parts of a data set can be seeded, and other generators in its
     attributes, and in theirs, by their places."""
-    seeders: list[Callable[..., Any]] = []
+    seeders: list[Callable[[int], Any]] = []
     generators: dict[str, Any] = {}
     visited: set[int] = set()
     queue = deque([("dataset", dataset)])
@@ -117,14 +121,30 @@ def find_generators(dataset: Any) -> tuple[list[Callable[..., Any]], dict[str, A
         if id(thing) in visited or isinstance(thing, _SEALED):
             continue
         visited.add(id(thing))
-        names = [name for name in SEEDERS if callable(getattr(type(thing), name, None))]
-        if names:
-            seeders.append(getattr(thing, names[0]))
+        if seeder := _seeder_of(thing):
+            seeders.append(seeder)
         elif rng.is_generator(thing):
             generators[place] = thing
         else:
             queue.extend(_parts_of(place, thing))
     return seeders, generators
+
+
+def _seeder_of(thing: Any) -> Callable[[int], Any] | None:
+    """Return the function that seeds a transform of MONAI or albumentations, or one of another
+    library with their methods; None for other objects."""
+    method = getattr(thing, "set_random_state", None)
+    if not inspect.ismethod(method):
+        return None
+    names = inspect.signature(method).parameters.keys()
+    if "seed" in names:  # MONAI's, whose Compose draws a seed for each of its transforms
+        return lambda seed: method(seed=seed)
+    if {"random_generator", "py_random"} <= names:  # albumentations', shared by all transforms
+        return lambda seed: method(
+            random_generator=sys.modules["numpy"].random.default_rng(seed),
+            py_random=random.Random(seed),
+        )
+    return None
 
 
 def _parts_of(place: str, thing: Any) -> Iterator[tuple[str, Any]]:

@@ -31,12 +31,35 @@ class Noise:
         return float(self.R.random_sample())
 
 
+class Flips:
+    """As albumentations has it: two transforms that draw from one pair of generators."""
+
+    def __init__(self) -> None:
+        self.set_random_state(numpy.random.default_rng(4), random.Random(4))
+
+    def set_random_seed(self, seed: int) -> None:
+        raise AssertionError("each transform would draw the same numbers")
+
+    def set_random_state(
+        self, random_generator: numpy.random.Generator, py_random: random.Random
+    ) -> None:
+        self.random_generator, self.py_random = random_generator, py_random
+
+    def draw(self) -> float:
+        return float(self.random_generator.random()) + self.py_random.random()
+
+
 class Plain:
     def __init__(self) -> None:
         self.generators: dict[str, Any] = {"a": random.Random(2), "b": numpy.random.default_rng(2)}
 
     def draw(self) -> float:
         return float(self.generators["b"].random())
+
+
+class Unseeded(Plain):
+    def set_random_state(self, state: Any) -> None:
+        raise AssertionError
 
 
 class Mapped(Dataset[float]):
@@ -64,9 +87,11 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [Mapped, Stream])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_transforms_that_can_be_seeded_are(kind: Any, workers: int, printed: list[str]) -> None:
-    dataset = kind(Noise())
+@pytest.mark.parametrize(("workers", "make"), [(0, Noise), (1, Noise), (0, Flips)])
+def test_transforms_that_can_be_seeded_are(
+    kind: Any, workers: int, make: Any, printed: list[str]
+) -> None:
+    dataset = kind(make())
     plan = BatchPlan(2, 0, 1)
     loader = make_loader(dataset, plan, warn=printed.append, num_workers=workers)
     whole = torch.cat(list(loader))
@@ -77,14 +102,14 @@ def test_transforms_that_can_be_seeded_are(kind: Any, workers: int, printed: lis
     later = torch.cat(list(loader))
     assert not torch.equal(later, whole)
     other = make_loader(dataset, plan, position=replace(loader._position), num_workers=workers)
-    dataset.transforms[0] = Noise()  # by the loop
+    dataset.transforms[0] = make()  # by the loop
     assert torch.equal(torch.cat(list(other)), later)
     assert printed == []
 
 
 @pytest.mark.parametrize("kind", [Mapped, Stream])
 def test_a_generator_that_changes_is_named_once(kind: Any, printed: list[str]) -> None:
-    dataset = kind(Noise(), Plain())
+    dataset = kind(Noise(), Unseeded())
     loader = make_loader(dataset, BatchPlan(2, 0, 1), warn=printed.append)
     for _ in range(2):
         list(loader)
@@ -128,6 +153,15 @@ def test_persistent_workers_miss_what_the_loop_sets() -> None:
             list(loader)
             loader._position.begin_epoch()
         assert len(lines) == persistent
+
+
+def test_each_transform_has_a_seed_of_its_own() -> None:
+    dataset = Mapped(Noise(), Noise())
+    seeds = sample_seeds.SampleSeeds(dataset)
+    with seeds.watched(0):
+        seeds.seed(3)
+    first, second = (transform.draw() for transform in dataset.transforms)
+    assert first != second
 
 
 def test_a_data_set_is_looked_through_in_part() -> None:
