@@ -120,7 +120,7 @@ class Stop(EpochStop):
         if not self._accelerator.sync_gradients:
             return
         self._check_objects()
-        kinds = ("optimizers", "schedulers", "custom_objects")
+        kinds = ("models", "optimizers", "schedulers", "custom_objects")
         objects = chain.from_iterable(getattr(self._accelerator, f"_{kind}") for kind in kinds)
         self._warn_of_others(objects, "accelerator.register_for_checkpointing(…) keeps it")
         samples = self._samples * self._accelerator.gradient_accumulation_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -135,11 +136,9 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
         if self._is_of_tensors:  # nothing is drawn, so all come at once
             tensors = self._dataset.tensors  # type: ignore[attr-defined]  # others by now, perhaps
             return micro_batch, [rows_of(tensor, indices) for tensor in tensors]
-        with self.seeds.watched(epoch):
-            if get_worker_info() is not None:
-                return micro_batch, self._batch(epoch, indices)
-            with rng.untouched():
-                return micro_batch, self._batch(epoch, indices)
+        guard = rng.untouched() if get_worker_info() is None else nullcontext()
+        with guard, self.seeds.watched(epoch, lambda: self._sample(epoch, indices[-1])):
+            return micro_batch, self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         """Return the collated samples of an epoch at some indices; changes the global

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.optimizer_state import params_of
 from hpc_ddp.training.checkpoint.state import labels_of, untracked_parameters, unwrap
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
+
+LEVELS = 10  # of attributes, lists and dicts, at which a tracked object may have its parts
+MOST_PARTS = 10_000  # of a level: a replay buffer may be a list
+OF_WEIGHTS = ("state", "param_groups")  # of an optimizer, an entry for each weight
 
 
 def check_models(
@@ -47,13 +53,16 @@ def check_models(
                 f"an optimizer has another one, {key}, and no checkpoint would have its state",
                 hint=f"run.track(…, base=optimizer.{key})",
             )
+    within = _parameters_within(objects.values())
     for name, untracked in untracked_parameters(objects, stored).items():
         params = params_of(unwrap(objects[name]), stored) if untracked else {}
-        if module := _module_of([params[label] for label in untracked]):
+        weights = [params[label] for label in untracked if id(params[label]) not in within]
+        if module := _module_of(weights):
+            kind = type(module).__name__
             raise UsageError(
-                f"{name} trains a {type(module).__name__} that run.track was not given: no"
-                " checkpoint would have its buffers, and the names of its weights",
-                hint=f"run.track(model=model, {name}={name})",
+                f"{name} trains a {kind} that run.track was not given: no checkpoint would have its"
+                " buffers, and the names of its weights",
+                hint=f"run.track(…, {kind.lower()}=…), or the model that it is part of",
             )
         if untracked and is_stage:
             raise UsageError(
@@ -104,30 +113,34 @@ def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
 def warn_of_untracked(
     objects: Iterable[Any], warn: Callable[[str], None], remedy: str = "name it in run.track(…)"
 ) -> None:
-    """Warn, by calls of `warn` with the text, of a scheduler of a tracked optimizer, and of an
-    optimizer with a state, that are neither among the tracked `objects` nor an attribute of one: a
-    resume begins them anew. Called after a step; it looks at all objects, so it takes 0.1 s."""
-    reachable = list(_with_attributes(objects))
-    if any(_find_untracked(reachable)):
+    """Warn, by calls of `warn` with the text, of schedulers of a tracked optimizer, optimizers with
+    a state for a tracked model, and averages of models, that are neither among the tracked
+    `objects` nor within one: a resume begins them anew. Called after a step; it looks at all
+    objects, so it takes 0.1 s."""
+    within = list(_objects_within(objects))
+    if any(_find_untracked(within)):
         gc.collect()  # one that the script has replaced may wait for it
-        for noun in _find_untracked(reachable):
+        for noun in _find_untracked(within):
             warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
 
 
-def _find_untracked(reachable: Collection[Any]) -> list[str]:
-    """Return the kinds of schedulers of `reachable` optimizers, and of optimizers with a state,
-    that are not `reachable` themselves."""
-    numbers = set(map(id, reachable))
-    states = {id(getattr(thing, "state", None)) for thing in reachable}
+def _find_untracked(within: Collection[Any]) -> list[str]:
+    """Return the kinds of what `warn_of_untracked` warns of; `within` are the tracked objects and
+    what they have."""
+    numbers = set(map(id, within))
+    states = {id(getattr(thing, "state", None)) for thing in within}
+    weights = _parameters_within(within)
     nouns = []
-    for thing in find_living(Optimizer, LRScheduler):
-        if isinstance(thing, LRScheduler):
-            is_missing = id(getattr(thing, "optimizer", None)) in numbers
+    for thing in find_living(Optimizer, LRScheduler, AveragedModel):
+        if isinstance(thing, AveragedModel):
+            noun, is_missing = "an average", True
+        elif isinstance(thing, LRScheduler):
+            noun, is_missing = "a scheduler", id(getattr(thing, "optimizer", None)) in numbers
         else:
             state = getattr(thing, "state", None)  # a class may do without
-            is_missing = bool(state) and id(state) not in states
+            is_ours = bool(state) and any(id(weight) in weights for weight in parameters_of(thing))
+            noun, is_missing = "an optimizer", is_ours and id(state) not in states
         if is_missing and id(thing) not in numbers:
-            noun = "a scheduler" if isinstance(thing, LRScheduler) else "an optimizer"
             nouns.append(f"{noun}, {type(thing).__name__}")
     return sorted(nouns)
 
@@ -148,13 +161,28 @@ def _module_of(parameters: Collection[torch.Tensor]) -> torch.nn.Module | None:
     return None
 
 
-def _with_attributes(objects: Iterable[Any]) -> Iterator[Any]:
-    """Yield objects, their attributes, and what lists and dicts among these hold."""
-    for thing in map(unwrap, objects):
-        yield thing
-        for entry in vars(thing).values() if hasattr(thing, "__dict__") else ():
-            yield entry
-            if isinstance(entry, dict):
-                yield from entry.values()
-            elif isinstance(entry, (list, tuple)):
-                yield from entry
+def _parameters_within(objects: Iterable[Any]) -> set[int]:
+    """Return the ids of the parameters of modules that are among objects, or within one."""
+    modules = (thing for thing in _objects_within(objects) if isinstance(thing, torch.nn.Module))
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def _objects_within(objects: Iterable[Any]) -> Iterator[Any]:
+    """Yield objects, their attributes, what these hold, and so on, some levels deep; not what is
+    within a module or a tensor."""
+    level, visited = list(map(unwrap, objects)), set[int]()
+    for _ in range(LEVELS):
+        parts: list[Any] = []
+        for thing in level:
+            if id(thing) in visited or isinstance(thing, (torch.Tensor, str, bytes, type)):
+                continue
+            visited.add(id(thing))
+            yield thing
+            if isinstance(thing, dict):
+                parts += thing.values()
+            elif isinstance(thing, (list, tuple)):
+                parts += thing
+            elif not isinstance(thing, (torch.nn.Module, ModuleType, FunctionType)):
+                attributes = getattr(thing, "__dict__", {}).items()
+                parts += [part for key, part in attributes if key not in OF_WEIGHTS]
+        level = list(map(unwrap, parts[:MOST_PARTS]))

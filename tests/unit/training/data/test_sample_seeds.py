@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -127,18 +128,26 @@ class Counting(Stream):
         return iter([0.0] * 4)
 
 
+class CountingSamples(Stream):
+    def __iter__(self) -> Iterator[float]:
+        self.passes = 0
+        for _ in range(4):
+            self.passes += 1
+            yield 0.0
+
+
 class WithEpoch(Counting):
     def set_epoch(self, epoch: int) -> None:
         self.passes = epoch
 
 
 def test_a_stream_that_counts_its_epochs_is_missed(printed: list[str]) -> None:
-    for kind in (Counting, WithEpoch, Stream):
+    for kind in (Counting, WithEpoch, Stream, CountingSamples):
         dataset: Any = kind()
         dataset.passes = 0
         list(make_loader(dataset, BatchPlan(2, 0, 1), warn=printed.append))
     assert len(printed) == 1
-    assert "the stream sets its attribute passes as it is read" in printed[0]
+    assert "the stream counts its epochs in its attribute passes" in printed[0]
 
 
 def test_persistent_workers_miss_what_the_loop_sets() -> None:
@@ -155,6 +164,48 @@ def test_persistent_workers_miss_what_the_loop_sets() -> None:
         assert len(lines) == persistent
 
 
+class PerIndex(Mapped):
+    def __init__(self) -> None:
+        self.generator, self.missing = random.Random(), float("nan")
+
+    def __getitem__(self, index: int) -> float:
+        self.generator.seed(index)
+        return self.generator.random() + random.random()
+
+
+def test_a_generator_that_is_seeded_for_each_sample_is_right(printed: list[str]) -> None:
+    state = random.getstate()
+    list(make_loader(PerIndex(), BatchPlan(2, 0, 1), warn=printed.append))
+    assert printed == []
+    assert random.getstate() == state
+
+
+class Split(Mapped):
+    """A data set whose split comes of its seed, and whose transforms hide in functions."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.samples = [(str(number), number) for number in range(3000)]
+        self.hidden = hidden
+
+    def set_random_state(self, seed: int) -> None:
+        raise AssertionError
+
+
+def test_transforms_are_found_behind_a_list_and_in_functions() -> None:
+    noise, flips = Noise(), Flips()
+
+    def draw() -> float:
+        return noise.draw() + empty  # type: ignore[has-type, no-any-return]
+
+    for hidden in (noise, draw, noise.draw, partial(noise.draw), {"a": (flips,)}):
+        (seeder,), generators = sample_seeds.find_generators(Split(hidden))
+        assert not generators
+        seeder(3)
+    assert noise.R.random_sample() == Noise().set_random_state(3).R.random_sample()
+    if noise.R is None:
+        empty = 0.0  # a cell without content
+
+
 def test_each_transform_has_a_seed_of_its_own() -> None:
     dataset = Mapped(Noise(), Noise())
     seeds = sample_seeds.SampleSeeds(dataset)
@@ -165,6 +216,7 @@ def test_each_transform_has_a_seed_of_its_own() -> None:
 
 
 def test_a_data_set_is_looked_through_in_part() -> None:
-    many = Mapped()
+    many: Any = Mapped()
     many.more = [[0.5, object()] for _ in range(10**6)] + [Noise()]
+    many.deep = [[[[object() for _ in range(60)] for _ in range(60)]], [[[[[[Noise()]]]]]]]
     assert sample_seeds.find_generators(many) == ([], {})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models.tracked import check_models, inner_optimizer, warn_of_untracked
@@ -64,25 +65,52 @@ def untracked(*objects: Any) -> list[str]:
 def test_a_scheduler_of_a_tracked_optimizer_is_missed() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter])
-    parts: list[Any] = [LinearLR(optimizer), StepLR(optimizer, 3)]
+    parts: list[Any] = [LinearLR(optimizer), SequentialLR(optimizer, [StepLR(optimizer, 3)], [])]
     whole = SequentialLR(optimizer, parts, [4])
     plateau = ReduceLROnPlateau(optimizer)
     assert untracked(optimizer, whole, plateau) == []
     assert untracked(optimizer, whole) == ["a scheduler, ReduceLROnPlateau"]
-    assert untracked(optimizer, SimpleNamespace(schedules={"a": whole}, b=plateau)) == [
-        "a scheduler, LinearLR",  # an attribute of an attribute
-        "a scheduler, StepLR",
-    ]
+    assert untracked(SimpleNamespace(parts={"a": {"b": (optimizer, whole, plateau)}})) == []
     assert untracked() == []
 
 
 def test_an_optimizer_with_a_state_is_missed() -> None:
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    optimizer, plain, inner = (torch.optim.SGD([parameter], momentum=m) for m in (0.9, 0, 0.9))
-    for one in (optimizer, plain):
+    net = nn.Linear(1, 1)
+    net.weight.grad = torch.ones(1, 1)
+    groups = (net.parameters(), [nn.Parameter(torch.ones(1))], net.parameters())
+    optimizer, inner, shared = (torch.optim.SGD(group, momentum=0.9) for group in groups)
+    inner.param_groups[0]["params"][0].grad = torch.ones(1)  # of a clone, as in MAML
+    for one in (optimizer, inner):
         one.step()
-    assert untracked() == ["an optimizer, SGD"]
-    assert untracked(optimizer) == []
-    inner.state = optimizer.state  # as of a Lookahead
-    assert untracked(optimizer) == []
+    assert untracked(net) == ["an optimizer, SGD"]
+    assert untracked(SimpleNamespace(net=nn.DataParallel(net))) == ["an optimizer, SGD"]
+    assert untracked(net, optimizer) == untracked() == []
+    shared.state = optimizer.state  # as of a Lookahead
+    assert untracked(net, optimizer) == []
+
+
+def test_an_average_is_missed() -> None:
+    net = nn.Linear(1, 1)
+    average = AveragedModel(net)
+    assert untracked(net) == ["an average, AveragedModel"]
+    assert untracked(net, average) == []
+
+
+class Agent:
+    """As of reinforcement learning: its state has copies."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.parts = {"actors": [net]}
+        self.parts["self"] = [self]  # type: ignore[list-item]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        (net,) = self.parts["actors"]
+        return {key: tensor.double() for key, tensor in net.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        raise AssertionError
+
+
+def test_an_agent_may_have_the_state_of_its_models() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    check_models({"agent": Agent(net), "opt": torch.optim.SGD(net.parameters())}, [])
