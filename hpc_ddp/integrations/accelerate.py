@@ -121,7 +121,8 @@ class Stop(EpochStop):
             return
         self._check_objects()
         kinds = ("models", "optimizers", "schedulers", "custom_objects")
-        objects = chain.from_iterable(getattr(self._accelerator, f"_{kind}") for kind in kinds)
+        lists = (getattr(self._accelerator, f"_{kind}") for kind in kinds)
+        objects = [*chain.from_iterable(lists), self._accelerator.scaler]
         self._warn_of_others(objects, "accelerator.register_for_checkpointing(…) keeps it")
         samples = self._samples * self._accelerator.gradient_accumulation_steps
         if self.step(epoch=self._own_facts["epoch"], samples=samples, **values):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.journal.events import Finished, TrainingBegun
+from hpc_ddp.core.journal.events import Finished
 from hpc_ddp.training.data.call_order import check_tracked, is_epoch_done
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
@@ -143,7 +143,7 @@ class Run(ModelSetup):
         no int; OSError where `tensorboard` can't be written.
         """
         with self._calls.in_loop("epochs", total, self._manager.tracked, self.position) as is_over:
-            self._begin_loop()
+            self._begin_loop(is_over and self.position.epoch < total)
             self._own_data.warn_of_epoch(self.position)
             if not is_over and is_epoch_done(self._loader):
                 self.position.begin_epoch()
@@ -168,7 +168,7 @@ class Run(ModelSetup):
         `epochs`, and UsageError for a body without a `step`.
         """
         with self._calls.in_loop("steps", total, self._manager.tracked, self.position) as is_over:
-            self._begin_loop()
+            self._begin_loop(is_over and self.position.step < total)
             while not is_over and self.position.step < total:
                 first = self.position.step
                 if self._loader is None:
@@ -342,17 +342,6 @@ class Run(ModelSetup):
             self._say(
                 "the script ended without run.finish(): what came after the last checkpoint is lost"
             )
-
-    def _begin_loop(self) -> None:
-        """Set the random generators, journal the begin, start the clocks; raises as `epochs`."""
-        if self._loader is not None:
-            self._loader.rolls = self._calls.loop == "steps"
-        self._manager.start_random()
-        if self.rank == 0:
-            self._journal.write(TrainingBegun(self.position.step))
-        _ = self.tensorboard  # opened here, where the position is the checkpoint's
-        self._consensus.restart_step()
-        self._timer.start_step()
 
     def _measure(self, values: dict[str, Any]) -> None:
         """Journal a step's values, tell the profiler; raises as `_check_values`, `Metrics.add`."""

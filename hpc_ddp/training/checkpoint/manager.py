@@ -131,9 +131,9 @@ class CheckpointManager:
         }
         notes = put_back.find_ignored_settings(objects, tree, self.trained)
         self._put_back(objects, tree, checkpoint, added)
+        notes += put_back.require_gradients(objects, tree)
         for note in notes if self._dims.rank == 0 else ():
             say(note)
-        put_back.require_gradients(objects, tree)
         vars(self._position).update(checkpoint.index.shared["position"])
         self.best = Best(**checkpoint.index.shared["best"])
         self._written, self.resumed = self._identity(), True

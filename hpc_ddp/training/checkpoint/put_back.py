@@ -104,15 +104,23 @@ def find_ignored_settings(
     return notes
 
 
-def require_gradients(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+def require_gradients(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
     """Have parameters need gradients, or none, as the loop had set it by the time of a checkpoint,
-    whose state dicts are in `tree`; those that it had left alone stay as the script makes them."""
+    whose state dicts are in `tree`; those that it had left alone stay as the script makes them.
+    Return a line for each object with some that were otherwise."""
+    notes = []
     for name, module in ((name, unwrap(thing)) for name, thing in objects.items()):
         if isinstance(module, torch.nn.Module):
             needed = tree[name].get(states.GRADIENTS, {})
+            changed = []
             for key, parameter in module.named_parameters(remove_duplicate=False):
-                if plain_name(key) in needed:
+                if needed.get(plain_name(key), parameter.requires_grad) != parameter.requires_grad:
                     parameter.requires_grad_(needed[plain_name(key)])
+                    changed.append(plain_name(key))
+            if changed:
+                more = ", …" if changed[1:] else ""
+                notes.append(f"{name}: {changed[0]}{more} frozen or not as the loop had set it")
+    return notes
 
 
 def _load(name: str, plain: Any, content: Any, step: int) -> None:

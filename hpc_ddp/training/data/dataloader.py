@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,8 +138,10 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
             tensors = self._dataset.tensors  # type: ignore[attr-defined]  # others by now, perhaps
             return micro_batch, [rows_of(tensor, indices) for tensor in tensors]
         guard = rng.untouched() if get_worker_info() is None else nullcontext()
-        with guard, self.seeds.watched(epoch, lambda: self._sample(epoch, indices[-1])):
-            return micro_batch, self._batch(epoch, indices)
+        with guard:
+            block = partial(self._batch, epoch, indices)
+            repeat = partial(self._sample, epoch, indices[-1])
+            return micro_batch, self.seeds.fetch(epoch, block, repeat)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         """Return the collated samples of an epoch at some indices; changes the global

@@ -63,13 +63,16 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
         """Yield the places of each global batch, those of its samples that this rank may need, by
         place, and whether it is the epoch's last."""
-        with self.seeds.watched(self._position.epoch):
-            source = self._open()
-            block, samples = self._read(source, self._position.samples)
+        source, (block, samples) = self.seeds.fetch(self._position.epoch, self._begin)
         while self._plan.steps(len(block)):
             later, its_samples = self._read(source, block.stop)
             yield block, samples, not self._plan.steps(len(later))
             block, samples = later, its_samples
+
+    def _begin(self) -> tuple[Iterator[Any], tuple[range, dict[int, Any]]]:
+        """Return the rest of the stream behind a global batch, and what `_read` returns of that."""
+        source = self._open()
+        return source, self._read(source, self._position.samples)
 
     def _open(self) -> Iterator[Any]:
         """Return the rest of the stream, from the current position on, after its ``set_epoch``; a

@@ -8,12 +8,12 @@ import math
 import pickle
 import random
 import sys
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -22,6 +22,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training.data.order import derive
 from hpc_ddp.training.models import rng
 
+T = TypeVar("T")
 MOST_OBJECTS = 2000  # that are looked at
 MOST_ITEMS = 64  # of a list or dict: a data set may hold all of its samples
 _SEALED = (str, bytes, int, float, type(None), torch.Tensor, type, ModuleType)
@@ -39,61 +40,95 @@ class SampleSeeds:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._epoch = -1  # in which the data set was looked through
-        self._seeders: list[Callable[[int], Any]] = []
+        self._seeders: list[tuple[int, Callable[[int], Any]]] = []  # with numbers of their own
+        self._generators: dict[str, Any] = {}  # other ones, by place
+        self._twins: dict[str, str] = {}  # the first place of those that were equal, by place
         self._copied: dict[str, Any] | None = None  # attributes that persistent workers have
-        self._samples = 0  # that were seeded since `watched` began
+        self._samples = 0  # that were seeded since the epoch's begin
         self.warns = False
 
     def seed(self, number: int) -> None:
-        """Seed all generators that can be seeded, but for the devices'. Each transform has a seed
-        of its own: two of one seed would flip the same samples."""
+        """Seed all generators that can be seeded, but for the devices'. Transforms have different
+        seeds, or they would change the same samples, but for those that the script has made equal:
+        an image and its mask are turned alike."""
         rng.seed_all(number)
         self._samples += 1
-        for index, seeder in enumerate(self._seeders):
+        for index, seeder in self._seeders:
             seeder(derive(number, index) % 2**32)
 
-    @contextmanager
-    def watched(self, epoch: int, repeat: Callable[[], object] | None = None) -> Iterator[None]:
-        """In an epoch's first block find the transforms that can be seeded: the loop may have set
-        others. In the first one of all warn, if `warns`, of what has changed in it, and begins as
-        made at a resume: a generator, unless `repeat`, which fetches the last sample again, leaves
-        it in the same state, or a stream's count of its epochs."""
+    def fetch(
+        self, epoch: int, block: Callable[[], T], repeat: Callable[[], object] | None = None
+    ) -> T:
+        """Return what `block` fetches. Before an epoch's first one find the transforms that can be
+        seeded: the loop may have set others; and where it makes some, fetch it again, if `repeat`
+        is given, which fetches its last sample.
+
+        In the first one of all warn, if `warns`, of what has changed in it, and begins as made at a
+        resume: a generator, unless `repeat` leaves it in the same state, or a stream's count of its
+        epochs.
+        """
         if epoch == self._epoch:
-            yield
-            return
-        self._epoch = epoch
-        self._seeders, generators = find_generators(self._dataset)
+            return block()
+        self._epoch, self._samples = epoch, 0
+        self._find()
         worker = get_worker_info()
-        if not self.warns or (worker and worker.id):
-            yield
-            return
-        before, attributes = _states_of(generators), plain_attributes(self._dataset)
-        self._samples = 0
-        yield
-        self.warns = False
-        if after := [pair for pair in _states_of(generators).items() if pair not in before.items()]:
-            if repeat:
-                repeat()
-            states = _states_of(generators)
-            for place, state in after:
-                if not repeat or states[place] != state:  # else it is seeded for each sample
-                    say(
-                        f"WARNING: the data set draws from a generator of its own, {place}: after a"
-                        " resume it draws other numbers; take torch's, numpy's or python's global"
-                        " one, which is seeded for each sample"
-                    )
-                    return
+        warns = self.warns and not (worker and worker.id)
+        before, attributes = _states_of(self._generators), plain_attributes(self._dataset)
+        content, count = block(), len(self._seeders)
+        self._find()
+        if repeat and len(self._seeders) > count:
+            content = block()
+        if warns:
+            self.warns = False
+            self._warn_of_generators(before, repeat)
+            self._warn_of_count(attributes)
+        return content
+
+    def _find(self) -> None:
+        """Find transforms and generators in the data set, and give the transforms their numbers:
+        by their places, so that each process has the same."""
+        transforms, self._generators = find_generators(self._dataset)
+        firsts: dict[tuple[bytes, ...], str] = {}
+        self._seeders = []
+        for place, transform in transforms.items():
+            if place not in self._twins:
+                states = tuple(_states_of(find_generators(transform)[1]).values())
+                self._twins[place] = firsts.setdefault(states, place) if states else place
+            if seeder := _seeder_of(transform):
+                self._seeders.append((zlib.crc32(self._twins[place].encode()), seeder))
+
+    def _warn_of_generators(
+        self, before: Mapping[str, bytes], repeat: Callable[[], object] | None
+    ) -> None:
+        """Warn of a generator whose state is not as `before`; see `fetch`."""
+        states = _states_of(self._generators)
+        changed = [place for place in before.keys() & states if states[place] != before[place]]
+        if changed and repeat:
+            repeat()
+        after = _states_of(self._generators)
+        for place in sorted(changed):
+            if not repeat or after.get(place) != states[place]:  # else each sample seeds it
+                say(
+                    f"WARNING: the data set draws from a generator of its own, {place}: after a"
+                    " resume it draws other numbers; take torch's, numpy's or python's global one,"
+                    " which is seeded for each sample"
+                )
+                return
+
+    def _warn_of_count(self, attributes: Mapping[str, Any]) -> None:
+        """Warn of a number among the `attributes` that a stream without ``set_epoch`` had before
+        its first samples, and that is greater by one: if it counted them, it would be by more."""
         stream: Any = self._dataset
-        if isinstance(stream, IterableDataset) and not hasattr(stream, "set_epoch"):
-            for key in changes_of(stream, attributes):
-                # By the number of the samples it would be their count.
-                if self._samples > 2 and getattr(stream, key) == attributes[key] + 1:
-                    say(
-                        f"WARNING: the stream counts its epochs in its attribute {key}: after a"
-                        " resume it begins as made; give it set_epoch(epoch), which is called"
-                        " before each epoch"
-                    )
-                    return
+        if not isinstance(stream, IterableDataset) or hasattr(stream, "set_epoch"):
+            return
+        for key in changes_of(stream, attributes):
+            if self._samples > 2 and getattr(stream, key) == attributes[key] + 1:
+                say(
+                    f"WARNING: the stream counts its epochs in its attribute {key}: after a resume"
+                    " it begins as made; give it set_epoch(epoch), which is called before each"
+                    " epoch"
+                )
+                return
 
     def warn_of_copies(self, warn: Callable[[str], None]) -> None:
         """Called before each epoch whose loader workers persist: warn, once, of an attribute of the
@@ -116,46 +151,46 @@ def plain_attributes(dataset: Any) -> dict[str, Any]:
     return {key: entry for key, entry in entries if isinstance(entry, (int, float))}
 
 
-def changes_of(dataset: Any, attributes: dict[str, Any]) -> list[str]:
+def changes_of(dataset: Any, attributes: Mapping[str, Any]) -> list[str]:
     """Return the names of plain `attributes` that are other numbers of a data set by now."""
     current = plain_attributes(dataset)
     changed = {key for key in attributes.keys() & current if current[key] != attributes[key]}
     return sorted(key for key in changed if not math.isnan(current[key]))
 
 
-def _states_of(generators: dict[str, Any]) -> dict[str, bytes]:
+def _states_of(generators: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the states of some generators, as bytes to compare."""
     return {place: pickle.dumps(rng.raw_state(entry)) for place, entry in generators.items()}
 
 
-def find_generators(dataset: Any) -> tuple[list[Callable[[int], Any]], dict[str, Any]]:
-    """Return the functions by which parts of a data set can be seeded, and other generators in its
-    attributes, and in theirs, by their places."""
-    seeders: list[Callable[[int], Any]] = []
+def find_generators(thing: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the transforms that can be seeded, and the other generators, in the attributes of a
+    data set or a transform, and in theirs, each by its place."""
+    transforms: dict[str, Any] = {}
     generators: dict[str, Any] = {}
     visited: set[int] = set()
-    queue = deque([("dataset", dataset)])
+    queue = deque([("dataset", thing)])
     while queue and len(visited) < MOST_OBJECTS:
-        place, thing = queue.popleft()
-        if id(thing) in visited or isinstance(thing, _SEALED):
+        place, part = queue.popleft()
+        if id(part) in visited or isinstance(part, _SEALED):
             continue
-        visited.add(id(thing))
+        visited.add(id(part))
         # A data set that can be seeded may draw its split so.
-        if not isinstance(thing, Dataset) and (seeder := _seeder_of(thing)):
-            seeders.append(seeder)
-        elif rng.is_generator(thing):
-            generators[place] = thing
+        if part is not thing and not isinstance(part, Dataset) and _seeder_of(part):
+            transforms[place] = part
+        elif rng.is_generator(part):
+            generators[place] = part
         else:
-            queue.extend(_parts_of(place, thing))
-    return seeders, generators
+            queue.extend(_parts_of(place, part))
+    return transforms, generators
 
 
 def _seeder_of(thing: Any) -> Callable[[int], Any] | None:
     """Return the function that seeds a transform of MONAI or albumentations, or one of another
     library with their methods; None for other objects."""
-    method = getattr(thing, "set_random_state", None)
-    if not inspect.ismethod(method):
+    if not inspect.isfunction(getattr(type(thing), "set_random_state", None)):
         return None
+    method = thing.set_random_state
     names = inspect.signature(method).parameters.keys()
     if "seed" in names:  # MONAI's, whose Compose draws a seed for each of its transforms
         return lambda seed: method(seed=seed)
@@ -175,11 +210,12 @@ def _parts_of(place: str, thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, (list, tuple)):
         yield from ((f"{place}[{n}]", entry) for n, entry in enumerate(thing[:MOST_ITEMS]))
     elif isinstance(thing, functools.partial):
-        yield from ((place, part) for part in (thing.func, thing.args, thing.keywords))
+        yield from ((f"{place}.{n}", getattr(thing, n)) for n in ("func", "args", "keywords"))
     elif isinstance(thing, MethodType):
-        yield place, thing.__self__
+        yield f"{place}.__self__", thing.__self__
     elif isinstance(thing, FunctionType):
-        cells = (cell for cell in thing.__closure__ or () if cell != CellType())
-        yield from ((place, cell.cell_contents) for cell in cells)
+        names = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False)
+        cells = ((name, cell) for name, cell in names if cell != CellType())
+        yield from ((f"{place}.{name}", cell.cell_contents) for name, cell in cells)
     elif isinstance(attributes := getattr(thing, "__dict__", None), dict):
         yield from ((f"{place}.{name}", entry) for name, entry in list(attributes.items()))

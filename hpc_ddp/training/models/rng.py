@@ -91,8 +91,8 @@ def untouched() -> Iterator[None]:
 
 
 class GeneratorState:
-    """A random generator of the script as an object with a state dict, for a checkpoint. What is
-    loaded waits for `restore`, so that the script may draw from it before its loop."""
+    """A random generator of the script as an object with a state dict, for a checkpoint. A
+    loaded state waits for `restore`, so that the script may draw from it before its loop."""
 
     def __init__(self, generator: Any) -> None:
         """Take one for which `is_generator` is true."""

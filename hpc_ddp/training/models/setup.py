@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.journal.events import TrainingBegun
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
@@ -316,7 +317,7 @@ class ModelSetup(Worker):
         """Raise UsageError for tracked `objects`, as `check_models` and `check_copies` do."""
         check_models(objects, self._wrapped, self._dims.pp > 1)
         check_copies(objects.values(), self._wrapped, self._dims)
-        self._unchecked = list(objects.values())
+        self._unchecked = [*objects.values(), self._precision]
 
     def _warn_of_untracked(self) -> None:
         """Before the first step of a run counts, have rank 0 warn as `warn_of_untracked` does."""
@@ -324,6 +325,22 @@ class ModelSetup(Worker):
             if self.rank == 0 and self.position.step == 0:
                 warn_of_untracked(self._unchecked, self._say)
             self._unchecked = []
+
+    def _begin_loop(self, was_left: bool) -> None:
+        """Set the random generators, journal the begin, start the clocks; print that the loop is
+        over if the attempt before has left it early. Raises as `epochs`."""
+        if was_left:
+            self._say(
+                f"the loop of {self._calls.total} {self._calls.loop} was left before, by break"
+            )
+        if self._loader is not None:
+            self._loader.rolls = self._calls.loop == "steps"
+        self._manager.start_random()
+        if self.rank == 0:
+            self._journal.write(TrainingBegun(self.position.step))
+        _ = self.tensorboard  # opened here, where the position is the checkpoint's
+        self._consensus.restart_step()
+        self._timer.start_step()
 
     def _sync_gradients(self, on: bool) -> None:
         """Choose whether DDP and FSDP2 average the gradients of the coming micro-batch over ranks.

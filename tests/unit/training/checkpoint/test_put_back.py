@@ -593,7 +593,9 @@ def test_layers_stay_frozen_that_the_loop_has_frozen(tmp_path: Path) -> None:
     result = state.collect({"m": saved}, trained=trained)
     load_state(tmp_path, result, {"m": loaded})
     loaded[0].requires_grad_(False)
-    put_back.require_gradients({"m": loaded, "x": Holds(1)}, {"m": result.tree["m"], "x": {}})
+    tree = {"m": result.tree["m"], "x": {}}
+    (note,) = put_back.require_gradients({"m": loaded, "x": Holds(1)}, tree)
+    assert note == "m: 1.weight, … frozen or not as the loop had set it"
     assert [layer.weight.requires_grad for layer in loaded] == [False, False, True]
     trained.add([nn.Linear(1, 1)])
     saved[1].requires_grad_(True)

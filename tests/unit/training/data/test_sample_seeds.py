@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hpc_ddp.training.data import sample_seeds
-from hpc_ddp.training.data.order import BatchPlan
+from hpc_ddp.training.data.order import BatchPlan, Position
 from unit.training.data.fakes import make_loader
 
 
@@ -198,25 +198,49 @@ def test_transforms_are_found_behind_a_list_and_in_functions() -> None:
         return noise.draw() + empty  # type: ignore[has-type, no-any-return]
 
     for hidden in (noise, draw, noise.draw, partial(noise.draw), {"a": (flips,)}):
-        (seeder,), generators = sample_seeds.find_generators(Split(hidden))
-        assert not generators
-        seeder(3)
-    assert noise.R.random_sample() == Noise().set_random_state(3).R.random_sample()
+        transforms, generators = sample_seeds.find_generators(Split(hidden))
+        assert (len(transforms), generators) == (1, {})
     if noise.R is None:
         empty = 0.0  # a cell without content
 
 
-def test_each_transform_has_a_seed_of_its_own() -> None:
-    dataset = Mapped(Noise(), Noise())
+def test_transforms_have_seeds_of_their_own_unless_they_were_made_equal() -> None:
+    """Of a pair one turns the image, and the other one its mask."""
+    dataset = Mapped(Noise(), Noise().set_random_state(5), Noise().set_random_state(5), Lone())
     seeds = sample_seeds.SampleSeeds(dataset)
-    with seeds.watched(0):
+    for epoch in range(2):
+        seeds.fetch(epoch, lambda: None)
         seeds.seed(3)
-    first, second = (transform.draw() for transform in dataset.transforms)
-    assert first != second
+        first, *pair, _ = (transform.draw() for transform in dataset.transforms)
+        assert first != pair[0] == pair[1]
+        dataset.transforms[2].draw()
+
+
+class Lone:
+    def set_random_state(self, seed: int) -> None:
+        self.seed = seed
+
+    def draw(self) -> float:
+        return 0.0
+
+
+class Lazy(Mapped):
+    def __getitem__(self, index: int) -> float:
+        if not self.transforms:
+            self.transforms.append(Noise())
+        return super().__getitem__(index)
+
+
+def test_transforms_that_the_first_sample_makes_are_seeded() -> None:
+    whole = torch.cat(list(make_loader(Lazy(), BatchPlan(2, 0, 1))))
+    for done in (0, 2):
+        position = Position(samples=done)
+        rest = torch.cat(list(make_loader(Lazy(), BatchPlan(2, 0, 1), position=position)))
+        assert torch.equal(rest, whole[done:])
 
 
 def test_a_data_set_is_looked_through_in_part() -> None:
     many: Any = Mapped()
     many.more = [[0.5, object()] for _ in range(10**6)] + [Noise()]
     many.deep = [[[[object() for _ in range(60)] for _ in range(60)]], [[[[[[Noise()]]]]]]]
-    assert sample_seeds.find_generators(many) == ([], {})
+    assert sample_seeds.find_generators(many) == ({}, {})

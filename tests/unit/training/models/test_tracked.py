@@ -89,6 +89,13 @@ def test_an_optimizer_with_a_state_is_missed() -> None:
     assert untracked(net, optimizer) == []
 
 
+def test_a_scaler_of_gradients_is_missed() -> None:
+    scaler, unused = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, False))
+    assert untracked() == ["a scaler, GradScaler"]
+    assert untracked(SimpleNamespace(scaler=scaler)) == []
+    assert not unused.is_enabled()
+
+
 def test_an_average_is_missed() -> None:
     net = nn.Linear(1, 1)
     average = AveragedModel(net)
