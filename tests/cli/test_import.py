@@ -117,6 +117,15 @@ def test_env_unsets_a_variable(folder: Path, launch: str, lines: list[str]) -> N
     assert sum("unset" in line for line in written) == sum("unset" in line for line in lines)
 
 
+def test_what_follows_a_launch_is_named(folder: Path) -> None:
+    launch = "srun python train.py && srun python evaluate.py && echo done"
+    (folder / "job.sbatch").write_text(SCRIPT.partition("srun")[0] + launch)
+    output = run("job.sbatch").output
+    assert "`echo done` asks how the launch ended" in output
+    assert "`srun python evaluate.py` asks how the launch ended" in output
+    assert 'script = "train.py"' in (folder / "hpc-ddp.toml").read_text()
+
+
 @pytest.mark.parametrize(
     ("launch", "reason"),
     [

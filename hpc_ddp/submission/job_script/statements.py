@@ -309,16 +309,17 @@ class Reader:
         """Read a pipeline, a list or a command with redirections: as one statement, or its parts
         where a launch is in it."""
         commands = [child for child in commands_of(node) if self._has_launch(child)]
-        first = node.named_children[0]
+        first, last = node.named_children[0], node.named_children[-1]
         if commands and node.type == "list":
-            last, is_alternative = node.named_children[-1], "||" in [c.type for c in node.children]
+            is_alternative = "||" in [child.type for child in node.children]
             is_test = re.match(r"(\[|test\b|!)", source(first)) or is_alternative
             if is_test and not self._has_launch(first):
                 self._add(node, lost=_CHOOSES)
                 return
             self._walk(first)
             if self._has_launch(first) and not re.match("exit|wait", source(last)):
-                self._add(last, lost="it asks how the launch ended: see hpc-ddp's verdict")
+                reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
+                self._add(last, lost=reason)
             else:
                 self._walk(last)
         elif commands and node.type == "redirected_statement" and first.type != "command":
