@@ -329,7 +329,7 @@ def put_back(fault: str) -> None:
 
         CheckpointManager.track = forget  # type: ignore[assignment, method-assign]
     elif fault == "frozen":
-        vars(checkpoint)["require_gradients"] = lambda *things: None
+        vars(checkpoint)["require_gradients"] = lambda *things: []
     elif fault == "generator":
         rng.GeneratorState.load_state_dict = lambda self, stored: None  # type: ignore[method-assign]
     elif fault == "noise":
