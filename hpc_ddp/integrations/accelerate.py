@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 STATE = "state"
+# The Accelerator's lists of what its checkpoints have, and words for their entries.
+KINDS = {
+    "_models": "models",
+    "_optimizers": "optimizers",
+    "_schedulers": "schedulers",
+    "_custom_objects": "objects of register_for_checkpointing",
+}
 
 
 class Stop(EpochStop):
@@ -100,13 +107,7 @@ class Stop(EpochStop):
 
     def _count_objects(self) -> dict[str, int]:
         """Return how many objects a checkpoint of the Accelerator has, by their kind."""
-        kinds = {
-            "models": "models",
-            "optimizers": "optimizers",
-            "schedulers": "schedulers",
-            "custom_objects": "objects of register_for_checkpointing",
-        }
-        return {text: len(getattr(self._accelerator, f"_{name}")) for name, text in kinds.items()}
+        return {text: len(getattr(self._accelerator, name)) for name, text in KINDS.items()}
 
     def save(self, **values: Any) -> None:
         """End a batch, within a loop over `batches`; save if that is due, and stop where the ranks
@@ -120,9 +121,8 @@ class Stop(EpochStop):
         if not self._accelerator.sync_gradients:
             return
         self._check_objects()
-        kinds = ("models", "optimizers", "schedulers", "custom_objects")
-        lists = (getattr(self._accelerator, f"_{kind}") for kind in kinds)
-        objects = [*chain.from_iterable(lists), self._accelerator.scaler]
+        lists = (getattr(self._accelerator, name) for name in KINDS)
+        objects = chain([self._accelerator.scaler], chain.from_iterable(lists))
         self._warn_of_others(objects, "accelerator.register_for_checkpointing(…) keeps it")
         samples = self._samples * self._accelerator.gradient_accumulation_steps
         if self.step(epoch=self._own_facts["epoch"], samples=samples, **values):

@@ -143,7 +143,7 @@ class Run(ModelSetup):
         no int; OSError where `tensorboard` can't be written.
         """
         with self._calls.in_loop("epochs", total, self._manager.tracked, self.position) as is_over:
-            self._begin_loop(is_over and self.position.epoch < total)
+            self._begin_loop()
             self._own_data.warn_of_epoch(self.position)
             if not is_over and is_epoch_done(self._loader):
                 self.position.begin_epoch()
@@ -168,7 +168,7 @@ class Run(ModelSetup):
         `epochs`, and UsageError for a body without a `step`.
         """
         with self._calls.in_loop("steps", total, self._manager.tracked, self.position) as is_over:
-            self._begin_loop(is_over and self.position.step < total)
+            self._begin_loop()
             while not is_over and self.position.step < total:
                 first = self.position.step
                 if self._loader is None:

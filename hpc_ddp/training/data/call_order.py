@@ -28,6 +28,7 @@ class CallOrder:
         self._number = -1  # of that loop; loops of the same total, as after an error, are one
         self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
         self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
+        self.is_abandoned = False  # whether an attempt before has left that loop for good
         # The exception in whose ``except`` block `start`, or the last loop, was called.
         self._handled = sys.exc_info()[1]
 
@@ -53,7 +54,8 @@ class CallOrder:
             self._abandoned = position.abandoned
         self._number += not self.has_looped or total != self.total
         number, done = self._number, position.epoch if loop == "epochs" else position.step
-        is_over = done >= total or self._abandoned.get(number) == (loop, total)
+        self.is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
+        is_over = done >= total or self.is_abandoned
         if not is_over:
             earlier = {n: entry for n, entry in position.abandoned.items() if n < number}
             self._abandoned = position.abandoned = earlier

@@ -326,10 +326,10 @@ class ModelSetup(Worker):
                 warn_of_untracked(self._unchecked, self._say)
             self._unchecked = []
 
-    def _begin_loop(self, was_left: bool) -> None:
+    def _begin_loop(self) -> None:
         """Set the random generators, journal the begin, start the clocks; print that the loop is
         over if the attempt before has left it early. Raises as `epochs`."""
-        if was_left:
+        if self._calls.is_abandoned:
             self._say(
                 f"the loop of {self._calls.total} {self._calls.loop} was left before, by break"
             )

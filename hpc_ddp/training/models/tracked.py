@@ -54,7 +54,7 @@ def check_models(
                 f"an optimizer has another one, {key}, and no checkpoint would have its state",
                 hint=f"run.track(…, base=optimizer.{key})",
             )
-    within = _parameters_within(objects.values())
+    within = _parameters_of(_objects_within(objects.values()))
     for name, untracked in untracked_parameters(objects, stored).items():
         params = params_of(unwrap(objects[name]), stored) if untracked else {}
         weights = [params[label] for label in untracked if id(params[label]) not in within]
@@ -130,7 +130,7 @@ def _find_untracked(within: Collection[Any]) -> list[str]:
     what they have."""
     numbers = set(map(id, within))
     states = {id(getattr(thing, "state", None)) for thing in within}
-    weights = _parameters_within(within)
+    weights = _parameters_of(within)
     nouns = []
     for thing in find_living(Optimizer, LRScheduler, AveragedModel, GradScaler):
         if isinstance(thing, AveragedModel):
@@ -168,9 +168,9 @@ def _module_of(parameters: Collection[torch.Tensor]) -> torch.nn.Module | None:
     return None
 
 
-def _parameters_within(objects: Iterable[Any]) -> set[int]:
-    """Return the ids of the parameters of modules that are among objects, or within one."""
-    modules = (thing for thing in _objects_within(objects) if isinstance(thing, torch.nn.Module))
+def _parameters_of(things: Iterable[Any]) -> set[int]:
+    """Return the ids of the parameters of the modules among some things."""
+    modules = (thing for thing in things if isinstance(thing, torch.nn.Module))
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
