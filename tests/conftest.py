@@ -23,7 +23,9 @@ LOGIN_PACKAGES = (
 
 
 # No test depends on how fast a machine is: those that run these are noisy.
-settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "here", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("here")
 
 

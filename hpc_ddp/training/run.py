@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished
-from hpc_ddp.training.data.call_order import check_tracked, is_epoch_done
+from hpc_ddp.training.data.call_order import check_tracked
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData
@@ -145,7 +145,7 @@ class Run(ModelSetup):
         with self._calls.in_loop("epochs", total, self._manager.tracked, self.position) as is_over:
             self._begin_loop()
             self._own_data.warn_of_epoch(self.position)
-            if not is_over and is_epoch_done(self._loader):
+            if not is_over and self._loader is not None and self._loader.is_epoch_done:
                 self.position.begin_epoch()
             while not is_over and self.position.epoch < total:
                 self._consensus.restart_step()

@@ -21,12 +21,6 @@ TRIAL_S = 120.0
 POLL_S = 0.02
 
 
-def has_initialised_device() -> bool:
-    """Return whether torch has initialised an accelerator in this process."""
-    accelerator = torch.accelerator.current_accelerator()
-    return bool(accelerator and torch.get_device_module(accelerator).is_initialized())
-
-
 @dataclass
 class Trial:
     """A fork that uses the first accelerator, and makes a collective there. An instance starts the

@@ -52,15 +52,20 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
     for file in _open_files().values():
         if file.startswith(DEVICE_FILES):
             raise UnfitError(f"an import has opened {file}")
-    from hpc_ddp.node.workers.device_check import has_initialised_device
-
-    if has_initialised_device():
+    if _has_initialised_device():
         raise UnfitError("an import has initialised an accelerator")
     if not (pid := os.fork()):  # thread pools that survive a fork end their threads before one
         os._exit(0)
     os.waitpid(pid, 0)
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         raise UnfitError(f"an import has started {count - 1} threads")
+
+
+def _has_initialised_device() -> bool:
+    """Return whether torch, if it is imported, has initialised an accelerator in this process."""
+    torch = sys.modules.get("torch")
+    accelerator = torch and torch.accelerator.current_accelerator()
+    return bool(accelerator and torch.get_device_module(accelerator).is_initialized())
 
 
 @contextlib.contextmanager

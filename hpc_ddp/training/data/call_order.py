@@ -155,26 +155,3 @@ def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:
                 f" {', '.join(objects) or 'none'}",
                 hint=f"run.track(model=model, loader=loader, {argument}=('loader',))",
             )
-
-
-def is_epoch_done(loader: Loader | None) -> bool:
-    """Return whether all batches of the epoch are done that the run is in. A save within a loop
-    comes after the epoch's end; so the script had saved behind its loop, which it had left by
-    ``break``. False without a loader, and for a stream."""
-    if loader is None or loader.samples is None:
-        return False
-    position = loader._position
-    # After a change of batches or ranks the rest of an epoch may be too little for a step, too.
-    is_whole = position.epoch_steps == len(loader)
-    return is_whole and loader.steps(position.samples) == 0
-
-
-def check_size(samples: int | None, first_samples: int | None) -> None:
-    """Raise UsageError for a data set that has grown or shrunk since its loader was made: the order
-    of the samples, and a resume, depend on their number."""
-    if samples != first_samples:
-        raise UsageError(
-            f"the training set has {samples} samples, and had {first_samples} as run.loader was"
-            " called; accepted: the same number",
-            hint="batches of your own in run.steps, or a run for each stage",
-        )

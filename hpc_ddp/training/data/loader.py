@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, IterableDataset
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.batches import to_device
-from hpc_ddp.training.data.call_order import check_size
 from hpc_ddp.training.data.dataloader import batches_of
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
@@ -138,6 +137,16 @@ class Loader:
             )
             self._warn = None
 
+    @property
+    def is_epoch_done(self) -> bool:
+        """Whether all batches of the epoch are done that the run is in; False for a stream. At a
+        loop's begin: a save within a loop comes after the epoch's end, so the script had saved
+        behind its loop, which it had left by ``break``."""
+        # After a change of batches or ranks the rest of an epoch may be too little for a step, too.
+        if self.samples is None or self._position.epoch_steps != len(self):
+            return False
+        return self.steps(self._position.samples) == 0
+
     def end_epoch(self) -> None:
         """Forget the present batch: the loop is between two epochs."""
         self.batch = Batch(is_trained=True)
@@ -235,6 +244,17 @@ class Shard:
             self.counts = micro_batch.weight > 0
             if self.counts or self._even:
                 yield to_device(batch, self._device)
+
+
+def check_size(samples: int | None, first_samples: int | None) -> None:
+    """Raise UsageError for a data set that has grown or shrunk since its loader was made: the order
+    of the samples, and a resume, depend on their number."""
+    if samples != first_samples:
+        raise UsageError(
+            f"the training set has {samples} samples, and had {first_samples} as run.loader was"
+            " called; accepted: the same number",
+            hint="batches of your own in run.steps, or a run for each stage",
+        )
 
 
 def check_not_done(is_done: bool) -> None:

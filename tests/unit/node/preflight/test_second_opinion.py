@@ -27,7 +27,7 @@ NODES = [f"n{index}" for index in range(64)]
 DEAD, WRONG_NAMES, NO_NAME, SLOW_LINK, OTHER_DISK = "dead", "names", "no name", "slow", "disk"
 KINDS = (DEAD, WRONG_NAMES, NO_NAME, SLOW_LINK, OTHER_DISK)
 IDLE_S, BUSY_S = 0.01, 1.0  # median of an answer
-DRAWS = 200
+DRAWS = 60
 
 
 class Simulation:

@@ -14,7 +14,6 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import dataloader, order
 from hpc_ddp.training.data import loader as module
 from hpc_ddp.training.data.batches import pinned
-from hpc_ddp.training.data.call_order import is_epoch_done
 from hpc_ddp.training.data.dataloader import _Batch, batches_of
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
@@ -66,8 +65,7 @@ def test_an_epoch_whose_batches_are_all_done_is_not_entered_again(
     """As by an early stop: the position was saved behind the loop, by run.finish."""
     plan, position = BatchPlan(12, 0, 1), Position(samples=done, epoch_steps=steps)
     loader = make_loader(TensorDataset(torch.ones(24)), plan, position=position)
-    assert is_epoch_done(loader) is left
-    assert not is_epoch_done(None)
+    assert loader.is_epoch_done is left
 
 
 def test_a_data_set_may_change_its_tensors_and_not_its_size() -> None:
