@@ -256,13 +256,15 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
 def asking_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command of Slurm's that is no submit, from `environ`.
 
-    It has Slurm print times as `slurm_text.parse_job` reads them. Variables that set options of
-    such commands are left out: a profile's SQUEUE_PARTITION or SCANCEL_STATE would hide jobs that
+    It has Slurm print times as `slurm_text.parse_job` reads them, and show hidden partitions, in
+    which squeue would leave out the user's own jobs. Other variables that set options of such
+    commands are left out: a profile's SQUEUE_PARTITION or SCANCEL_STATE would hide jobs that
     are live, or keep them from being cancelled. SLURM_CLUSTERS is left out inside a job, and where
     it names several: this machine's cluster is asked then.
     """
     env = {name: value for name, value in environ.items() if not _OPTION_OF_ASKING.match(name)}
     env |= {"SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}  # of all tasks that wait
+    env |= dict.fromkeys(("SQUEUE_ALL", "SINFO_ALL", "SCONTROL_ALL"), "1")
     if "SLURM_JOB_ID" in env or "," in env.get("SLURM_CLUSTERS", ""):  # scontrol takes one alone
         env.pop("SLURM_CLUSTERS", None)
     return env

@@ -363,7 +363,7 @@ def test_its_end_is_told_by_a_command_of_the_users(tmp_path: Path) -> None:
     assert job.end() == 3, job.printed()
     subject, text, *_ = (tmp_path / "message").read_text().splitlines()
     assert subject == "hpc-ddp: t: given up"
-    assert text.startswith("attempt 0 ended: rank 0 on local-0: exit code 3; it came before")
+    assert text.startswith("attempt 0 ended: rank 0 on local-0: exit code 3; it came in the")
     kept = [path for path in job.run.path.rglob("*") if path.is_file()]
     secret = str(tmp_path / "message").encode()
     assert [path for path in kept if secret in path.read_bytes()] == []

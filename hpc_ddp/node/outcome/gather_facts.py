@@ -31,13 +31,13 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
 from hpc_ddp.node.outcome import oom
 from hpc_ddp.node.outcome.end_message import GIVEN_UP, notify
+from hpc_ddp.node.outcome.silent_ends import too_many_silent
 from hpc_ddp.node.outcome.verdict import (
     AttemptFacts,
     Verdict,
     decide,
     over_budget,
     silent_nodes,
-    too_many_silent,
 )
 from hpc_ddp.slurm_text import Job
 

@@ -17,6 +17,8 @@ unfinished     give up, as failed: the script left its loop and did not call run
 failed         requeue up to ``max_failures`` times where it may help, else give up
 =============  ==========================================================================
 
+``max_requeues`` 0 permits no requeue at all.
+
 More than three times ``max_failures`` attempts in a row without a newer checkpoint end a run,
 whatever their causes; preemptions do not count.
 """
@@ -40,6 +42,7 @@ from hpc_ddp.core.journal.events import (
     JournalEvent,
     NoticeGiven,
     PreflightEnded,
+    Started,
     Stopped,
     TrainingBegun,
     VerdictGiven,
@@ -56,6 +59,7 @@ OUTLASTED = " (the script did not end by itself, and was killed)"
 AFTER_STILL = " (right after it stood still, as in a suspension: no failure is counted)"
 MAYBE_DONE = " (the script exited with 0 after the notice, so it may have finished)"
 NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
+EARLY_S = 600.0  # after its start a plain script's errors may be those of a node, or of a disk
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 
 
@@ -120,6 +124,11 @@ class AttemptFacts:
         """Whether an attempt since the last submit has done a step, or restored a checkpoint, by
         hpc_ddp.training, so that progress is known. False before that for any script."""
         return any(isinstance(event, (FirstStep, CheckpointRestored)) for event in self.events)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing of hpc_ddp.training was heard of the script."""
+        return not (self.is_ours or self.here(WorkerStarted))
 
     @property
     def ends(self) -> Sequence[dict[str, Any]]:
@@ -249,13 +258,15 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
     spec = facts.spec
     if over_text := over_budget(spec, facts.gpu_hours):
         return over_text
+    if spec.max_requeues == 0:
+        return "it must not be started twice (--max-requeues 0)"
+    if (count := len(facts.verdicts)) >= facts.most_requeues:
+        return f"it was requeued {count} times, which this cluster limits (max-requeues)"
     if cause == Cause.FAILED:
         return _why_no_retry(facts)
     again = [v for v in facts.verdicts if v.cause != Cause.FAILED]
     if spec.max_requeues is not None and len(again) >= spec.max_requeues:
         return f"it was requeued {len(again)} times already (--max-requeues)"
-    if len(again) >= facts.most_requeues:
-        return f"it was requeued {len(again)} times, which this cluster limits (max-requeues)"
     if cause == Cause.BAD_NODE:
         row = list(takewhile(lambda v: v.cause == cause, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures:
@@ -288,32 +299,6 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
 def most_in_a_row(spec: JobSpec) -> int:
     """Return how many attempts may follow each other without anything that shows progress."""
     return 3 * max(1, spec.max_failures)
-
-
-def too_many_silent(
-    spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
-) -> str | None:
-    """Return why no attempt may follow those that ended without a verdict; None when one may, and
-    before the first attempt. A superseded attempt without progress counts as one without: Slurm has
-    started the job again by itself, as after each node that goes down.
-
-    `events` and `numbers` (ascending) are those of the attempts since the run's last submit;
-    `most_requeues` is the operators' limit, inf without one.
-    """
-    verdicts = [event for event in events if isinstance(event, VerdictGiven)]
-    judged = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED or v.progress}
-    saved = {event.attempt for event in events if isinstance(event, CheckpointSaved)}
-    noticed = {event.attempt for event in events if isinstance(event, NoticeGiven)}
-    silent = [number for number in numbers if number not in judged]
-    most = most_requeues if spec.max_requeues is None else min(spec.max_requeues, most_requeues)
-    starts = len(numbers) - sum(verdict.cause == Cause.FAILED for verdict in verdicts)
-    if silent and numbers[-1] in silent and starts > most:
-        return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
-    row = takewhile(lambda number: number in silent and number not in saved, reversed(numbers))
-    # Slurm ends a preempted job that takes too long, and with it the batch shell: no crash of ours.
-    if (crashes := sum(number not in noticed for number in row)) > most_in_a_row(spec):
-        return f"{crashes} attempts in a row ended without a verdict, and without a checkpoint"
-    return None
 
 
 def _never_began(verdict: VerdictGiven) -> bool:
@@ -358,11 +343,16 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
     failure = facts.failure
     is_of_script = failure and failure.kind in ("exception", "exit")
     if is_of_script and not last_event(facts.events, FirstStep):  # else it may be the node's
-        return "it came before the first step, and would come again"
+        if not facts.is_plain:
+            return "it came before the first step, and would come again"
+        started = facts.here(Started)  # steps of a plain script are not known
+        if failure and not (started and failure.time > started.time + EARLY_S):
+            return f"it came in the first {EARLY_S / 60:.0f} minutes, and would come again"
     last = facts.verdicts[-1] if facts.verdicts else None
     # A hang is no error of the step: a disk or the network may have stood still.
     error = failure.error if failure and failure.kind not in ("hang", "disk") else ""
-    if last and error and (last.error, last.step) == (error, facts.step):
+    is_same = last and error and (last.error, last.step) == (error, facts.step)
+    if is_same and not facts.is_plain:
         return "the same error came at the same step in the attempt before"
     failed = sum(v.cause == Cause.FAILED for v in facts.verdicts)
     if failed >= facts.spec.max_failures:
@@ -394,7 +384,11 @@ def _describe(facts: AttemptFacts, cause: Cause) -> str:
         silent = ", ".join(silent_nodes(facts.spec, facts.nodes, facts.records))
         return f"no word from {silent or 'a node'}"
     end = OUTLASTED * any(r.get("killed") and r["notice"] for r in facts.ends)
-    is_plain = not (facts.is_ours or facts.here(WorkerStarted))
-    if is_plain and facts.notices and facts.complete and not any(r["code"] for r in facts.ends):
+    if (
+        facts.is_plain
+        and facts.notices
+        and facts.complete
+        and not any(r["code"] for r in facts.ends)
+    ):
         end = MAYBE_DONE
     return f"{cause}{end}" if facts.step is None else f"{cause}, at step {facts.step}{end}"

@@ -51,8 +51,8 @@ def test_an_error_of_the_script_is_given_up(
     assert (event["rank"], event["node"], event["error"]) == (3, "n2", "ValueError: x")
     assert printed == [
         f"its log: {attempt.path}/n2/rank-3.log",
-        "attempt 0: rank 3 on n2: ValueError: x; it came before the first step, and would come"
-        " again; given up",
+        "attempt 0: rank 3 on n2: ValueError: x; it came in the first 10 minutes, and would"
+        " come again; given up",
     ]
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
-from hpc_ddp.node.outcome.verdict import Verdict, decide, too_many_silent
+from hpc_ddp.core.journal.events import JournalEvent
+from hpc_ddp.node.outcome.silent_ends import too_many_silent
+from hpc_ddp.node.outcome.verdict import EARLY_S, Verdict, decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import changed
 from unit.node.outcome.fakes import (
@@ -438,6 +440,32 @@ def test_an_error_before_the_first_step_is_final_in_the_first_attempts_alone() -
     earlier = [event_of("first_step", 0, step=1), event_of("checkpoint", 0, step=117)]
     before = [*earlier, event_of("verdict", 0, cause="preempted", action="requeue")]
     assert decide_by(records=failed_records(), events=before, attempt=1).action == "requeue"
+
+
+def test_steps_of_a_plain_script_are_not_known() -> None:
+    """Its errors may be those of a disk or a node, unless they come soon after its start."""
+    error = "OSError: [Errno 5] Input/output error"
+    before: list[JournalEvent] = []
+    for attempt in range(4):
+        started = event_of("started", attempt, host="n1")
+        later = failed_records(error=error, time=EARLY_S + 1.0)
+        verdict = decide_by(records=later, attempt=attempt, events=[*before, started])
+        assert verdict.action == ("requeue" if attempt < 3 else "give up")
+        early = decide_by(records=failed_records(), attempt=attempt, events=[*before, started])
+        assert early.why.endswith("it came in the first 10 minutes, and would come again")
+        before += [started, event_of("verdict", attempt, cause="failed", error=error)]
+    worker = event_of("worker", 0, began=None, called=1.0)
+    verdict = decide_by(records=later, events=[event_of("started", host="n1"), worker])
+    assert verdict.why.endswith("it came before the first step, and would come again")
+
+
+def test_a_job_that_must_not_start_twice_does_not() -> None:
+    events = (event_of("first_step", step=1), event_of("checkpoint", step=9))
+    once, preempted = JobSpec("t.py", max_requeues=0), replace(RUNNING, preempted_at=900.0)
+    for facts in ({"records": failed_records()}, {"job": preempted, "records": ()}):
+        verdict = decide_by(spec=once, events=events, **facts)
+        assert verdict.why.endswith("it must not be started twice (--max-requeues 0)")
+        assert decide_by(events=events, **facts).action == "requeue"
 
 
 def test_a_step_that_never_starts_is_given_up() -> None:

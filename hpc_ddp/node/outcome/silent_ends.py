@@ -1,0 +1,37 @@
+"""The bound on attempts that end without a verdict. Pure: no Slurm, no disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import Cause
+from hpc_ddp.core.journal.events import CheckpointSaved, JournalEvent, NoticeGiven, VerdictGiven
+from hpc_ddp.node.outcome.verdict import most_in_a_row
+
+
+def too_many_silent(
+    spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
+) -> str | None:
+    """Return why no attempt may follow those that ended without a verdict; None when one may, and
+    before the first attempt. A superseded attempt without progress counts as one without: Slurm has
+    started the job again by itself, as after each node that goes down.
+
+    `events` and `numbers` (ascending) are those of the attempts since the run's last submit;
+    `most_requeues` is the operators' limit, inf without one.
+    """
+    verdicts = [event for event in events if isinstance(event, VerdictGiven)]
+    judged = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED or v.progress}
+    saved = {event.attempt for event in events if isinstance(event, CheckpointSaved)}
+    noticed = {event.attempt for event in events if isinstance(event, NoticeGiven)}
+    silent = [number for number in numbers if number not in judged]
+    most = most_requeues if spec.max_requeues is None else min(spec.max_requeues, most_requeues)
+    starts = len(numbers) - sum(verdict.cause == Cause.FAILED for verdict in verdicts)
+    if silent and numbers[-1] in silent and starts > most:
+        return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
+    row = takewhile(lambda number: number in silent and number not in saved, reversed(numbers))
+    # Slurm ends a preempted job that takes too long, and with it the batch shell: no crash of ours.
+    if (crashes := sum(number not in noticed for number in row)) > most_in_a_row(spec):
+        return f"{crashes} attempts in a row ended without a verdict, and without a checkpoint"
+    return None
