@@ -69,9 +69,9 @@ class DrilledRun(Run):
         super().track(per_rank=per_rank, added=added, **objects)
         self._tracked |= objects
 
-    def _begin_loop(self) -> None:
+    def _begin_loop(self, is_over: bool) -> None:
         """Record the start of the loop."""
-        super()._begin_loop()
+        super()._begin_loop(is_over)
         self._began = time.monotonic()
         self._record("start", self.position.step, {})
 

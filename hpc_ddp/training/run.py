@@ -19,6 +19,7 @@ from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
+from hpc_ddp.training.models.tracked import warn_of_untracked
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
@@ -143,13 +144,15 @@ class Run(ModelSetup):
         no int; OSError where `tensorboard` can't be written.
         """
         with self._calls.in_loop("epochs", total, self._manager.tracked, self.position) as is_over:
-            self._begin_loop()
-            self._own_data.warn_of_epoch(self.position)
             if not is_over and self._loader is not None and self._loader.is_epoch_done:
                 self.position.begin_epoch()
+            self._begin_loop(is_over)
+            if not is_over:
+                self._own_data.warn_of_epoch(self.position)
             while not is_over and self.position.epoch < total:
                 self._consensus.restart_step()
                 self._timer.start_step()
+                self._manager.generators.begin_epoch()
                 yield self.position.epoch
                 self.position.begin_epoch()
                 if self._loader is not None:
@@ -168,7 +171,7 @@ class Run(ModelSetup):
         `epochs`, and UsageError for a body without a `step`.
         """
         with self._calls.in_loop("steps", total, self._manager.tracked, self.position) as is_over:
-            self._begin_loop()
+            self._begin_loop(is_over)
             while not is_over and self.position.step < total:
                 first = self.position.step
                 if self._loader is None:
@@ -256,7 +259,9 @@ class Run(ModelSetup):
             self._loader.count_batch()
         self._batch.is_trained = True
         self._own_data.warn_of_step()
-        self._warn_of_untracked()
+        if self._is_unchecked:  # the first step of a loop that this attempt has begun
+            self._is_unchecked = False
+            warn_of_untracked(self._tracked_objects.values(), self._say)
         self._timer.end_step()
         self._precision.end_step()
         self.position.step += 1

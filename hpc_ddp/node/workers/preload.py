@@ -63,7 +63,7 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
 
 def _has_initialised_device() -> bool:
     """Return whether torch, if it is imported, has initialised an accelerator in this process."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     accelerator = torch and torch.accelerator.current_accelerator()
     return bool(accelerator and torch.get_device_module(accelerator).is_initialized())
 

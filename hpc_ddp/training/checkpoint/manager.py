@@ -29,6 +29,7 @@ from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import is_sharded, local_copies
+from hpc_ddp.training.models.generators import Generators
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import TrainedParameters
 
@@ -50,7 +51,7 @@ class CheckpointManager:
     """Saves and restores one rank's part of the run. `position` is shared with the Run.
 
     `devices` are this rank's, `seed` the run's; with `only_finite` weights with NaN are not saved.
-    Every rank must call its public methods at the same step, but for `tracked` and `start_random`.
+    Every rank must call its public methods at the same step, but for `tracked`.
     `track`, `judge` and `load_best` raise RuntimeError if a peer is gone.
     """
 
@@ -75,7 +76,7 @@ class CheckpointManager:
         self._objects: dict[str, Any] = {}  # these three as `track` was given them
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
-        self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
+        self.generators = Generators(devices)
         self._buffer = StagingBuffer(devices[0])
         self._written: tuple[Position, Best] | None = None  # `_identity` of the newest save
         self._names_best = False  # the last save is to be the best checkpoint
@@ -88,7 +89,7 @@ class CheckpointManager:
         added: Sequence[str] = (),
     ) -> None:
         """Name the objects, and put the newest checkpoint, if there is one, back into them, the
-        position and `best`; the generators follow in `start_random`. Until then they are those of
+        position and `best`; `generators` follow in a loop. Until then they are those of
         this rank's stream, in each attempt the same.
 
         `data` is what decides the order of the training's samples, in plain values by name.
@@ -108,6 +109,7 @@ class CheckpointManager:
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
         generators = {n: rng.GeneratorState(g) for n, g in objects.items() if rng.is_generator(g)}
+        self.generators.track(generators)
         objects, per_rank = {**objects, **generators}, (*per_rank, *generators)
         self.trained.add(map(unwrap, objects.values()))
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
@@ -139,7 +141,8 @@ class CheckpointManager:
         self._written, self.resumed = self._identity(), True
         # All ranks of a stream take up the same one, whichever of them wrote it.
         first = checkpoint.index.first_of_stream(self._dims.stream)
-        self._rng = None if first is None else checkpoint.values_of(first)["rng"]
+        if first is not None:
+            self.generators.load(checkpoint.values_of(first), self._position.loops)
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had.
@@ -181,24 +184,6 @@ class CheckpointManager:
         inventory = inventory_of(self._dims.pp_rank, sharded, parts, current.tree)
         if misfit := find_misfit(self._checkpoints.control, inventory):
             raise misfit
-
-    def start_random(self) -> None:
-        """Give the generators the state that the checkpoint has of this rank's stream; without one,
-        or at a second call, seed them for the present step and the stream. Tracked ones take up
-        their states as well.
-
-        Called at the start of the loop, so that whatever the script draws before it makes no
-        difference to a resume. No collective.
-        """
-        # First for generators that the checkpoint lacks: it may be one of a run on the CPU.
-        seed = derive(self._seed, self._position.step, self._dims.stream)
-        rng.seed_all(seed, self._devices)
-        if self._rng is not None:
-            rng.restore(self._rng, self._devices)
-        self._rng = None
-        for tracked in self._objects.values():
-            if isinstance(tracked, rng.GeneratorState):
-                tracked.restore()
 
     def save(self, *, is_last: bool = False) -> None:
         """Wait for the save before, then begin to copy the state, and to write it in a thread.
@@ -274,7 +259,7 @@ class CheckpointManager:
         """Return this rank's own plain values: generators, its own objects; from the first rank of
         a later pipeline stage also the tree."""
         values = {
-            "rng": self._rng or rng.snapshot(self._devices),  # not yet put back, or living
+            **self.generators.values(),
             **({"objects": current.private_tree} if current.private_tree else {}),
         }
         if self._dims.pp_rank and self._dims.stage_rank == 0:

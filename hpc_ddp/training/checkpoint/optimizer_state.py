@@ -152,12 +152,15 @@ def places_of_shards(name: str, optimizer: Optimizer, labels: Mapping[int, str])
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state dict, whose tensors keep their types; those of one number stay on the CPU if
     they were there. A class's own ``load_state_dict`` decides itself, and its errors come through.
-    The `state` is by numbers, with `PARAMETERS`. Tensors among the settings, as a learning rate
-    that the script fills, stay the same objects.
+    The `state` is by numbers, with `PARAMETERS`. The groups, and tensors among their settings, as a
+    learning rate that the script fills, stay the same objects: the script may keep them, and an
+    optimizer inside another one, as SAM has it, shares them.
     """
     untracked = state.pop(PARAMETERS)
-    settings = [dict(group) for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    settings = [dict(group) for group in groups]
     optimizer.load_state_dict(state)
+    _keep_groups(optimizer, groups)
     for number, parameter in enumerate(parameters_of(optimizer)):
         if number in untracked:
             parameter.data.copy_(untracked[number])
@@ -172,6 +175,21 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
             if number in state["state"]:
                 loaded = optimizer.state[parameter]
                 optimizer.state[parameter] = _with_types(loaded, state["state"][number])
+
+
+def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Put the settings that torch has loaded into the `groups` that an optimizer had before, also
+    for an optimizer inside it that shares them by now."""
+    loaded = optimizer.param_groups
+    if loaded is groups or len(loaded) != len(groups):
+        return
+    for group, settings in zip(groups, loaded, strict=True):
+        content = dict(settings)
+        group.clear()
+        group.update(content)
+    for part in (optimizer, *vars(optimizer).values()):
+        if isinstance(part, Optimizer) and part.param_groups is loaded:
+            part.param_groups = groups
 
 
 def _with_types(loaded: Any, stored: Any, key: object = None) -> Any:

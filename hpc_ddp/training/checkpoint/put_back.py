@@ -15,13 +15,8 @@ from torch.optim import Optimizer
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import optimizer_state
 from hpc_ddp.training.checkpoint import state as states
-from hpc_ddp.training.checkpoint.state import (
-    ON_DEVICE,
-    TENSOR,
-    plain_name,
-    take_apart,
-    unwrap,
-)
+from hpc_ddp.training.checkpoint.plain_state import ON_DEVICE, TENSOR, take_apart
+from hpc_ddp.training.checkpoint.state import plain_name, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.trained import TrainedParameters

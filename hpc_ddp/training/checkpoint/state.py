@@ -6,7 +6,7 @@ trained under one wrapper is found again under another.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,25 +17,20 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint import optimizer_state
+from hpc_ddp.training.checkpoint.plain_state import kind_of, refusal, take_apart
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import LocalShard, rows, shard, share_of, whole
-from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 
-TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
-ON_DEVICE = "<tensor on an accelerator>"  # or this
 VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
 GRADIENTS = "<gradients>"  # whether they are needed, by names of parameters that the loop changes
 BESIDE = (VERSIONS, GRADIENTS)
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
-_LARGEST = 1 << 2039  # weights_only reads whole numbers below it
 SHOWN = 8  # names in an error
 
 
@@ -136,7 +131,7 @@ def collect(
         plain = unwrap(wrapped)
         if not (hasattr(plain, "state_dict") and hasattr(plain, "load_state_dict")):
             raise UsageError(
-                f"{name} is {_kind(plain)}; accepted by run.track: objects with state_dict and"
+                f"{name} is {kind_of(plain)}; accepted by run.track: objects with state_dict and"
                 " load_state_dict, and random generators",
                 hint="for a best value there is run.best",
             )
@@ -202,7 +197,7 @@ def _content_of(
     """
     if hasattr(plain, "consolidate_state_dict"):
         raise UsageError(
-            f"{name} is {_kind(plain)}, which has its state on one rank alone; accepted by"
+            f"{name} is {kind_of(plain)}, which has its state on one rank alone; accepted by"
             " run.track: other optimizers",
             hint="model = run.fully_shard(model), and the optimizer inside, shard its state, too",
         )
@@ -230,7 +225,7 @@ def _check_shards(tensors: Mapping[str, Any]) -> None:
     of 8 bits: plain numbers would come back."""
     for name, tensor in tensors.items():
         if is_sharded(tensor) and is_traceable_wrapper_subclass(tensor.to_local()):
-            raise _refused(name, f"a DTensor of {_kind(tensor.to_local())}")
+            raise refusal(name, f"a DTensor of {kind_of(tensor.to_local())}")
 
 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
@@ -322,74 +317,6 @@ def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
             for key, parameter in plain.named_parameters():
                 labels.setdefault(id(parameter), f"{name}.{plain_name(key)}")
     return labels
-
-
-def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a copy of `value` with `TENSOR` or `ON_DEVICE` for each tensor, which `tensors` gets
-    under its place below `where`. Subclasses become plain dicts (but `_DICTS`), lists and so on.
-
-    Raise HpcDdpError for what ``weights_only`` would refuse to load again; what was before it is in
-    `tensors`.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_quantized:
-            raise _refused(where, f"a tensor of layout {value.layout}")
-        if is_traceable_wrapper_subclass(value) and not is_sharded(value):
-            raise _refused(where, _kind(value))
-        if where in tensors:
-            raise _refused(where, "the second one of this name")
-        tensors[where] = value
-        return ON_DEVICE if is_accelerator(value.device) else TENSOR
-    if isinstance(value, Mapping):
-        for key in value:
-            _check_atom(key, f"a key of {where}")
-        items: Any = {k: take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
-        kind: Any = type(value)
-        return kind(items) if kind in _DICTS else items
-    if type(value) is list and _is_of_numbers(value):  # a million of them, one by one, take 1 s
-        return value.copy()
-    if isinstance(value, (list, tuple)):
-        row = [take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
-        return tuple(row) if isinstance(value, tuple) else row
-    if isinstance(value, set):
-        return {take_apart(item, f"{where}.{item}", tensors) for item in value}
-    _check_atom(value, where)
-    return value
-
-
-def _is_of_numbers(row: list[Any]) -> bool:
-    """Return whether all are floats, or whole numbers that can be loaded again; False for none."""
-    kinds = set(map(type, row))
-    if kinds == {int}:
-        return bool(min(row) > -_LARGEST and max(row) < _LARGEST)
-    return kinds == {float}
-
-
-def _check_atom(value: Any, where: str) -> None:
-    """Raise HpcDdpError for what could be saved at `where`, but not be loaded again by
-    ``weights_only``."""
-    if type(value) not in _ATOMS:
-        raise _refused(where, _kind(value))
-    if type(value) is bytes and not value:
-        raise _refused(where, "b'', which can't be loaded again")
-    if type(value) is int and not -_LARGEST < value < _LARGEST:
-        raise _refused(where, "a number of 2,040 bits or more, which can't be loaded again")
-    if type(value) is str and value in (TENSOR, ON_DEVICE):
-        raise _refused(where, f"the text {value}, which stands for a tensor")
-
-
-def _kind(value: Any) -> str:
-    """Return the type of a value for people, as ``a numpy.float32``."""
-    return f"a {type(value).__module__}.{type(value).__name__}"
-
-
-def _refused(where: str, kind: str) -> HpcDdpError:
-    """Return the error for an entry at `where` that can't be saved; `kind` says what it is."""
-    return HpcDdpError(
-        f"{where} is {kind}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
-        " lists and dicts of them",
-        hint="return plain values from state_dict, for instance float(x) or x.item()",
-    )
 
 
 def metadata_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

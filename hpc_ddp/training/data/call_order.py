@@ -25,7 +25,7 @@ class CallOrder:
     def __init__(self) -> None:
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
-        self._number = -1  # of that loop; loops of the same total, as after an error, are one
+        self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
         self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
         self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
         self.is_abandoned = False  # whether an attempt before has left that loop for good
@@ -52,13 +52,14 @@ class CallOrder:
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
         if not self.has_looped:
             self._abandoned = position.abandoned
-        self._number += not self.has_looped or total != self.total
-        number, done = self._number, position.epoch if loop == "epochs" else position.step
+        self.number += not self.has_looped or total != self.total
+        number, done = self.number, position.epoch if loop == "epochs" else position.step
         self.is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
         is_over = done >= total or self.is_abandoned
-        if not is_over:
-            earlier = {n: entry for n, entry in position.abandoned.items() if n < number}
-            self._abandoned = position.abandoned = earlier
+        if not is_over:  # the script has not come back to the earlier ones that it left
+            left = {**position.abandoned, **self._broken}
+            earlier = {n: entry for n, entry in left.items() if n < number}
+            self._abandoned, position.abandoned, position.loops = earlier, earlier, number
         self.loop, self.total = loop, total
         self._handled = sys.exc_info()[1]
         try:
@@ -77,7 +78,7 @@ class CallOrder:
     @property
     def has_looped(self) -> bool:
         """Whether a loop was begun."""
-        return self._number >= 0
+        return self.number > 0
 
     def total_steps(self, loader: Loader | None) -> int | None:
         """Return the steps of the whole loop, None where the length of an epoch is not known."""

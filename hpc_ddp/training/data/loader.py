@@ -68,6 +68,7 @@ class Loader:
         self.rolls = False
         self.end_epoch()
         self._open = 0  # iterations that have not ended
+        self.on_first_batch: Callable[[], None] | None = None  # of the epoch, called once
         self._plan, self._position, self._device = plan, position, device
         self._check, self._sync, self._batch_done, self._timed = check, sync, batch_done, timed
         if self.samples is not None and not plan.steps(self.samples):
@@ -108,7 +109,7 @@ class Loader:
     def steps(self, start: int) -> int | None:
         """Return the steps from place `start` (in samples) to the end of an epoch, None for a
         stream."""
-        return None if self.samples is None else self._plan.steps(self.samples - start)
+        return None if self.samples is None else self._plan.steps_from(start, self.samples)
 
     def total_steps(self, epochs: int) -> int | None:
         """Return the steps of a whole run of some epochs, None for a stream."""
@@ -139,17 +140,17 @@ class Loader:
 
     @property
     def is_epoch_done(self) -> bool:
-        """Whether all batches of the epoch are done that the run is in; False for a stream. At a
-        loop's begin: a save within a loop comes after the epoch's end, so the script had saved
-        behind its loop, which it had left by ``break``."""
-        # After a change of batches or ranks the rest of an epoch may be too little for a step, too.
-        if self.samples is None or self._position.epoch_steps != len(self):
-            return False
+        """Whether all batches of the epoch are done that the run is in. At a loop's begin: a save
+        within a loop comes after the epoch's end, so the script had saved behind its loop, which it
+        had left by ``break``."""
+        if self.samples is None:
+            return self._position.has_ended
         return self.steps(self._position.samples) == 0
 
     def end_epoch(self) -> None:
         """Forget the present batch: the loop is between two epochs."""
         self.batch = Batch(is_trained=True)
+        self.on_first_batch = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches on the device, from the run's position on; of an epoch that is done only
@@ -183,10 +184,14 @@ class Loader:
                 beat()
                 self._since_step += not is_peek
                 self._seeds.warns = False  # the next loader workers get it so
+                if self.on_first_batch and not is_peek:
+                    self.on_first_batch()
+                    self.on_first_batch = None
                 yield to_device(content, self._device)
                 self.batch = current  # a peek has one of its own
                 if not is_done:
                     self._batch_done()
+            self._position.has_ended |= self.samples is None and not is_peek
             if self.rolls and not is_peek:
                 self._position.begin_epoch()
         except GeneratorExit:

@@ -22,18 +22,23 @@ ODD = 0x5851F42D4C957F2D  # the multiplier of Knuth's MMIX generator
 class Position:
     """Where a run is: `step` completed optimizer steps, `epoch_steps` of them in `epoch`, and the
     `samples` of the run's loader that they took. `abandoned` has the kinds and totals of the loops
-    that the script has left by ``break`` and does not come back to, by their numbers from 0."""
+    that the script has left by ``break`` and does not come back to, by their numbers from 1, and
+    `loops` is the number of the one that it is in, or was last. `has_ended`: a stream has no more
+    samples in the epoch."""
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
     epoch_steps: int = 0
     abandoned: dict[int, tuple[str, int]] = field(default_factory=dict)
+    loops: int = 0
+    has_ended: bool = False
 
     def begin_epoch(self) -> None:
         """Move on to the next epoch's first sample."""
         self.epoch += 1
         self.samples = self.epoch_steps = 0
+        self.has_ended = False
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,16 @@ class BatchPlan:
         """Return how many steps `samples` are worth, the same on every rank."""
         return samples // self.size if self.drop_last else _ceil(samples, self.size)
 
+    def steps_from(self, start: int, samples: int) -> int:
+        """Return how many steps are left from place `start` of an epoch of `samples`. With
+        `drop_last` too, the rest of one that steps of another size have begun is worth a step."""
+        is_begun = start % self.size and start < samples
+        return self.steps(samples - start) or int(bool(self.drop_last and is_begun))
+
     def micro_batches(self, samples: int, start: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of an epoch of `samples` from place `start`, at which a
         global batch begins, to its end; nothing where no step is left."""
-        stop = min(start + self.steps(samples - start) * self.size, samples)
+        stop = min(start + self.steps_from(start, samples) * self.size, samples)
         for first in range(start, stop, self.size):
             block = range(first, min(first + self.size, stop))
             yield from self.pieces(block, ends_epoch=block.stop == stop)

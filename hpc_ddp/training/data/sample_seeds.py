@@ -100,9 +100,12 @@ class SampleSeeds:
     def _warn_of_generators(
         self, before: Mapping[str, bytes], repeat: Callable[[], object] | None
     ) -> None:
-        """Warn of a generator whose state is not as `before`; see `fetch`."""
+        """Warn of a generator whose state is not as `before`, or that is new; see `fetch`. None of
+        a stream with ``set_epoch``, which is called at a resume as well."""
+        if isinstance(self._dataset, IterableDataset) and hasattr(self._dataset, "set_epoch"):
+            return
         states = _states_of(self._generators)
-        changed = [place for place in before.keys() & states if states[place] != before[place]]
+        changed = [place for place in states if states[place] != before.get(place)]
         if changed and repeat:
             repeat()
         after = _states_of(self._generators)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,14 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import TrainingBegun
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.call_order import CallOrder
+from hpc_ddp.training.data.epoch_begin import EpochBegin
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
-from hpc_ddp.training.data.order import MicroBatch, make_plan
+from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
-from hpc_ddp.training.models.tracked import check_copies, check_models, warn_of_untracked
+from hpc_ddp.training.models.tracked import check_copies, check_models
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.worker import Worker
@@ -43,7 +45,8 @@ class ModelSetup(Worker):
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
         self._calls = CallOrder()
-        self._unchecked: list[Any] = []  # what was tracked, until the first step
+        self._tracked_objects: dict[str, Any] = {}
+        self._is_unchecked = False  # until a loop's first step
         self._no_loader = Batch()  # of a script without a loader of the run
 
     @property
@@ -317,30 +320,40 @@ class ModelSetup(Worker):
         """Raise UsageError for tracked `objects`, as `check_models` and `check_copies` do."""
         check_models(objects, self._wrapped, self._dims.pp > 1)
         check_copies(objects.values(), self._wrapped, self._dims)
-        self._unchecked = [*objects.values(), self._precision]
+        self._tracked_objects = {**objects, "_precision": self._precision}
 
-    def _warn_of_untracked(self) -> None:
-        """Before the first step of a run counts, have rank 0 warn as `warn_of_untracked` does."""
-        if self._unchecked:
-            if self.rank == 0 and self.position.step == 0:
-                warn_of_untracked(self._unchecked, self._say)
-            self._unchecked = []
-
-    def _begin_loop(self) -> None:
+    def _begin_loop(self, is_over: bool) -> None:
         """Set the random generators, journal the begin, start the clocks; print that the loop is
         over if the attempt before has left it early. Raises as `epochs`."""
-        if self._calls.is_abandoned:
-            self._say(
-                f"the loop of {self._calls.total} {self._calls.loop} was left before, by break"
-            )
+        calls, position = self._calls, self.position
+        if calls.is_abandoned:
+            self._say(f"the loop of {calls.total} {calls.loop} was left before, by break")
+        loader = self._loader if calls.loop == "epochs" else None
         if self._loader is not None:
-            self._loader.rolls = self._calls.loop == "steps"
-        self._manager.start_random()
+            self._loader.rolls = loader is None
+        seed = derive(self.seed, position.step, self._dims.stream)
+        is_in_epoch = loader is not None and position.epoch_steps > 0
+        generators = self._manager.generators
+        goes_on = generators.begin_loop(
+            seed, calls.number, is_over=is_over, is_in_epoch=is_in_epoch
+        )
+        if loader is not None and goes_on:
+            loader.on_first_batch = partial(self._end_beginning, EpochBegin(self._tracked_objects))
+        self._is_unchecked = (
+            self.rank == 0 and not is_over and (position.step == 0 or calls.number > 1)
+        )
         if self.rank == 0:
-            self._journal.write(TrainingBegun(self.position.step))
+            self._journal.write(TrainingBegun(position.step))
         _ = self.tensorboard  # opened here, where the position is the checkpoint's
         self._consensus.restart_step()
         self._timer.start_step()
+
+    def _end_beginning(self, begin: EpochBegin) -> None:
+        """Called at the first batch after a resume within an epoch: have all as the checkpoint has
+        it, which was written behind the epoch's beginning."""
+        self._manager.generators.end_beginning()
+        for line in begin.undo():
+            self._say(line)
 
     def _sync_gradients(self, on: bool) -> None:
         """Choose whether DDP and FSDP2 average the gradients of the coming micro-batch over ranks.
@@ -358,7 +371,8 @@ class ModelSetup(Worker):
 
         All ranks call it. Behind the loop the last state is saved first, so a run that is stopped
         from here on starts behind the loop, and can be given more epochs later. In a loop nothing
-        is saved: a run that is stopped there goes on from its last checkpoint.
+        is saved: a run that is stopped there goes on from its last checkpoint. Between two loops it
+        does nothing at a resume in the second one.
 
         Raises
         ------
@@ -368,9 +382,16 @@ class ModelSetup(Worker):
             the best checkpoint is gone, damaged or can't be read, or is of another number of ranks
             that had weights of their own; or the save before it fails as in `finish`
         """
-        is_behind = self._calls.loop is None
+        calls, position = self._calls, self.position
+        is_behind = calls.loop is None
+        if is_behind and calls.has_looped and position.loops > calls.number:
+            self._say(
+                "run.load_best was called before a loop that the run is in by now: the checkpoint's"
+                " weights stay"
+            )
+            return self._manager.best.step or position.step
         if is_behind:
-            self._calls.abandon(self.position)
+            calls.abandon(position)
         step = self._manager.load_best(model, saves=is_behind)
         beat()
         return step

@@ -129,6 +129,8 @@ def _find_untracked(within: Collection[Any]) -> list[str]:
     """Return the kinds of what `warn_of_untracked` warns of; `within` are the tracked objects and
     what they have."""
     numbers = set(map(id, within))
+    modules = [thing for thing in within if isinstance(thing, torch.nn.Module)]
+    numbers |= {id(part) for module in modules for part in module.modules()}
     states = {id(getattr(thing, "state", None)) for thing in within}
     weights = _parameters_of(within)
     nouns = []
@@ -154,8 +156,8 @@ def find_living(*kinds: type) -> list[Any]:
     classes: list[type] = list(kinds)
     for kind in classes:  # it grows
         classes += type.__subclasses__(kind)
-    wanted = set(classes)
-    return [thing for thing in gc.get_objects() if type(thing) in wanted]
+    numbers = set(map(id, classes))  # not all classes can be hashed
+    return [thing for thing in gc.get_objects() if id(type(thing)) in numbers]
 
 
 def _module_of(parameters: Collection[torch.Tensor]) -> torch.nn.Module | None:

@@ -29,6 +29,7 @@ from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
 from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.generators import Generators
 from hpc_ddp.training.process import member, process_group, run_directory
 from hpc_ddp.training.stops import consensus
 from hpc_ddp.training.stops.signals import NOTICE
@@ -319,7 +320,7 @@ def put_back(fault: str) -> None:
 
         Loader.__iter__ = count_at_once  # type: ignore[method-assign]
     elif fault == "random":
-        CheckpointManager.start_random = lambda self: None  # type: ignore[method-assign]
+        Generators.begin_loop = lambda *loop, **ways: False  # type: ignore[method-assign]
     elif fault == "left":
         track = CheckpointManager.track
 

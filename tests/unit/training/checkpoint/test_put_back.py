@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.training.checkpoint import put_back, state
+from hpc_ddp.training.checkpoint import plain_state, put_back, state
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.layout import StoredShard
 from hpc_ddp.training.checkpoint.storage.resharding import Reader
@@ -390,7 +390,7 @@ def test_optimizer_state_keeps_the_memory_format_of_its_parameter(tmp_path: Path
 
 def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(HpcDdpError, match=r"x\.value is a tensor that no rank has stored"):
-        put_back.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([], []), 1)
+        put_back.put_back({"x": Holds()}, {"x": {"value": plain_state.TENSOR}}, Reader([], []), 1)
 
 
 @pytest.mark.parametrize("kind", put_back.OF_DEVICES)

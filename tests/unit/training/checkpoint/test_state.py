@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint import optimizer_state, state
+from hpc_ddp.training.checkpoint import optimizer_state, plain_state, state
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
@@ -135,7 +135,7 @@ def test_zeros_optimizer_is_refused() -> None:
     "value",
     [
         *(numpy.float64(1), object(), {"a": [1, numpy.zeros(2)]}),
-        *(b"", {b"": 1}, [1 << 2039], {-(1 << 2039): 1}, state.TENSOR),
+        *(b"", {b"": 1}, [1 << 2039], {-(1 << 2039): 1}, plain_state.TENSOR),
     ],
     ids=lambda value: str(value)[:20],
 )

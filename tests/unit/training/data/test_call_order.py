@@ -91,16 +91,27 @@ def test_a_loop_that_was_abandoned_is_over_for_the_next_attempt() -> None:
         break
     assert position.abandoned == {}
     first.abandon(position)
-    assert position.abandoned == {1: ("steps", 9)}
+    assert position.abandoned == {2: ("steps", 9)}
     assert list(loop(second, position, 3)) == [True]
     assert list(loop(second, position, 9)) == [True]
-    assert position.abandoned == {1: ("steps", 9)}  # so there is nothing to save
+    assert position.abandoned == {2: ("steps", 9)}  # so there is nothing to save
     for _ in loop(second, position, 8):  # the next stage, with saves in its loop
-        assert position.abandoned == {1: ("steps", 9)}
+        assert (position.abandoned, position.loops) == ({2: ("steps", 9)}, 3)
     third = CallOrder()
     assert list(loop(third, position, 3)) == [True]
     assert list(loop(third, position, 12)) == [False]  # it was given more
     assert position.abandoned == {}
+
+
+def test_a_loop_behind_one_that_was_left_shows_that_the_script_does_not_come_back() -> None:
+    position, calls = Position(), CallOrder()
+    for _ in loop(calls, position, 9):
+        break
+    for _ in loop(calls, position, 12):
+        assert (position.abandoned, position.loops) == ({1: ("steps", 9)}, 2)
+    again = CallOrder()
+    assert list(loop(again, position, 9)) == [True]
+    assert list(loop(again, position, 12)) == [False]
 
 
 def test_a_loop_of_another_number_or_kind_is_not_the_one_that_was_abandoned() -> None:

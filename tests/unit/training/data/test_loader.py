@@ -57,7 +57,7 @@ def test_an_expanded_tensor_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("done", "steps", "left"),
-    [(0, 0, False), (12, 1, False), (24, 2, True), (24, 3, False)],  # the last one of other batches
+    [(0, 0, False), (12, 1, False), (24, 2, True), (24, 3, True)],  # the last one of other batches
 )
 def test_an_epoch_whose_batches_are_all_done_is_not_entered_again(
     done: int, steps: int, left: bool

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.training.checkpoint import put_back, state
+from hpc_ddp.training.checkpoint import plain_state, put_back, state
 from hpc_ddp.training.checkpoint.storage import resharding as reader_module
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
@@ -103,7 +103,7 @@ def test_an_unreadable_data_file_is_not_called_another_program(
     os.truncate(tmp_path / "data", 20)
     holds = Holds(torch.zeros(3, 2))
     with pytest.raises(UnreadableError, match=r"data can't be read.*it ends too early") as caught:
-        put_back.put_back({"t": holds}, {"t": state.TENSOR}, reader, 1)
+        put_back.put_back({"t": holds}, {"t": plain_state.TENSOR}, reader, 1)
     assert caught.value.exit_code == CAN_GO_ON  # another attempt may find that the disk answers
     assert sum(clock.slept) >= file_io.PATIENCE_S
 

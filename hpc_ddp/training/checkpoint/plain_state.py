@@ -1,0 +1,99 @@
+"""State dicts without their tensors, in plain values that ``weights_only`` loads again."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.training.devices import is_accelerator
+from hpc_ddp.training.models.dtensor import is_sharded
+
+TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
+ON_DEVICE = "<tensor on an accelerator>"  # or this
+
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
+_LARGEST = 1 << 2039  # weights_only reads whole numbers below it
+
+
+def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a copy of `value` with `TENSOR` or `ON_DEVICE` for each tensor, which `tensors` gets
+    under its place below `where`. Subclasses become plain dicts (but `_DICTS`), lists and so on.
+
+    Raise HpcDdpError for what ``weights_only`` would refuse to load again; what was before it is in
+    `tensors`.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise refusal(where, f"a tensor of layout {value.layout}")
+        if is_traceable_wrapper_subclass(value) and not is_sharded(value):
+            raise refusal(where, kind_of(value))
+        if where in tensors:
+            raise refusal(where, "the second one of this name")
+        tensors[where] = value
+        return ON_DEVICE if is_accelerator(value.device) else TENSOR
+    if isinstance(value, Mapping):
+        for key in value:
+            _check_atom(key, f"a key of {where}")
+        items: Any = {k: take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
+        kind: Any = type(value)
+        return kind(items) if kind in _DICTS else items
+    if type(value) is list and _is_of_numbers(value):  # a million of them, one by one, take 1 s
+        return value.copy()
+    if isinstance(value, (list, tuple)):
+        row = [take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        return tuple(row) if isinstance(value, tuple) else row
+    if isinstance(value, set):
+        return {take_apart(item, f"{where}.{item}", tensors) for item in value}
+    if is_numpys_equal(value):
+        return value.item()
+    _check_atom(value, where)
+    return value
+
+
+def is_numpys_equal(value: Any) -> bool:
+    """Return whether a number of numpy's computes as Python's own of this value: a float64, as a
+    schedule by ``np.cos`` makes for a learning rate, a whole number, or a bool."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.float64, numpy.integer, numpy.bool_))
+
+
+def _is_of_numbers(row: list[Any]) -> bool:
+    """Return whether all are floats, or whole numbers that can be loaded again; False for none."""
+    kinds = set(map(type, row))
+    if kinds == {int}:
+        return bool(min(row) > -_LARGEST and max(row) < _LARGEST)
+    return kinds == {float}
+
+
+def _check_atom(value: Any, where: str) -> None:
+    """Raise HpcDdpError for what could be saved at `where`, but not be loaded again by
+    ``weights_only``."""
+    if type(value) not in _ATOMS:
+        raise refusal(where, kind_of(value))
+    if type(value) is bytes and not value:
+        raise refusal(where, "b'', which can't be loaded again")
+    if type(value) is int and not -_LARGEST < value < _LARGEST:
+        raise refusal(where, "a number of 2,040 bits or more, which can't be loaded again")
+    if type(value) is str and value in (TENSOR, ON_DEVICE):
+        raise refusal(where, f"the text {value}, which stands for a tensor")
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a value for people, as ``a numpy.float32``."""
+    return f"a {type(value).__module__}.{type(value).__name__}"
+
+
+def refusal(where: str, kind: str) -> HpcDdpError:
+    """Return the error for an entry at `where` that can't be saved; `kind` says what it is."""
+    return HpcDdpError(
+        f"{where} is {kind}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
+        " lists and dicts of them",
+        hint="return plain values from state_dict, for instance float(x) or x.item()",
+    )

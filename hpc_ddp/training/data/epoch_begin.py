@@ -1,0 +1,86 @@
+"""The beginning of an epoch, which a resume within the epoch runs a second time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class EpochBegin:
+    """Undoes what the script's lines at the top of an epoch change in tracked optimizers' settings
+    and schedulers: they have run before the checkpoint, whose state is loaded, as of `objects`."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = {
+            name: thing
+            for name, thing in objects.items()
+            if isinstance(thing, (Optimizer, LRScheduler))
+        }
+        self._settings = {name: _settings_of(thing) for name, thing in self._objects.items()}
+
+    def undo(self) -> list[str]:
+        """Put the settings back; return a line for each object with some that were changed."""
+        lines = []
+        for name, thing in self._objects.items():
+            earlier, current = self._settings[name], _settings_of(thing)
+            changed = [key for key in earlier if not _is_equal(earlier[key], current.get(key))]
+            if changed:
+                if isinstance(thing, Optimizer):
+                    _put_settings(thing, earlier)
+                else:
+                    thing.load_state_dict({**current, **earlier})
+                key = changed[0]
+                lines.append(
+                    f"{name}: {key} is {earlier[key]} again: the script's lines at the top of this"
+                    " epoch have run before; those that must not run twice stand under"
+                    " `if not run.position.epoch_steps:`"
+                )
+        return lines
+
+
+def _settings_of(thing: Any) -> dict[str, Any]:
+    """Return a copy of a scheduler's state, or of the settings of an optimizer's groups, by names
+    as ``lr`` or, for those of further groups, ``lr of group 1``."""
+    if isinstance(thing, LRScheduler):
+        return copy.deepcopy(thing.state_dict())
+    return {
+        _name_of(key, number): copy.deepcopy(setting)
+        for number, group in enumerate(thing.param_groups)
+        for key, setting in group.items()
+        if key != "params"
+    }
+
+
+def _name_of(key: str, group: int) -> str:
+    return f"{key} of group {group}" if group else key
+
+
+def _put_settings(optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
+    """Give the groups of an optimizer the `settings` of `_settings_of`; tensors stay the same
+    objects."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key in group.keys() - {"params"}:
+            setting = settings.get(_name_of(key, number), group[key])
+            if isinstance(group[key], torch.Tensor):
+                group[key].data.copy_(torch.as_tensor(setting))
+            else:
+                group[key] = setting
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    """Return whether two settings are equal, also where tensors are among them."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_is_equal(first[k], second[k]) for k in first)
+    if isinstance(first, (list, tuple)):
+        pairs = zip(first, second, strict=False)
+        return len(first) == len(second) and all(_is_equal(*pair) for pair in pairs)
+    return bool(first == second) or first != first

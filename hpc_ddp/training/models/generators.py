@@ -1,0 +1,86 @@
+"""The random generators of one rank of a run: as a checkpoint has them, and as a loop begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.rng import GeneratorState
+
+
+class Generators:
+    """The global generators, with those of the worker's `devices`, and those that the script
+    tracks, by name.
+
+    A checkpoint has their states as of its step and, since a resume runs the script's lines at the
+    top of an epoch a second time, as of the begin of the epoch.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._tracked: dict[str, GeneratorState] = {}
+        self._stored: dict[str, Any] | None = None  # global ones, until they are put back
+        self._later: dict[str, dict[str, Any]] = {}  # tracked ones, in the same way
+        self._at_epoch: dict[str, Any] = {}  # all, as of the epoch's begin
+        self._loops = 0  # that had begun by the checkpoint
+
+    def track(self, objects: Mapping[str, Any]) -> None:
+        """Note the generators among the tracked objects."""
+        self._tracked = {n: t for n, t in objects.items() if isinstance(t, GeneratorState)}
+
+    def load(self, values: Mapping[str, Any], loops: int) -> None:
+        """Take the entries of `values` from a checkpoint, before which so many loops had begun.
+        They are put back by `begin_loop`; tracked ones have loaded their present states already."""
+        self._stored, self._at_epoch = values["rng"], values.get("rng_at_epoch", {})
+        self._loops = loops
+
+    def values(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint: the states, or those that are not yet put back."""
+        return {"rng": self._stored or rng.snapshot(self._devices), "rng_at_epoch": self._at_epoch}
+
+    def begin_loop(self, seed: int, loop: int, *, is_over: bool, is_in_epoch: bool) -> bool:
+        """Give the generators the states that the checkpoint has, if it is of this loop, the one of
+        number `loop` from 1, or a save at its end; else seed the global ones by `seed`, unless the
+        loop `is_over`. Return whether the loop goes on from the checkpoint within an epoch: they
+        are as of its begin then, until `end_beginning`.
+
+        So what the script draws before its loop makes no difference to a resume. With `is_in_epoch`
+        the loop is one over epochs of the run's loader, which calls that. No collective.
+        """
+        if not is_over:  # first for generators that the checkpoint lacks, as one of a run on CPUs
+            rng.seed_all(seed, self._devices)
+        is_its = self._loops == loop or not (self._loops or is_over)
+        if not is_its or self._stored is None:
+            return False
+        if is_over or not (is_in_epoch and self._at_epoch):
+            self._put_back()
+            return False
+        self._later = {name: tracked.state_dict() for name, tracked in self._tracked.items()}
+        rng.restore(self._at_epoch["global"], self._devices)
+        for name, state in self._at_epoch["tracked"].items():
+            if name in self._tracked:
+                self._tracked[name].load_state_dict(state)
+                self._tracked[name].restore()
+        return True
+
+    def begin_epoch(self) -> None:
+        """Note the states at the begin of an epoch."""
+        tracked = {name: tracked.state_dict() for name, tracked in self._tracked.items()}
+        self._at_epoch = {"global": rng.snapshot(self._devices), "tracked": tracked}
+
+    def end_beginning(self) -> None:
+        """Put the states of the checkpoint's step back: the lines at the top of the epoch have run
+        again."""
+        for name, state in self._later.items():
+            self._tracked[name].load_state_dict(state)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._stored is not None:
+            rng.restore(self._stored, self._devices)
+        self._stored, self._later = None, {}
+        for tracked in self._tracked.values():
+            tracked.restore()
