@@ -100,14 +100,18 @@ def find_ignored_settings(
 
 
 def require_gradients(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
-    """Have parameters need gradients, or none, as the loop had set it by the time of a checkpoint,
-    whose state dicts are in `tree`; those that it had left alone stay as the script makes them.
-    Return a line for each object with some that were otherwise."""
+    """Have parameters need gradients, or none, and parts of modules train, or not, as the loop had
+    set it by the time of a checkpoint, whose state dicts are in `tree`; those that it had left
+    alone stay as the script makes them. Return a line for each object with parameters that were
+    otherwise."""
     notes = []
     for name, module in ((name, unwrap(thing)) for name, thing in objects.items()):
         if isinstance(module, torch.nn.Module):
             needed = tree[name].get(states.GRADIENTS, {})
+            modes = tree[name].get(states.MODES, {})
             changed = []
+            for key, part in module.named_modules():
+                part.training = modes.get(plain_name(f"{key}.")[:-1], part.training)
             for key, parameter in module.named_parameters(remove_duplicate=False):
                 if needed.get(plain_name(key), parameter.requires_grad) != parameter.requires_grad:
                     parameter.requires_grad_(needed[plain_name(key)])

@@ -28,7 +28,8 @@ from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 
 VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
 GRADIENTS = "<gradients>"  # whether they are needed, by names of parameters that the loop changes
-BESIDE = (VERSIONS, GRADIENTS)
+MODES = "<modes>"  # whether they train, by names of modules that the loop changes
+BESIDE = (VERSIONS, GRADIENTS, MODES)
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 
 SHOWN = 8  # names in an error
@@ -193,7 +194,7 @@ def _content_of(
     of an optimizer's parameters that no tracked object has.
 
     An optimizer's is by names of parameters (`optimizer_state`); a module's by `plain_name`s, with
-    `VERSIONS` and `GRADIENTS` beside; another object's as it is.
+    `BESIDE` beside; another object's as it is.
     """
     if hasattr(plain, "consolidate_state_dict"):
         raise UsageError(
@@ -216,8 +217,10 @@ def _content_of(
     state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in buffers)
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
     changes = {plain_name(key): needed for key, needed in trained.changes_of(plain).items()}
+    modes = {plain_name(f"{key}.")[:-1]: mode for key, mode in trained.modes_of(plain).items()}
     content = {plain_name(key): value for key, value in content.items()}
-    return content | {VERSIONS: versions} | ({GRADIENTS: changes} if changes else {})
+    beside = {VERSIONS: versions, GRADIENTS: changes, MODES: modes}
+    return content | {key: facts for key, facts in beside.items() if facts or key == VERSIONS}
 
 
 def _check_shards(tensors: Mapping[str, Any]) -> None:

@@ -57,8 +57,8 @@ class CallOrder:
         self.is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
         is_over = done >= total or self.is_abandoned
         if not is_over:  # the script has not come back to the earlier ones that it left
-            left = {**position.abandoned, **self._broken}
-            earlier = {n: entry for n, entry in left.items() if n < number}
+            loops = {**position.abandoned, **self._broken}
+            earlier = {n: entry for n, entry in loops.items() if n < number}
             self._abandoned, position.abandoned, position.loops = earlier, earlier, number
         self.loop, self.total = loop, total
         self._handled = sys.exc_info()[1]
@@ -133,7 +133,8 @@ class CallOrder:
         if is_trained:
             raise UsageError(
                 "run.step was called twice for one batch, or before the first one",
-                hint="call it once per batch, behind all optimizers' steps",
+                hint="call it once per batch, behind all optimizers' steps, and before the next"
+                " batch is fetched: run.loader fetches ahead by itself",
             )
 
     def check_body(self, is_trained: bool) -> None:

@@ -131,6 +131,13 @@ class Loader:
         self.batch.is_trained = True
         self._groups, self._since_step = (self._groups[1], self._since_step), 0
         before, batches = self._groups
+        if self._warn and before == batches + 1 == self._plan.accumulate + 1:
+            self._warn(
+                "WARNING: a batch is fetched before the step of the one before: a resume leaves it"
+                " out; run.loader fetches ahead by itself, and copies to the device meanwhile:"
+                " iterate it directly"
+            )
+            self._warn = None
         if self._warn and before == batches > self._plan.accumulate:
             self._warn(
                 f"WARNING: run.step comes after {batches} batches each: a resume within an epoch"
@@ -197,6 +204,7 @@ class Loader:
         except GeneratorExit:
             if self.batch is current and (is_done or not current.is_trained):
                 self.batch = before
+                self._since_step -= not is_peek
                 self._sync(before.micro_batch.ends_step)
             raise
         finally:

@@ -44,11 +44,10 @@ class Generators:
     def begin_loop(self, seed: int, loop: int, *, is_over: bool, is_in_epoch: bool) -> bool:
         """Give the generators the states that the checkpoint has, if it is of this loop, the one of
         number `loop` from 1, or a save at its end; else seed the global ones by `seed`, unless the
-        loop `is_over`. Return whether the loop goes on from the checkpoint within an epoch: they
-        are as of its begin then, until `end_beginning`.
+        loop `is_over`. Return whether the loop goes on from the checkpoint. If that `is_in_epoch`,
+        they are as of the epoch's begin until `end_beginning`.
 
-        So what the script draws before its loop makes no difference to a resume. With `is_in_epoch`
-        the loop is one over epochs of the run's loader, which calls that. No collective.
+        So what the script draws before its loop makes no difference to a resume. No collective.
         """
         if not is_over:  # first for generators that the checkpoint lacks, as one of a run on CPUs
             rng.seed_all(seed, self._devices)
@@ -57,7 +56,7 @@ class Generators:
             return False
         if is_over or not (is_in_epoch and self._at_epoch):
             self._put_back()
-            return False
+            return not is_over
         self._later = {name: tracked.state_dict() for name, tracked in self._tracked.items()}
         rng.restore(self._at_epoch["global"], self._devices)
         for name, state in self._at_epoch["tracked"].items():

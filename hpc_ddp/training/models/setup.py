@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +15,9 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import TrainingBegun
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.call_order import CallOrder
-from hpc_ddp.training.data.epoch_begin import EpochBegin
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
+from hpc_ddp.training.data.rerun_lines import Settings
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
@@ -47,6 +46,7 @@ class ModelSetup(Worker):
         self._calls = CallOrder()
         self._tracked_objects: dict[str, Any] = {}
         self._is_unchecked = False  # until a loop's first step
+        self._settings = Settings({})  # as of the begin of the last loop
         self._no_loader = Batch()  # of a script without a loader of the run
 
     @property
@@ -331,14 +331,18 @@ class ModelSetup(Worker):
         loader = self._loader if calls.loop == "epochs" else None
         if self._loader is not None:
             self._loader.rolls = loader is None
-        seed = derive(self.seed, position.step, self._dims.stream)
         is_in_epoch = loader is not None and position.epoch_steps > 0
-        generators = self._manager.generators
-        goes_on = generators.begin_loop(
-            seed, calls.number, is_over=is_over, is_in_epoch=is_in_epoch
+        goes_on = self._manager.generators.begin_loop(
+            derive(self.seed, position.step, self._dims.stream),
+            calls.number,
+            is_over=is_over,
+            is_in_epoch=is_in_epoch,
         )
-        if loader is not None and goes_on:
-            loader.on_first_batch = partial(self._end_beginning, EpochBegin(self._tracked_objects))
+        if goes_on:
+            self._settings.put_back(self._say)
+        self._settings = Settings(self._tracked_objects)
+        if loader is not None and goes_on and is_in_epoch:
+            loader.on_first_batch = self._end_beginning
         self._is_unchecked = (
             self.rank == 0 and not is_over and (position.step == 0 or calls.number > 1)
         )
@@ -348,12 +352,11 @@ class ModelSetup(Worker):
         self._consensus.restart_step()
         self._timer.start_step()
 
-    def _end_beginning(self, begin: EpochBegin) -> None:
-        """Called at the first batch after a resume within an epoch: have all as the checkpoint has
-        it, which was written behind the epoch's beginning."""
+    def _end_beginning(self) -> None:
+        """Called at the first batch after a resume within an epoch, whose beginning had run before
+        the checkpoint: have generators and settings as that has them."""
         self._manager.generators.end_beginning()
-        for line in begin.undo():
-            self._say(line)
+        self._settings.put_back(self._say)
 
     def _sync_gradients(self, on: bool) -> None:
         """Choose whether DDP and FSDP2 average the gradients of the coming micro-batch over ranks.

@@ -1,9 +1,9 @@
-"""The beginning of an epoch, which a resume within the epoch runs a second time."""
+"""Lines of the script that a resume runs a second time: between two loops, atop an epoch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 
-class EpochBegin:
-    """Undoes what the script's lines at the top of an epoch change in tracked optimizers' settings
-    and schedulers: they have run before the checkpoint, whose state is loaded, as of `objects`."""
+class Settings:
+    """The settings of optimizers and schedulers among the tracked `objects`, as a checkpoint has
+    them, to be put back behind lines of the script that had run before it."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = {
@@ -23,9 +23,9 @@ class EpochBegin:
         }
         self._settings = {name: _settings_of(thing) for name, thing in self._objects.items()}
 
-    def undo(self) -> list[str]:
-        """Put the settings back; return a line for each object with some that were changed."""
-        lines = []
+    def put_back(self, say: Callable[[str], None]) -> None:
+        """Put the settings back, and call `say` with a line for each object of which some were
+        changed."""
         for name, thing in self._objects.items():
             earlier, current = self._settings[name], _settings_of(thing)
             changed = [key for key in earlier if not _is_equal(earlier[key], current.get(key))]
@@ -35,12 +35,10 @@ class EpochBegin:
                 else:
                     thing.load_state_dict({**current, **earlier})
                 key = changed[0]
-                lines.append(
-                    f"{name}: {key} is {earlier[key]} again: the script's lines at the top of this"
-                    " epoch have run before; those that must not run twice stand under"
-                    " `if not run.position.epoch_steps:`"
+                say(
+                    f"{name}: {key} is {earlier[key]} again, as in the checkpoint: lines between"
+                    " two loops, or at the top of an epoch, have run a second time"
                 )
-        return lines
 
 
 def _settings_of(thing: Any) -> dict[str, Any]:
