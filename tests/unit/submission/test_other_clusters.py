@@ -69,7 +69,8 @@ def test_inside_a_job_its_own_cluster_is_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["SQUEUE_PARTITION", "SCANCEL_STATE", "SCONTROL_FEDERATION", "SACCT_LOCAL", "SINFO_ALL"]
+    "name",
+    ["SQUEUE_PARTITION", "SCANCEL_STATE", "SCONTROL_FEDERATION", "SACCT_LOCAL", "SINFO_STATE"],
 )
 def test_options_of_a_profile_hide_no_job(
     slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch, name: str
