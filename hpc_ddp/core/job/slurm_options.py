@@ -116,13 +116,13 @@ def as_pairs(options: Iterable[str], names: str = SRUN) -> list[tuple[str, str]]
 def with_own_keys(settings: dict[str, Any]) -> dict[str, Any]:
     """Move raw options of ``sbatch`` among some settings to their keys, where limits and tables of
     files look (`_OF_KEYS`), in place, and return the settings. One whose key is there stays."""
-    given = {*settings}
+    keys = {*settings}
     for raw in [*settings.get("sbatch", ())]:
         ((name, text),) = as_pairs([raw], SBATCH)
-        if text and name in _OF_KEYS and name not in given:
+        if text and name in _OF_KEYS and name not in keys:
             settings[name] = text
-            settings["sbatch"] = [other for other in settings["sbatch"] if other != raw]
-    if "sbatch" in given and not settings["sbatch"]:
+            settings["sbatch"] = [option for option in settings["sbatch"] if option != raw]
+    if "sbatch" in keys and not settings["sbatch"]:
         del settings["sbatch"]  # a run that goes on keeps its own
     return settings
 

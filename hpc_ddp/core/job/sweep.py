@@ -98,7 +98,7 @@ def check_sweep(spec: JobSpec) -> None:
         if any(word.partition("=")[0] == f"--{name}" for word in spec.args):
             raise UsageError(
                 f"--{name} is among the arguments, and the sweep adds another; accepted: one",
-                hint=f"leave --{name} out behind SCRIPT",
+                hint=f"leave --{name} out behind SCRIPT, and out of args in hpc-ddp.toml",
             )
         good = all(value and value.isprintable() for value in values)
         if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
