@@ -19,6 +19,7 @@ from hpc_ddp.core.job.option_declaration import (
     TABLE,
     Option,
 )
+from hpc_ddp.core.job.slurm_options import with_own_keys
 from hpc_ddp.submission.settings import config
 
 Command = Callable[..., Any]
@@ -140,9 +141,10 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return the settings on the command line, under the keys of a project file.
 
     `options` are click's parameters by name, ``args`` among them if ``script`` is. An option that
-    was not given is left out; ARGS count only behind a SCRIPT. ``--env NAME=VALUE`` goes into
-    ``env``, and ``--env NAME`` into ``env-names``; ``--no-snapshot`` is ``snapshot``: False, and so
-    with all of `_ON_BY_DEFAULT`.
+    was not given is left out; ARGS count only behind a SCRIPT, and ``--`` alone stands for none.
+    ``--env NAME=VALUE`` goes into ``env``, and ``--env NAME`` into ``env-names``; ``--no-snapshot``
+    is ``snapshot``: False, and so with all of `_ON_BY_DEFAULT`. Raw options of sbatch have their
+    own keys, as `with_own_keys` has it.
     """
     settings: dict[str, Any] = {}
     for name, value in options.items():
@@ -159,9 +161,9 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     for key in _ON_BY_DEFAULT:
         if settings.pop(f"no-{key}", False):
             settings[key] = False
-    if settings.get("script"):
-        settings["args"] = list(options["args"])
-    else:
+    if not settings.get("script"):
         settings.pop("script", None)
         settings.pop("args", None)
-    return settings
+    if settings.get("args") == ["--"]:
+        settings["args"] = []
+    return with_own_keys(settings)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,6 +19,14 @@ def say(text: str) -> None:
     with 2>&-, is no failure."""
     with suppress(OSError):
         click.echo(text, err=True)
+
+
+def note_kept(layer: Mapping[str, Any], args: Sequence[str], origin: str) -> None:
+    """Note on stderr which arguments a SCRIPT of the command line has without ARGS: those of the
+    run, or the project file, that `origin` names. `layer` has the settings of the command line."""
+    if args and "script" in layer and "args" not in layer:
+        words = shlex.join(args)
+        say(f"note: {layer['script']} has the arguments of {origin}: {words}; without: --, alone")
 
 
 def echo_surely(text: str) -> None:

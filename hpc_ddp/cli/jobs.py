@@ -26,7 +26,7 @@ from hpc_ddp.cli.click_options import (
     rerun_options,
     settings_of,
 )
-from hpc_ddp.cli.common import echo_surely, say
+from hpc_ddp.cli.common import echo_surely, note_kept, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
@@ -188,6 +188,7 @@ def _plan(
         run = find_run(runs_root(settings), run_text, own_cluster)
         plan = plan_continuation(run, layer, settings, cwd, new_code)
         _note_changes(plan)
+    note_kept(layer, plan.spec.args, "the run" if run_text else config.PROJECT_FILE)
     for text in plan.warnings():
         say(f"warning: {text}")
     return plan, settings
@@ -319,6 +320,7 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     # A killed attempt has to end: a project file may restart workers within one.
     forced = {"backend": "local", "max-restarts": 0, "elastic": False}
     settings = config.load(settings_of(options) | forced, cwd, home_folder())
+    note_kept(settings_of(options), settings.get("args", ()), config.PROJECT_FILE)
     report = run_drill(settings, cwd, runs_root(settings), steps, say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:

@@ -46,10 +46,11 @@ _OF_A_NODE = (
 
 # sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).
 _OPTIONS = {"timelimit": "time", "array-inx": "array", "req-switch": "switches"}
+_OPTIONS["mem-per-node"] = "mem"
 # Options of which a job has one at most, or one that would undo another.
 _FAMILIES = (
     {"gpus", "gpus-per-node", "gpus-per-task", "gres"},
-    {"mem", "mem-per-node", "mem-per-cpu", "mem-per-gpu"},
+    {"mem", "mem-per-cpu", "mem-per-gpu"},
     {"requeue", "no-requeue"},
     {"output", "error"},
 )
@@ -57,6 +58,13 @@ _FAMILIES = (
 _OPTION_OF_ASKING = re.compile("(SQUEUE|SCANCEL|SCONTROL|SACCT|SINFO)_")
 # With these sbatch would submit something else, or not return before the job's end.
 _NEVER = {"array", "wait", "jobid", "no-kill"}
+# With these it finds the place of a job, which the next job of a chain is to have, too.
+_OF_PLACES = re.compile(
+    "account|comment|constraint|core-spec|cpus-per-gpu|delay-boot|distribution|exclusive"
+    "|gpu-(bind|freq)|gpus(-per-(node|task))?|gres(-flags)?|hint|mem(-bind|-per-(cpu|gpu))?|network"
+    "|partition|power|profile|qos|reservation|switches|thread-spec|threads-per-core|time|tres-bind"
+    "|tres-per-task|wckey"
+)
 
 
 @dataclass(frozen=True)
@@ -236,11 +244,8 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
     but for those that `clean_env` leaves out.
     """
     env = clean_env(environ)
-    for name in [name for name in env if name.startswith("SBATCH_")]:
-        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
-        option = _OPTIONS.get(option, option)
-        family = next((family for family in _FAMILIES if option in family), {option})
-        options_of_job = sorted(family & options.keys())
+    for name, option in _variables_of_sbatch(env).items():
+        options_of_job = _rivals(option, options)
         if options_of_job or option in _NEVER:
             value = env.pop(name)
             if value != options.get(option):
@@ -251,6 +256,33 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
                 )
                 say(f"{name}={value} is not used: {reason}")
     return env
+
+
+def options_of_variables(
+    environ: Mapping[str, str], options: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Return (option, value) pairs of sbatch's variables in `environ` that place a job with these
+    `options`: in its script they count for each job of a chain, also where the first one passes on
+    no variables."""
+    return [
+        (option, environ[name])
+        for name, option in _variables_of_sbatch(environ).items()
+        if _OF_PLACES.fullmatch(option)
+        and (environ[name].isprintable() and (environ[name] or option == "exclusive"))
+        and not _rivals(option, options)
+    ]
+
+
+def _variables_of_sbatch(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the long options that sbatch's variables in `environ` stand for, by their names."""
+    names = [name for name in environ if name.startswith("SBATCH_")]
+    options = {name: name[7:].lower().replace("_", "-") for name in names}
+    return {name: _OPTIONS.get(option, option) for name, option in options.items()}
+
+
+def _rivals(option: str, options: Mapping[str, str]) -> list[str]:
+    """Return those of a job's `options` that are `option`, or exclude it, sorted."""
+    return sorted(next((f for f in _FAMILIES if option in f), {option}) & options.keys())
 
 
 def asking_env(environ: Mapping[str, str]) -> dict[str, str]:

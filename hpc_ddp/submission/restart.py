@@ -18,8 +18,13 @@ from hpc_ddp.core.job.options import FIELDS, JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
-from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, NO_FILE, Settings
-from hpc_ddp.submission.settings.defaults import absolute, working_directory
+from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, over
+from hpc_ddp.submission.settings.defaults import (
+    NO_FILE,
+    absolute,
+    is_same_program,
+    working_directory,
+)
 
 
 def plan_rerun(
@@ -131,10 +136,10 @@ def plan_continuation(
     `settings` name, and with its own code.
 
     `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
-    that paths in `options` are relative to. With `new_code`, and for a script in `options`, the
-    code is copied anew, unless the settings want no snapshot. An array goes on with its unfinished
-    tasks, or those in `options`; a task of one alone. Nothing is written; `Plan.write` looks
-    whether a job works on the run.
+    that paths in `options` are relative to. With `new_code`, and for a script or ``snapshot`` in
+    `options`, the code is copied anew, unless the settings want no snapshot. An array goes on with
+    its unfinished tasks, or those in `options`; a task of one alone. Nothing is written;
+    `Plan.write` looks whether a job works on the run.
 
     Raises
     ------
@@ -145,6 +150,11 @@ def plan_continuation(
         the run's folder can't be read
     """
     check_executable(run)
+    if "site" in options:
+        raise UsageError(
+            "--site has no effect beside --run: the run keeps its settings; accepted: single ones",
+            hint="--partition, --account, --gpus-per-node …; or a new run, without --run",
+        )
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     spec = _read_spec(run)
@@ -156,7 +166,7 @@ def plan_continuation(
     elif spec.array:
         changed.setdefault("array", _unfinished(run, spec))
     spec = _with_fields(spec, changed)
-    if new_code or "script" in options:
+    if new_code or options.keys() & {"script", "snapshot"}:
         _check_script(spec, hint="name SCRIPT")
         return make_plan(spec, run, settings, is_new=False)
     if run.newest_code is None:  # it was begun with --no-snapshot
@@ -184,14 +194,18 @@ def _fields_of(
 
     The paths of ``script``, ``chdir``, ``template`` and ``notify`` become absolute, by `cwd`;
     variables go over those of `spec`. With a script, a flag of `NO_FILE` that was not given is
-    False. A key of `JOINED` has its value from `settings`, which begins with the site's. Raise
-    UsageError for a working directory that does not exist.
+    False, and another script has none of the arguments. A key of `JOINED` has its value from
+    `settings`, which begins with the site's. Raise UsageError for a working directory that does not
+    exist.
     """
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     # A site's own stand before those that were said: modules, the flags of its srun.
     changed |= {key: settings.get(key) for key in JOINED if key in changed}
     if "script" in changed:
         kinds = {key.replace("-", "_"): bool(options.get(key)) for key in NO_FILE}
+        program = {"script": spec.script, "module": spec.module, "no-python": spec.no_python}
+        if not is_same_program(options, program, cwd):
+            changed.setdefault("args", ())
         path = changed["script"] if any(kinds.values()) else absolute(cwd / changed["script"])
         changed |= {**kinds, "script": str(path)}
     if "chdir" in changed:
@@ -200,9 +214,8 @@ def _fields_of(
         changed["template"] = str(cwd / changed["template"])
     if changed.get("notify"):
         changed["notify"] = str(absolute(cwd / os.path.expanduser(changed["notify"])))
-    if "env" in changed:
-        changed["env"] = {**spec.env, **changed["env"]}
-    return changed
+    merged = over({"env": spec.env, "env-names": spec.env_names}, options)
+    return changed | {"env": merged["env"], "env_names": merged["env-names"]}
 
 
 def _with_fields(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:

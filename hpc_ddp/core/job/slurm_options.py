@@ -6,6 +6,8 @@ From the man pages of Slurm 20.11 to 25.11. Options of plugins, as those of pyxi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 from hpc_ddp.core.errors import UsageError
 
@@ -41,6 +43,8 @@ SRUN = SBATCH + (
     " no-allocate overlap pack-group preserve-env prolog pty quit-on-interrupt relative resv-ports"
     " send-libs task-epilog task-prolog threads treewidth unbuffered whole"
 )
+# Options of sbatch by which other settings are chosen, or bounded.
+_OF_KEYS = ("time", "partition", "qos")
 # Other names of the same.
 _ALIASES = {"tasks-per-node": "ntasks-per-node", "workdir": "chdir", "pack-group": "het-group",
             "cluster": "clusters", "share": "oversubscribe"}  # fmt: skip
@@ -100,6 +104,27 @@ def _fitting(name: str, names: str) -> list[str]:
     """Return the one of `names` that is `name`, else those that begin with it."""
     all_names = names.split()
     return [name] if name in all_names else [long for long in all_names if long.startswith(name)]
+
+
+def as_pairs(options: Iterable[str], names: str = SRUN) -> list[tuple[str, str]]:
+    """Return raw options, ``--name=value``, as pairs of the whole name, as `full_name` has it, and
+    the value; a flag's is ''."""
+    parts = (option.removeprefix("--").partition("=") for option in options)
+    return [(full_name(name, names), text) for name, _, text in parts]
+
+
+def with_own_keys(settings: dict[str, Any]) -> dict[str, Any]:
+    """Move raw options of ``sbatch`` among some settings to their keys, where limits and tables of
+    files look (`_OF_KEYS`), in place, and return the settings. One whose key is there stays."""
+    keys = {*settings}
+    for raw in [*settings.get("sbatch", ())]:
+        ((name, text),) = as_pairs([raw], SBATCH)
+        if text and name in _OF_KEYS and name not in keys:
+            settings[name] = text
+            settings["sbatch"] = [option for option in settings["sbatch"] if option != raw]
+    if "sbatch" in keys and not settings["sbatch"]:
+        del settings["sbatch"]  # a run that goes on keeps its own
+    return settings
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:

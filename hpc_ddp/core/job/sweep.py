@@ -92,13 +92,13 @@ def trial_args(trial: Mapping[str, str]) -> list[str]:
 
 
 def check_sweep(spec: JobSpec) -> None:
-    """Check the parameters of a sweep, the array over them, and that its back-end can start arrays;
-    raise UsageError. A job that is no sweep passes."""
+    """Check the parameters of a sweep, and the array over them; raise UsageError. A job that is no
+    sweep passes."""
     for name, values in spec.sweep.items():
         if any(word.partition("=")[0] == f"--{name}" for word in spec.args):
             raise UsageError(
                 f"--{name} is among the arguments, and the sweep adds another; accepted: one",
-                hint=f"leave --{name} out behind SCRIPT",
+                hint=f"leave --{name} out behind SCRIPT, and out of args in hpc-ddp.toml",
             )
         good = all(value and value.isprintable() for value in values)
         if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
@@ -114,9 +114,4 @@ def check_sweep(spec: JobSpec) -> None:
         raise UsageError(
             f"array {spec.array} goes beyond the sweep; accepted: indexes from 0 to {count - 1}",
             hint="hpc-ddp status SWEEP lists them",
-        )
-    if spec.sweep and spec.backend == "salloc":
-        raise UsageError(
-            "a sweep is an array of jobs, and the salloc back-end runs inside one job",
-            hint="--backend slurm, or local to play it here",
         )

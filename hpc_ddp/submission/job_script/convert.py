@@ -8,10 +8,16 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
 from hpc_ddp.submission.job_script.conversion import Conversion
-from hpc_ddp.submission.job_script.directives import read_directives, sizes, take_directives
+from hpc_ddp.submission.job_script.directives import (
+    read_directives,
+    sizes,
+    take_directives,
+    take_tasks,
+)
 from hpc_ddp.submission.job_script.shell import Scope, Value, literal
 from hpc_ddp.submission.job_script.sorting import Sorter
 from hpc_ddp.submission.job_script.statements import Reader, Statement
@@ -20,6 +26,17 @@ _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
     ". /etc/profile; for REPLY in ~/.bash_profile ~/.bash_login ~/.profile; do"
     ' [ ! -r "$REPLY" ] || { . "$REPLY"; break; }; done'
 )
+
+
+def _program_text(result: Conversion, folder: Path) -> str:
+    """Return the text of the program that a conversion names, '' where it can't be read."""
+    path = folder / os.path.expanduser(str(result.values.get("script", ("",))[0]))
+    if "module" in result.values:
+        path = folder.joinpath(*path.name.split(".")).with_suffix(".py")
+    try:
+        return read_text(path)
+    except OSError:
+        return ""
 
 
 def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -> Conversion:
@@ -53,6 +70,7 @@ def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -
     chosen = (s for s in reader.statements if s.launch and s.launch is converter.launch)
     statement = next(chosen, Statement("", (0, 0)))
     program.take(statement, result, directives, reader, cwd, folder)
+    take_tasks(directives, result, (text, _program_text(result, folder)))
     converter.check()
     for key in {"setup", "teardown"} & result.lists.keys() if arguments else ():
         if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line, _ in result.lists[key]):

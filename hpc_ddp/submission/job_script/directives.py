@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
@@ -137,10 +138,27 @@ def take_directives(directives: Directives, result: Conversion) -> None:
             result.values["max-requeues"] = 0, line
         else:
             result.append("sbatch", text, line)
+        if "singleton" in operand:
+            result.notes.append((line, f"{text}: a run goes on by itself, by one submit"))
     for line, mark in directives.marks.items():
         result.mark(line, line, *mark)
     for line, reason in directives.replaced:
         result.mark(line, line, OURS, reason)
+
+
+def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str]) -> None:
+    """Put an array with ``%1``, which may be a chain, into a conversion as an array where the job
+    script or its program, as `texts`, reads the index of a task; a note says what it has become."""
+    operand, line = directives.options.get("array", ("", 0))
+    if not operand.endswith("%1"):
+        return
+    note = f"a chain, one run: if its tasks differ, array = {json.dumps(operand)}"
+    use = re.compile(r"^(?!\s*(#|echo|print)).*SLURM_ARRAY_TASK", re.M)
+    if any(map(use.search, texts)):
+        result.values["array"] = operand, line
+        result.mark(line, line, TAKEN, f"--array={operand}")
+        note = "its tasks read SLURM_ARRAY_TASK_…: a run for each; of a mere chain drop array"
+    result.notes.append((line, note))
 
 
 def _exported(operand: str) -> list[tuple[str, str | None]]:
@@ -157,9 +175,8 @@ def _exported(operand: str) -> list[tuple[str, str | None]]:
 def _use(name: str, operand: str) -> tuple[str, str]:
     """Return the group of a directive, and why it is not taken over; '' for one that is."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")
-    if decided or (name == "array" and operand.endswith("%1")) or "singleton" in operand:
-        return OURS, decided or _CHAIN
-    return TAKEN, ""
+    is_chain = name == "array" and operand.endswith("%1")
+    return (OURS, decided or _CHAIN) if decided or is_chain else (TAKEN, "")
 
 
 def sizes(directives: Directives) -> dict[str, int]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from hpc_ddp.core.job.slurm_options import as_pairs
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.script.effect import as_pairs
 
 _ORDER = ("script", "module", "no-python", "args", "job-name", "nodes", "gpus-per-node")
 _WIDTH = 48  # of a line of the script in the table

@@ -10,9 +10,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from hpc_ddp.core.attempt_env import clean_env
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import OPTIONS, JobSpec
-from hpc_ddp.core.job.slurm_options import SBATCH, SRUN, SRUN_SETTLED, full_name
+from hpc_ddp.core.job.slurm_options import SBATCH, SRUN_SETTLED, as_pairs
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm, misplaced_array
 from hpc_ddp.submission.script.directives import directives
 
@@ -39,8 +40,11 @@ _INSTEAD = {
 # The job does not work without these.
 _NEEDED = ("job-name", "nodes", "ntasks-per-node", "output", "open-mode", "signal", "no-kill")
 OMP = "OMP_NUM_THREADS"  # of the batch script
-_NOT_IN_A_DRY_RUN = ("setup", "teardown", "image", "container", "srun", "mpirun")
-_NOT_IN_AN_ALLOCATION = ("time", "mem", "exclusive", "nodelist", "exclude", "sbatch")
+_NOT_IN_A_DRY_RUN = ("setup", "teardown", "image", "container", "srun", "mpirun", "array")
+_NOT_IN_AN_ALLOCATION = (
+    *(key for key, declared in OPTIONS.items() if declared.is_sbatch and key != "nodes"),
+    *("exclusive", "output", "error", "sbatch"),
+)
 
 
 def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) -> None:
@@ -50,11 +54,16 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
     Raises
     ------
     UsageError
-        an option is overridden, but for a raw one by another raw one, as a site's by the job's; a
-        container's option is one that the step has; a variable of ``env`` has another value in a
-        worker, or is Slurm's; or an array of ``expand`` stands within a text; with what to use
-        instead
+        an array is to run in an allocation; an option is overridden, but for a raw one by another
+        raw one, as a site's by the job's; a container's option is one that the step has; a variable
+        of ``env`` has another value in a worker, is Slurm's, or does not leave this shell; or an
+        array of ``expand`` stands within a text; with what to use instead
     """
+    if spec.array and spec.backend == "salloc":
+        raise UsageError(
+            "an array, as of a sweep, is several jobs, and the salloc back-end runs inside one",
+            hint="--backend slurm, or local to play a sweep here",
+        )
     declared, raw = directives(replace(spec, sbatch=())), as_pairs(spec.sbatch, SBATCH)
     _check_pairs("sbatch", [*declared, *raw], header, raw)
     _check_pairs("srun", as_pairs(spec.srun), srun, as_pairs(spec.srun))
@@ -71,6 +80,11 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
                 f"variable {name} of env is set by Slurm, for the job and its step",
                 hint="leave it out; for an option of srun: --srun=--NAME=VALUE",
             )
+        if name in spec.env_names and not clean_env({name: ""}):
+            raise UsageError(
+                f"variable {name} of this shell does not reach the job: it may be an outer job's",
+                hint=f"--env {name}=VALUE; for an option of srun: --srun=--NAME=VALUE",
+            )
     if name := misplaced_array([*spec.env.values()], spec.args, spec.expand):
         raise UsageError(
             f"{name} stands within a text; accepted: an argument that is ${{{name}}} alone",
@@ -83,7 +97,8 @@ def without_effect(spec: JobSpec) -> list[str]:
     each."""
     warnings = []
     keys = {"local": _NOT_IN_A_DRY_RUN, "salloc": _NOT_IN_AN_ALLOCATION}.get(spec.backend, ())
-    if names := [f"--{key}" for key in keys if getattr(spec, key.replace("-", "_"))]:
+    names = [f"--{key}" for key in keys if getattr(spec, key.replace("-", "_"))]
+    if names := [name for name in names if not (name == "--array" and spec.sweep)]:
         where = "a dry run" if spec.backend == "local" else "an allocation that is there already"
         warnings.append(f"{', '.join(names)}: no effect in {where}")
     limit_s = spec.time_min_s or spec.time_s
@@ -163,13 +178,6 @@ def _is_same(first: Pair, second: Pair) -> bool:
 
 def _text(name: str, text: str) -> str:
     return f"--{name}={text}" if text else f"--{name}"
-
-
-def as_pairs(options: Iterable[str], names: str = SRUN) -> list[Pair]:
-    """Return raw options, ``--name=value``, as pairs of the whole name, as `full_name` has it, and
-    the value; a flag's is ''."""
-    parts = (option.removeprefix("--").partition("=") for option in options)
-    return [(full_name(name, names), text) for name, _, text in parts]
 
 
 def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:

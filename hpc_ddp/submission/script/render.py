@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__
-from hpc_ddp.core.attempt_env import installed_python
+from hpc_ddp.core.attempt_env import installed_python, options_of_variables
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.slurm_options import as_pairs
 from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.job.variables import array_exports, is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import parse_options
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
-from hpc_ddp.submission.script.effect import as_pairs, check_effect, taken_out_in_vain, without
+from hpc_ddp.submission.script.effect import check_effect, taken_out_in_vain, without
 from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 
@@ -106,8 +108,8 @@ class Rendering:
     """A job's script, whole or by block; `code` and `script` are the paths that the job runs.
 
     `environment` has the variables of `job_env`, and `entry` the container's words. `header` has
-    all (option, value) pairs for sbatch, and `srun` the user's raw options of srun, both but for
-    what ``without`` takes out.
+    all (option, value) pairs for sbatch, also of its variables in this shell, and `srun` the user's
+    raw options of srun, both but for what ``without`` takes out.
 
     Raises
     ------
@@ -132,6 +134,7 @@ class Rendering:
         srun = as_pairs((*step_options(spec), *spec.srun, *self.entry.srun))
         check_effect(spec, header, srun)
         self.header = without(spec, header)
+        self.header += options_of_variables(os.environ, dict(self.header))
         self.srun = [word for word in spec.srun if without(spec, as_pairs([word]))]
         env = (*fabric_env(spec.fabric), *spec.env)
         self._in_vain = taken_out_in_vain(spec, [*header, *as_pairs(spec.srun)], env)

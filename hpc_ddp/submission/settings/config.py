@@ -21,12 +21,16 @@ from hpc_ddp.core.job.option_declaration import (
     options_of,
 )
 from hpc_ddp.core.job.options import FIELDS, JobSpec
+from hpc_ddp.core.job.slurm_options import with_own_keys
 from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.defaults import (
+    NO_FILE,
     absolute,
     check_script,
     default_python,
+    is_same_program,
     name_for,
+    names_no_file,
     working_directory,
 )
 from hpc_ddp.submission.settings.trust import read_toml
@@ -36,8 +40,6 @@ T = TypeVar("T")
 PROJECT_FILE = "hpc-ddp.toml"
 # Settings of which a job can have one only.
 EXCLUSIVE = (("cpus-per-node", "cpus-per-task"), ("container", "image"))
-# With one of these flags SCRIPT is no file.
-NO_FILE = ("module", "no-python")
 # An option settles these variables of ``env``: one in a layer below has no say any more.
 _SETTLED_ENV = {"interface": r"(NCCL|GLOO)_SOCKET_IFNAME", "fabric": r"(NCCL|RCCL|FI|UCX)_\w+"}
 # A file's table [when.partition.NAME] counts only for jobs in this partition.
@@ -138,10 +140,11 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     file, the operators' site file, profile, and last a budget among the operators' limits.
 
     `options` are those of the command line, by key; the project is looked for from `cwd` upwards,
-    the user's own files in `home`. `env` is merged name by name, and a site's `setup`, `sbatch` and
-    `srun` come before the job's; all other values are taken whole, except that a site's
-    `cpus-per-node` is scaled to the job's GPUs, and its `continue-by` does not count for an array.
-    A file's tables for the job's partition and QOS come before the rest of that file. The site is
+    the user's own files in `home`. `env` and `env-names` are merged name by name, and a site's
+    `setup`, `sbatch` and `srun` come before the job's; all other values are taken whole, except
+    that a site's `cpus-per-node` is scaled to the job's GPUs, its `continue-by` does not count for
+    an array, and a file's `args` not for another script of `options`. A file's tables for the job's
+    partition and QOS, also of sbatch's variables, come before the rest of that file. The site is
     the one that is named, else the user's own, else one that is recognised by the environment.
     Without `is_strict` no limits are read, and a layer that can't be used is a warning on stderr
     and does not count: the commands for existing runs have to work with broken settings.
@@ -180,8 +183,12 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     limits = None
     if operators_file and is_strict:  # limits are for jobs that are to be
         limits = operators.read_limits(operators_file)
-    chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
+    of_shell = {key: os.environ.get(f"SBATCH_{key.upper()}", "") for key in CHOICES}
+    chosen = {key: _first([*layers, *of_site], key) or of_shell[key] for key in CHOICES}
     layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
+    below = _merge_layers([*layers[1:], *of_site])
+    if "script" in options and not is_same_program(options, below, cwd):
+        layers[0].values.setdefault("args", [])
     if limits:
         of_site.append(Layer("operators", limits.defaults, limits.path))
     values = _merged(_merge_layers(layers), _merge_layers(of_site))
@@ -215,11 +222,8 @@ def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Lay
 def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a job over those of its site; the `JOINED` keys have both values, the
     site's first, and ``cpus-per-node`` is the job's share of the site's."""
-    values = _over({**site, **_share(site, job)}, job)
-    for key in JOINED:
-        if key in job:
-            values[key] = [*site.get(key, ()), *job[key]]
-    return values
+    joined = {key: [*site.get(key, ()), *job[key]] for key in JOINED if key in job}
+    return over({**site, **_share(site, job)}, job) | joined
 
 
 def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,11 +233,6 @@ def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
     if "cpus-per-node" not in site or not 0 < job_gpus < all_gpus:
         return {}
     return {"cpus-per-node": max(1, site["cpus-per-node"] * job_gpus // all_gpus)}
-
-
-def _names_no_file(values: Mapping[str, Any]) -> bool:
-    """Return whether the ``script`` of some settings is a module or a command."""
-    return any(values.get(key) for key in NO_FILE)
 
 
 def _gpu_count(settings: Mapping[str, Any]) -> int:
@@ -246,26 +245,28 @@ def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
     """Return the values of some layers, of which the first has precedence; {} without a layer."""
     values: dict[str, Any] = {}
     for layer in reversed(layers):
-        values = _over(values, layer.values)
+        values = over(values, layer.values)
     return values
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with those of a layer above them.
 
-    ``env`` is merged name by name, without what an option above settles. A key above replaces one
-    that excludes it: a site's ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
-    With a script above, the `NO_FILE` flags of the one below go.
+    ``env`` and ``env-names`` are merged name by name, without what an option above settles. A key
+    above replaces one that excludes it: a site's ``cpus-per-node`` does not count for a job with
+    ``cpus-per-task``. With a script above, the `NO_FILE` flags of the one below go.
     """
     replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
     values = {key: value for key, value in below.items() if key not in replaced}
     if "script" in above:  # the kind of another program is none of this one's
         values = {key: value for key, value in values.items() if key not in NO_FILE}
     settled = "|".join(names for key, names in _SETTLED_ENV.items() if above.get(key)) or "(?!)"
-    env = {k: text for k, text in below.get("env", {}).items() if not re.fullmatch(settled, k)}
-    if "env" in {**below, **above}:
-        values["env"] = {**env, **above.get("env", {})}
-    return {**values, **{key: value for key, value in above.items() if key != "env"}}
+    env, names = above.get("env", {}), above.get("env-names", ())
+    lower = {k: text for k, text in below.get("env", {}).items() if not re.fullmatch(settled, k)}
+    passed_on = [name for name in (*below.get("env-names", ()), *names) if name not in env]
+    merged = {"env": {k: text for k, text in lower.items() if k not in names} | env}
+    merged["env-names"] = [*dict.fromkeys(passed_on)]
+    return {**values, **above, **{key: merged[key] for key in merged if key in {**below, **above}}}
 
 
 def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
@@ -323,9 +324,10 @@ def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
 def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
     """Check a file's keys and values, or those of one of its tables (`layer`), and return it.
 
-    It is changed in place: the paths of `script` (if a file), `template` and `notify` begin with
-    the file's folder, or for ``~`` the home folder; variables and `gpus-per-node` become texts.
-    `keys` are the accepted ones; without `is_strict` another one is dropped with a warning.
+    It is changed in place, also by `with_own_keys`: the paths of `script` (if a file), `template`
+    and `notify` begin with the file's folder, or for ``~`` the home folder; variables and
+    `gpus-per-node` become texts. `keys` are the accepted ones; without `is_strict` another one is
+    dropped with a warning.
 
     Raises
     ------
@@ -335,8 +337,7 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
     if not isinstance(layer, dict):
         raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
     for key in [key for key in layer if key not in keys]:
-        near = closest(key, keys)
-        message = f"{path}: unknown key {key!r}{near}; accepted: {', '.join(keys)}"
+        message = f"{path}: unknown key {key!r}{closest(key, keys)}; accepted: {', '.join(keys)}"
         if is_strict:
             raise UsageError(message, hint=f"look at {path}")
         operators.warn(message, f"tell the operators of this cluster: {path}")
@@ -349,7 +350,7 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
         if isinstance(value, list) and not all(isinstance(line, str) for line in value):
             raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
     # A path in a file is meant from there.
-    paths = {"notify", "template", *(() if _names_no_file(layer) else ["script"])}
+    paths = {"notify", "template", *(() if names_no_file(layer) else ["script"])}
     for key in paths & layer.keys():
         layer[key] = str(path.parent / os.path.expanduser(layer[key]))
     for name, value in layer.get("env", {}).items():  # others have another text in TOML than here
@@ -359,7 +360,7 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
         layer["env"][name] = str(value)
     if isinstance(layer.get("gpus-per-node"), int):
         layer["gpus-per-node"] = str(layer["gpus-per-node"])
-    return layer
+    return with_own_keys(layer)
 
 
 def job_spec(settings: Settings, cwd: Path) -> JobSpec:
@@ -373,19 +374,19 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     OSError
         the script can't be read
     """
-    names_no_file = _names_no_file(settings.values)
+    is_no_file = names_no_file(settings.values)
     if not settings.get("script"):
         raise UsageError(
             f"no script is named, neither as an argument nor in {PROJECT_FILE}",
             hint="hpc-ddp submit train.py",
         )
     script = Path(settings.values["script"])
-    if not names_no_file:
+    if not is_no_file:
         script = absolute(cwd / script)
         check_script(script, in_image=bool(settings.get("image") or settings.get("container")))
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     job = {name: value for name, value in values.items() if name in FIELDS}
-    name = settings.values["script"] if names_no_file else str(script)  # ./run.sh is not of PATH
+    name = settings.values["script"] if is_no_file else str(script)  # ./run.sh is not of PATH
     job |= {"script": name, "chdir": working_directory(cwd, settings.get("chdir", ""))}
     if "template" in job:
         job["template"] = str(cwd / job["template"])

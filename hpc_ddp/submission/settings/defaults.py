@@ -6,12 +6,33 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hpc_ddp.core.attempt_env import installed_python
 from hpc_ddp.core.errors import UsageError
+
+# With one of these flags SCRIPT is no file.
+NO_FILE = ("module", "no-python")
+
+
+def names_no_file(values: Mapping[str, Any]) -> bool:
+    """Return whether the ``script`` of some settings is a module or a command."""
+    return any(values.get(key) for key in NO_FILE)
+
+
+def is_same_program(settings: Mapping[str, Any], below: Mapping[str, Any], cwd: Path) -> bool:
+    """Return whether ``script`` of some settings is that of others `below`, with relative paths
+    seen from `cwd`; a file that is not there any more has moved where the names are the same.
+    Settings without a script fit any."""
+    if not below.get("script"):
+        return True
+    if any(bool(settings.get(key)) != bool(below.get(key)) for key in NO_FILE):
+        return False
+    new, old = (Path(os.path.realpath(cwd / values["script"])) for values in (settings, below))
+    return new == old or (new.name == old.name and not old.exists())
 
 
 def absolute(path: Path) -> Path:

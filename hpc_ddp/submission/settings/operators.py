@@ -13,6 +13,8 @@ from typing import Any
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.slurm_options import SBATCH, as_pairs
+from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.submission.settings.trust import read_toml
 
 SITE_FILE = Path("/etc/hpc-ddp/site.toml")
@@ -27,12 +29,8 @@ def comment_pairs(options: Sequence[str]) -> list[tuple[str, str]]:
     [] for a user's own comment, among the raw `options` or in sbatch's variable: some sites charge,
     or decide, by a job's comment.
     """
-    has_comment = any(option.partition("=")[0] == "--comment" for option in options)
-    return (
-        []
-        if has_comment or "SBATCH_COMMENT" in os.environ
-        else [("comment", f"hpc-ddp/{__version__}")]
-    )
+    has_comment = "comment" in dict(as_pairs(options, SBATCH)) or "SBATCH_COMMENT" in os.environ
+    return [] if has_comment else [("comment", f"hpc-ddp/{__version__}")]
 
 
 def site_file(environ: Mapping[str, str]) -> Path | None:
@@ -87,29 +85,32 @@ class Limits:
         UsageError
             names the file, the limit and the value
         """
-        for key, value, bound in self._requests(spec):
+        for key, text, value, bound in self._requests(spec):
             if spec.backend != "local" and (value is None or value > bound):
-                text = getattr(spec, key.replace("-", "_"))
                 raise UsageError(
                     f"{key} is {'unbounded' if text is None else text}, and {self.path} limits it;"
                     f" accepted: up to {self.bounds[key]}",
                     hint=f"--{key} {self.bounds[key]}",
                 )
 
-    def _requests(self, spec: JobSpec) -> Iterator[tuple[str, float | None, float]]:
-        """Yield key, value (None: unbounded) and bound, for each limit that applies to a job.
+    def _requests(self, spec: JobSpec) -> Iterator[tuple[str, Any, float | None, float]]:
+        """Yield key, value as it is given and as a number (None: unbounded), and bound, for each
+        limit that applies to a job.
 
         Times are in seconds. A limit of time or of requeues does not apply to a job without that
-        option.
+        option, nor sbatch's variable. Raise UsageError for a time in it that is none.
         """
         if "nodes" in self.bounds:
-            yield "nodes", spec.node_range[1], self.job.node_range[1]
-        if "time" in self.bounds and spec.time_s:  # else Slurm takes the partition's
-            yield "time", spec.time_s, self.job.time_s or 0
+            yield "nodes", spec.nodes, spec.node_range[1], self.job.node_range[1]
+        time = spec.time or os.environ.get("SBATCH_TIMELIMIT")  # else Slurm takes the partition's
+        if "time" in self.bounds and time:
+            yield "time", time, parse_time(time) or None, self.job.time_s or 0
         if spec.max_requeues is not None and "max-requeues" in self.bounds:
-            yield "max-requeues", spec.max_requeues, self.bounds["max-requeues"]
+            requeues = spec.max_requeues
+            yield "max-requeues", requeues, requeues, self.bounds["max-requeues"]
         if "budget-gpu-hours" in self.bounds:
-            yield "budget-gpu-hours", spec.budget_gpu_hours, self.bounds["budget-gpu-hours"]
+            hours = spec.budget_gpu_hours
+            yield "budget-gpu-hours", hours, hours, self.bounds["budget-gpu-hours"]
 
 
 def read_limits(path: Path) -> Limits:

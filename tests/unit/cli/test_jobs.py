@@ -116,3 +116,21 @@ def test_signals_before_the_process_runs_are_passed_on_later(
     started = backends.StartedRun(process=process)
     assert forward.wait(started) == 128 + signal.SIGTERM  # as a shell has it
     assert handlers.keys() == {signal.SIGINT, signal.SIGTERM}
+
+
+@pytest.mark.parametrize("words", [["tr.py"], ["tr.py", "--"], ["tr.py", "--lr", "2"]])
+def test_arguments_that_are_kept_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HPC_DDP_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tr.py").touch()
+    (tmp_path / "hpc-ddp.toml").write_text('script = "tr.py"\nargs = ["--lr", "a b"]\n')
+    CliRunner().invoke(main, ["render"], catch_exceptions=False)
+    for origin, begin in (("hpc-ddp.toml", []), ("the run", ["--run", "tr"])):
+        result = CliRunner().invoke(main, ["render", "--explain", *begin, *words])
+        note = f"note: tr.py has the arguments of {origin}: --lr 'a b'; without: --, alone"
+        assert (note in result.output) is (words == ["tr.py"]), result.output
+        args = [line.split()[-1] for line in result.output.splitlines() if line[:5] == "args "]
+        assert args == {1: ["--lr", "b"], 2: [], 3: ["--lr", "2"]}[len(words)], result.output

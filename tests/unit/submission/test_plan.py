@@ -129,6 +129,46 @@ def test_a_script_that_is_named_is_new_code(tmp_path: Path) -> None:
     assert (other.script, other.copies_code) == (run.code / "1" / "b.py", True)
 
 
+@pytest.mark.parametrize(
+    ("options", "args"),
+    [
+        ({"script": "a.py"}, ("--lr", "1")),
+        ({"script": "a.py", "args": []}, ()),
+        ({"script": "b.py"}, ()),
+        ({"script": "moved/a.py"}, ("--lr", "1")),
+        ({"script": "a.py", "no-python": True}, ()),
+        ({}, ("--lr", "1")),
+    ],
+)
+def test_a_run_keeps_the_arguments_of_its_script(
+    tmp_path: Path, options: dict[str, Any], args: tuple[str, ...]
+) -> None:
+    (tmp_path / "moved").mkdir()
+    for name in ("a.py", "b.py", "moved/a.py"):
+        (tmp_path / name).touch()
+    settings = Settings({"script": "a.py", "args": ["--lr", "1"]})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    if "moved" in str(options):
+        (tmp_path / "a.py").unlink()
+    assert plan_continuation(run, options, Settings({}), tmp_path).spec.args == args
+
+
+def test_settings_of_a_new_run_alone_are_refused_or_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.py").touch()
+    for name in ("KEY", "TOKEN"):
+        monkeypatch.setenv(name, "x")
+    settings = Settings({"script": "a.py", "env-names": ["KEY"]})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    with pytest.raises(UsageError, match="--site has no effect beside --run"):
+        plan_continuation(run, {"site": "lumi"}, Settings({"site": "lumi"}), tmp_path)
+    live = plan_continuation(run, {"snapshot": False}, Settings({"snapshot": False}), tmp_path)
+    assert (live.script, live.copies_code) == (tmp_path / "a.py", False)
+    more = plan_continuation(run, {"env-names": ["TOKEN"]}, Settings({}), tmp_path)
+    assert more.spec.env_names == ("KEY", "TOKEN")
+
+
 def test_a_run_of_the_live_code_stays_one(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("old")

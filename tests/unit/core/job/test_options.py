@@ -143,7 +143,6 @@ def test_nodes_and_restarts_follow_the_settings(
         ({"sweep": {"lr": ()}}, "no parameter with values that differ"),
         ({"sweep": {"1r": ("1",)}}, "no parameter with values that differ"),
         ({"sweep": {"lr": ("1", "2")}, "array": "0-2"}, "accepted: indexes from 0 to 1"),
-        ({"sweep": {"lr": ("1",)}, "backend": "salloc"}, "runs inside one job"),
         ({"sweep": {"lr": ("\0",)}}, "NUL"),
         ({"budget_gpu_hours": 0}, "budget-gpu-hours is 0"),
         ({"budget_gpu_hours": "1"}, "budget-gpu-hours is '1'"),
@@ -240,7 +239,6 @@ def test_a_sweep_has_a_task_for_each_combination() -> None:
     [
         ({"array": "0-99999999999"}, "more than 100,000 tasks"),
         ({"array": "2", "sweep": {"lr": ("1", "2")}}, "indexes from 0 to 1"),
-        ({"backend": "salloc", "sweep": {"lr": ("1", "2")}}, "runs inside one job"),
         ({"launcher": "srun", "nodes": "1-2"}, "accepted: a whole number"),
         ({"launcher": "srun", "srun": ("--ntasks=3",)}, "is set by hpc-ddp"),
         ({"launcher": "srun", "max_restarts": 1}, "without torchrun"),

@@ -522,3 +522,36 @@ def test_a_folder_below_home_is_no_part_of_another() -> None:
 def test_an_image_that_is_a_placeholder_is_no_error() -> None:
     lines = ("#SBATCH --nodes=2", "#SBATCH --image=<image>", "srun shifter python train.py")
     assert of_text(*lines).group(3)[0] == LOST
+
+
+@pytest.mark.parametrize(
+    ("lines", "program", "is_array"),
+    [
+        (("LRS=(0.1 0.01)", "srun python train.py --lr ${LRS[$SLURM_ARRAY_TASK_ID]}"), "", True),
+        (("srun python train.py --seed $SLURM_ARRAY_TASK_ID",), "", True),
+        (("srun python train.py",), 'i = os.environ["SLURM_ARRAY_TASK_ID"]', True),
+        (("srun python -m train",), 'i = os.environ["SLURM_ARRAY_TASK_COUNT"]', True),
+        (
+            ("echo $SLURM_ARRAY_TASK_ID", "# $SLURM_ARRAY_TASK_ID", "srun python train.py"),
+            "",
+            False,
+        ),
+        (("srun python train.py --id $SLURM_ARRAY_JOB_ID",), "", False),
+    ],
+)
+def test_an_array_whose_tasks_differ_is_no_chain(
+    tmp_path: Path, lines: tuple[str, ...], program: str, is_array: bool
+) -> None:
+    (tmp_path / "train.py").write_text(program)
+    text = "\n".join(("#!/bin/bash", "#SBATCH --array=0-2%1", *lines, ""))
+    conversion = convert(text, tmp_path, tmp_path)
+    assert conversion.settings().get("array") == ("0-2%1" if is_array else None)
+    assert conversion.group(2)[0] == (TAKEN if is_array else OURS)
+    word = "a run for each" if is_array else 'if its tasks differ, array = "0-2%1"'
+    assert [word in note for line, note in conversion.notes if line == 2] == [True]
+
+
+def test_a_dependency_on_jobs_of_the_name_is_taken_over() -> None:
+    conversion = of_text("#SBATCH --dependency=afterok:5,singleton", "srun python train.py")
+    assert conversion.settings()["dependency"] == "afterok:5,singleton"
+    assert [line for line, note in conversion.notes if "goes on by itself" in note] == [2]

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.attempt_env import submit_env
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.slurm_text import parse_options
 from hpc_ddp.submission.script.directives import directives, sbatch_line
 from hpc_ddp.submission.script.render import Rendering
 
@@ -61,6 +63,30 @@ def test_variables_to_pass_on_reach_a_job_without_the_others(
     text = Rendering(spec, RunFolder(tmp_path), tmp_path, tmp_path / "t.py").whole()
     exports = [line for line in text.splitlines() if line.startswith("#SBATCH --export")]
     assert exports[-1:] == ([f"#SBATCH --export={export}"] if export else [])
+
+
+def test_variables_that_place_a_job_stand_in_its_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that each job of a chain has them, also where a job has no variables of its shell."""
+    ours = {"PARTITION": "high", "TIMELIMIT": "20", "MEM_PER_NODE": "4G", "COMMENT": "a b"}
+    ours |= {"EXCLUSIVE": "", "REQ_SWITCH": "1", "ACCOUNT": ""}
+    others = {"GRES": "gpu:1", "QOS": "low", "NODELIST": "n1", "CLUSTERS": "c", "EXPORT": "NONE"}
+    for name, text in {**ours, **others}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", text)
+    spec = JobSpec("t.py", gpus_per_node="1", qos="high", continue_by="resubmit")
+    text = Rendering(spec, RunFolder(tmp_path), tmp_path, tmp_path / "t.py").whole()
+    options = parse_options(text)
+    expected = {"partition": "high", "time": "20", "mem": "4G", "comment": "a b"}
+    expected |= {"exclusive": "", "switches": "1"}
+    assert options.items() >= expected.items()
+    assert not options.keys() & {"gres", "nodelist", "clusters", "export", "account"}
+    assert options["qos"] == "high"
+    submit_env(os.environ, options)
+    assert sorted(line.split()[1] for line in capsys.readouterr().err.splitlines()) == [
+        "SBATCH_GRES=gpu:1",
+        "SBATCH_QOS=low",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -205,11 +205,36 @@ def test_variables_of_slurm_are_refused(name: str) -> None:
     _rendering(env={"SLURM_CPU_BIND": "cores"})
 
 
+@pytest.mark.parametrize("name", ["SLURM_GPU_BIND", "SLURM_NETWORK", "SRUN_X", "SALLOC_X"])
+def test_a_variable_that_does_not_leave_the_shell_is_refused(name: str) -> None:
+    """An outer job has such, and the job's sbatch has none of them."""
+    with pytest.raises(UsageError, match=f"variable {name} of this shell does not reach") as raised:
+        _rendering(env_names=(name,))
+    assert raised.value.hint == f"--env {name}=VALUE; for an option of srun: --srun=--NAME=VALUE"
+    assert f"export {name}=x" in _rendering(env={name: "x"}).whole()
+    _rendering(env_names=("SLURM_JWT", "SLURM_CONF", "SBATCH_PARTITION", "FOO"))
+
+
+@pytest.mark.parametrize("sweep", [{}, {"lr": ("1", "2")}])
+def test_an_array_does_not_run_in_an_allocation(sweep: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="the salloc back-end runs inside one"):
+        _rendering(array="0-1", sweep=sweep, backend="salloc")
+    _rendering(array="0-1", sweep=sweep, backend="local")
+
+
 @pytest.mark.parametrize(
     ("values", "warning"),
     [
         ({"backend": "local", "image": "a.sif", "setup": ("x",)}, "--setup, --image: no effect"),
         ({"backend": "salloc", "time": "60", "sbatch": ("--hint=a",)}, "--time, --sbatch: no"),
+        (
+            {"backend": "salloc", "dependency": "afterok:9", "reservation": "r", "output": "o"}
+            | {"constraint": "a100", "partition": "p"},
+            "--partition, --constraint, --reservation, --dependency, --output: no effect in an",
+        ),
+        ({"backend": "salloc", "nodes": 2, "gpus_per_node": "4"}, ""),
+        ({"backend": "local", "array": "0-2"}, "--array: no effect in a dry run"),
+        ({"backend": "local", "array": "0", "sweep": {"lr": ("1",)}}, ""),
         ({"time": "60", "signal": "USR1@600"}, "comes 360 s before the end, and not 600"),
         ({"time": "120", "signal": "USR1@600"}, ""),
         ({"time": "5"}, ""),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.cli.click_options import settings_of
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.submission.settings.config import Settings, load
 
@@ -105,3 +106,59 @@ def test_an_option_settles_the_variables_of_a_sites_network(
     merged = settings(site="alps", fabric="ethernet", env={"NCCL_DEBUG": "INFO"})
     names = [name for name in merged.get("env") if re.match("NCCL|FI_", name)]
     assert names == ["NCCL_DEBUG"]
+
+
+def test_a_table_counts_for_a_partition_of_sbatchs(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = home / ".config" / "hpc-ddp" / "site.toml"
+    site.write_text(SITE.replace('partition = "low"', 'sbatch = ["--part=a.b", "--hint=x"]'))
+    values = _values(home)
+    assert (values["partition"], values["gpus-per-node"]) == ("a.b", "4")
+    assert values["sbatch"] == ["--hint=x"]
+    raw = settings_of({"sbatch": ("--qos=long",)})
+    assert raw == {"qos": "long"}  # and a run that goes on keeps its own --sbatch
+    assert _values(home, partition="x", **raw)["time"] == "9:00:00"
+    site.write_text(SITE.replace('partition = "low"', ""))
+    monkeypatch.setenv("SBATCH_PARTITION", "a.b")
+    assert _values(home)["gpus-per-node"] == "4"
+    assert "partition" not in _values(home)
+    assert _values(home, partition="low")["continue-by"] == "resubmit"
+
+
+def test_an_option_beside_its_raw_form_is_left_to_the_check_of_effects() -> None:
+    raw = ["--time=5", "--time-min=2", "--exclude=n1"]
+    assert settings_of({"time": "9", "sbatch": (*raw, "--qos=q")}) == {
+        "time": "9",
+        "qos": "q",
+        "sbatch": raw,
+    }
+
+
+def test_names_of_variables_are_those_of_all_layers(home: Path) -> None:
+    (home / "hpc-ddp.toml").write_text('env-names = ["KEY", "B"]\n[env]\nTOKEN = "file"\n')
+    values = _values(home, env_names=["TOKEN", "KEY"], env={"B": "1"})
+    assert values["env-names"] == ["KEY", "TOKEN"]
+    assert values["env"] == {"A": "site", "B": "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        ({"script": "train.py"}, ["--lr", "1"]),
+        ({"script": "./x/../train.py"}, ["--lr", "1"]),
+        ({"script": "new/train.py"}, []),
+        ({"script": "train.py", "module": True}, []),
+        ({"script": "train.py", "args": ("--lr", "2")}, ["--lr", "2"]),
+        ({"script": "train.py", "args": ("--",)}, []),
+        ({"script": "train.py", "args": ("--", "a")}, ["--", "a"]),
+        ({}, ["--lr", "1"]),
+    ],
+)
+def test_arguments_of_a_file_are_for_its_script(
+    home: Path, words: dict[str, Any], args: list[str]
+) -> None:
+    (home / "train.py").touch()
+    (home / "hpc-ddp.toml").write_text('script = "train.py"\nargs = ["--lr", "1"]\n')
+    settings = load(settings_of(words), home, home)
+    assert settings.get("args") == args

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp import __version__
+from hpc_ddp.cli.click_options import settings_of
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan
@@ -117,6 +118,22 @@ def test_a_job_beyond_a_limit_is_refused(
     assert message.replace("FILE", str(site_file)) in caught.value.message
     assert caught.value.hint
     assert planned(**options, backend="local").spec.backend == "local"  # asks Slurm for nothing
+
+
+@pytest.mark.parametrize("time", ["5-0", "0", "UNLIMITED"])
+def test_a_limit_of_time_counts_for_a_raw_option_and_a_variable(
+    site_file: Path,
+    planned: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    time: str,
+) -> None:
+    site_file.write_text(LIMITS)
+    with pytest.raises(UsageError, match=r"time is 5-0, and|'0' is zero|not a Slurm time"):
+        planned(**settings_of({"sbatch": (f"--time={time}",)}))
+    monkeypatch.setenv("SBATCH_TIMELIMIT", time)
+    with pytest.raises(UsageError, match=f"time is {time}, and|not a Slurm time"):
+        planned()
+    assert planned(time="60").spec.time == "60"
 
 
 def test_a_limit_bounds_jobs_that_name_none(site_file: Path, planned: Callable[..., Plan]) -> None:
