@@ -47,8 +47,8 @@ SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("teardown", 
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
 SRUN = """srun() {{
     command srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * {tasks_per_node}))" "$@" &
-    step=$!
-    while kill -0 $step 2>/dev/null; do wait $step || :; done
+    _step=$!
+    while kill -0 $_step 2>/dev/null; do wait $_step || :; done
 }}"""
 
 
@@ -279,9 +279,9 @@ class SubmititBackend(SlurmBackend):
             stderr_to_stdout=True,
             setup=[
                 *(plan.rendering.block(name) for name in SET_UP),
-                'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
-                f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
-                'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
+                '_job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
+                f'ln -sfn {PICKLE} {folder}/"${{_job}}_submitted.pkl"',
+                'export SRUN_CPUS_PER_TASK="$_cpus" SLURM_CPUS_PER_TASK="$_cpus"',
                 SRUN.format(tasks_per_node=spec.tasks_per_node),
             ],
             teardown=[plan.rendering.block(name) for name in TEAR_DOWN],

@@ -106,7 +106,7 @@ def test_what_says_the_same_or_more_is_accepted() -> None:
 def test_no_option_of_ours_for_srun_overrides_the_users(launcher: str) -> None:
     block = _rendering(launcher=launcher).block("step")
     options = re.findall(
-        r"--([a-z-]+)", block[block.index("srun_options=(") : block.index("\n)\n")]
+        r"--([a-z-]+)", block[block.index("_srun_options=(") : block.index("\n)\n")]
     )
     assert {"nodes", "ntasks", "overlap"} <= {*options}
     for name in options:

@@ -36,7 +36,7 @@ def check(run: Path, profile: str = "", **more: str) -> str:
     it, and `more` are variables."""
     begin, _, rest = GOLDEN.read_text().partition("check_owner() {")
     function = "check_owner() {" + rest.partition("\n}\n")[0] + "\n}\n"
-    env = {"PATH": os.environ["PATH"], "HPC_DDP_RUN": str(run), "node": f"{run}/lib/node.py"}
+    env = {"PATH": os.environ["PATH"], "HPC_DDP_RUN": str(run), "_node": f"{run}/lib/node.py"}
     env |= more
     argv = ["/bin/bash", "-c", f"{profile}\n{function}check_owner"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)

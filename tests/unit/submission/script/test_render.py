@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -235,11 +236,13 @@ NODE_SIDE = """\
 import os, sys
 if sys.argv[1:] == ["batch", "begin"]:
     print("<hpc-ddp>HPC_DDP_CPUS=8</hpc-ddp>")
+elif sys.argv[1:3] == ["batch", "failed"]:
+    sys.exit(int(sys.argv[3]) + 6)  # as where Slurm starts a job again that ends with this code
 elif sys.argv[1:] != ["batch", "watch"]:
     print(os.path.basename(sys.executable), *sys.argv[1:], flush=True)
 """
 
-SHOW = 'wait; echo "$host_python $OMP_NUM_THREADS"'
+SHOW = 'wait; echo "$_host_python $OMP_NUM_THREADS"'
 
 
 @pytest.fixture
@@ -260,7 +263,7 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             program.chmod(0o755)
 
     def play(**values: Any) -> subprocess.CompletedProcess[str]:
-        blocks = _render(str(tmp_path / "run"), chdir=str(tmp_path), **values)
+        blocks = _render(str(tmp_path / "run"), **{"chdir": str(tmp_path), **values})
         script = "".join(blocks.block(name) for name in ("settings", "setup", "attempt"))
         env = {"PATH": str(programs), "HOME": os.environ["HOME"], "HOSTNAME": "n1"}
         argv = ["/bin/bash", "-c", f"{script}\n{SHOW}"]
@@ -328,13 +331,46 @@ def test_a_warning_during_the_set_up_is_passed_on_after_it(
     assert done.stdout.splitlines() == ["python batch warned", f"{sys.executable} 4"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("false || exit 1", 7), ("set -e\nfalse", 7), ("exit 0", 0), ("kill -TERM $$", -15)],
+)
+def test_a_job_that_ends_in_its_set_up_is_not_started_again_for_ever(
+    stage: Callable[..., subprocess.CompletedProcess[str]], line: str, code: int
+) -> None:
+    """By a cluster's RequeueExit; a preemption, which ends it by a signal, is left alone."""
+    assert stage(setup=(line,)).returncode == code
+
+
+def test_a_working_directory_that_is_gone_ends_a_job_in_the_same_way(
+    stage: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    assert stage(chdir=str(tmp_path / "gone")).returncode == 7
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.sbatch")), ids=lambda path: path.stem)
+def test_the_scripts_own_variables_hide_none_of_the_users(path: Path) -> None:
+    """One that is exported would reach the program with the script's value."""
+    text = path.read_text()
+    local = "|".join(re.findall(r"\blocal (.*)", text))
+    names = {
+        *re.findall(r"(?:^|[\s;(&|'])([A-Za-z_]\w*)\+?=", text, re.M),
+        *re.findall(r"\bfor (\w+) in\b", text),
+        *(name for words in re.findall(r"\bread -r ([\w ]+)", text) for name in words.split()),
+    }
+    ours = re.compile(r"_\w*|HPC_DDP_\w+|SLURM_EXPORT_ENV|OMP_NUM_THREADS")
+    of_the_job = set(re.findall(r"^export (\w+)=", text, re.M))
+    strange = {name for name in names if not ours.fullmatch(name)} - of_the_job
+    assert [name for name in sorted(strange) if not re.search(rf"\b{name}\b", local)] == []
+
+
 def test_a_warning_leaves_the_process_that_is_waited_for() -> None:
     """The signal may come between the start of srun and the look at its process id."""
     text = _render().whole()
     (trap,) = (
         line for line in text.splitlines() if line.startswith("trap") and "batch warned" in line
     )
-    lines = ["node_side=(true)", trap, "sleep 60 & step=$!", "kill -USR2 $$", "last=$!"]
+    lines = ["_node_side=(true)", trap, "sleep 60 & step=$!", "kill -USR2 $$", "last=$!"]
     code = "\n".join([*lines, "kill $step", "[ $last = $step ]"])
     assert subprocess.run(["bash", "-c", code]).returncode == 0
 
@@ -423,7 +459,7 @@ def test_an_unstaged_run_brings_nothing(
 
 def test_no_removal_is_waited_for() -> None:
     text = _render(stage=True, preflight=True).whole()
-    removals = [line for line in text.splitlines() if '"${near[@]}" remove' in line]
+    removals = [line for line in text.splitlines() if '"${_near[@]}" remove' in line]
     assert removals
     assert all("timeout -k" in line for line in removals)
 

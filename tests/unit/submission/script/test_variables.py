@@ -87,7 +87,7 @@ def _worker(
             f"srun() {{ printf '%s\\0' \"$@\" >{folder}/words; env -0 >{folder}/env; }}",
             "sleep() { :; }",
             rendering.block("settings"),
-            "find_python() { :; }; node_side=(true) node=/n SLURM_NNODES=1 SLURM_CPUS_PER_TASK=1",
+            "find_python() { :; }; _node_side=(true) _node=/n SLURM_NNODES=1 SLURM_CPUS_PER_TASK=1",
             lines,
             rendering.block("attempt"),
             rendering.block("step"),
