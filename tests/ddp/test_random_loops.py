@@ -27,7 +27,8 @@ def test_no_loop_is_changed_without_a_word(crew: Any, after: int, count: int) ->
     assert (wrong, played) == ([], count), f"HPC_DDP_LOOPS_SEED={FIRST}"
 
 
-LATER = [pytest.param(f, marks=pytest.mark.more) for f in ("left", "frozen", "generator", "noise")]
+KINDS = ("left", "frozen", "generator", "noise", "top", "settings", "stage")
+LATER = [pytest.param(kind, marks=pytest.mark.more) for kind in KINDS]
 
 
 @pytest.mark.parametrize("fault", ["peek", "random", *LATER])

@@ -27,6 +27,7 @@ from hpc_ddp.training import start
 from hpc_ddp.training.checkpoint import put_back as checkpoint
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.data.loader import Loader
+from hpc_ddp.training.data.rerun_lines import Settings
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.generators import Generators
@@ -96,6 +97,8 @@ class Loop:
     frozen_at: int | None  # the epoch or step at which a weight is
     left_at: int | None  # the epoch or step behind which the loop is
     reloads: bool  # the best weights in the loop, where they get worse
+    begins: tuple[str, ...]  # what each epoch does before its batches: draw, decay
+    has_stages: bool  # a second loop behind it
 
     @classmethod
     def draw(cls, seed: int) -> Loop:
@@ -125,11 +128,15 @@ class Loop:
             frozen_at=dice.randint(0, 3) if dice.random() < 0.4 else None,
             left_at=dice.randint(0, 2 if by == "epochs" else 12) if dice.random() < 0.4 else None,
             reloads=dice.random() < 0.3,
-        ).with_end(dice.choice((end, "kill behind the loop")))
+            begins=tuple(b for b in ("draw", "decay") if has_loader and dice.random() < 0.4),
+            has_stages=dice.random() < 0.4,
+        ).with_end(dice.choice((end, "kill behind the loop")), dice.randint(2, 18))
 
-    def with_end(self, end: str) -> Loop:
-        """Return the loop with another end, if it is for loops that are left early."""
-        return self if self.left_at is None else replace(self, end=end)
+    def with_end(self, end: str, late: int) -> Loop:
+        """Return the loop with another end, if it is for loops that are left early, and one with a
+        second stage with an end at the step `late`."""
+        loop = self if self.left_at is None else replace(self, end=end)
+        return replace(loop, end_at=late) if self.has_stages else loop
 
 
 def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
@@ -151,6 +158,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
     more: dict[str, Any] = {"generator": generator} if generator else {}
     run.track(model=model, optimizer=optimizer, **more)
     begun_at = run.position.step
+    shift = [0.0]  # of the inputs in an epoch
 
     def peek(moment: str) -> None:
         if moment in loop.peeks:
@@ -177,7 +185,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
         """Train on a batch: the body of the loop."""
         indices, inputs = batch
         peek("before a step")
-        run.backward(model(inputs).square().mean())
+        run.backward(model(inputs + shift[0]).square().mean())
         if not run.ends_step:
             return
         optimizer.step()
@@ -209,6 +217,13 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
                 sums = [plain(inputs.to(run.device)).sum().item() for _, inputs in source]
             rows.append((run.position.step, "evaluated", tuple(sums), weights()))
 
+    def begin(epoch: int) -> None:
+        """Do what stands at the top of an epoch, and runs a second time at a resume in it."""
+        if "draw" in loop.begins:
+            shift[0] = torch.rand((), generator=generator).item()
+        if "decay" in loop.begins and epoch:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
     def freeze(number: int) -> None:
         if number == loop.frozen_at:
             model.module.bias.requires_grad_(False)  # type: ignore[union-attr]
@@ -230,35 +245,44 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
             return False
         return int(batch[0].sum()) % loop.passed_over == 1
 
-    if loop.by == "steps":
-        source = draw_batches()
-        for step in run.steps(loop.total):
-            freeze(step)
-            while run.position.step == step:
-                batch = next(source)
-                if not is_passed_over(batch):
-                    train(batch)
-            if run.position.step % 4 == 0:
-                evaluate()
-            if run.position.step % 3 == 1:
-                judge_weights()
-            if step == loop.left_at:
-                break
-    else:
-        for epoch in run.epochs(loop.total):
-            freeze(epoch)
-            peek("in an epoch")
-            for batch in draw_batches():
-                if is_passed_over(batch):
-                    continue
-                train(batch)
-                if loop.length and run.position.epoch_steps >= loop.length:
+    def train_until(total: int, left_at: int | None = None) -> None:
+        """Train for epochs or steps: a loop."""
+        if loop.by == "steps":
+            source = draw_batches()
+            for step in run.steps(total):
+                freeze(step)
+                while run.position.step == step:
+                    batch = next(source)
+                    if not is_passed_over(batch):
+                        train(batch)
+                if run.position.step % 4 == 0:
+                    evaluate()
+                if run.position.step % 3 == 1:
+                    judge_weights()
+                if step == left_at:
                     break
-            evaluate()
-            peek("behind an epoch")
-            judge_weights()
-            if epoch == loop.left_at:
-                break
+        else:
+            for epoch in run.epochs(total):
+                begin(epoch)
+                freeze(epoch)
+                peek("in an epoch")
+                for batch in draw_batches():
+                    if is_passed_over(batch):
+                        continue
+                    train(batch)
+                    if loop.length and run.position.epoch_steps >= loop.length:
+                        break
+                evaluate()
+                peek("behind an epoch")
+                judge_weights()
+                if epoch == left_at:
+                    break
+
+    train_until(loop.total, loop.left_at)
+    if loop.has_stages:
+        run.load_best(model)
+        optimizer.param_groups[0]["lr"] = 0.02
+        train_until(loop.total + (2 if loop.by == "epochs" else 6))
     end_behind_the_loop()
     run.finish()
     return begun_at
@@ -321,6 +345,17 @@ def put_back(fault: str) -> None:
         Loader.__iter__ = count_at_once  # type: ignore[method-assign]
     elif fault == "random":
         Generators.begin_loop = lambda *loop, **ways: False  # type: ignore[method-assign]
+    elif fault == "top":
+        Generators.end_beginning = lambda self: None  # type: ignore[method-assign]
+    elif fault == "settings":
+        Settings.put_back = lambda self, say: None  # type: ignore[method-assign]
+    elif fault == "stage":
+        begin_loop = Generators.begin_loop
+
+        def begin_first(self: Generators, seed: int, loop: int, **ways: bool) -> bool:
+            return begin_loop(self, seed, self._loops or loop, **{**ways, "is_over": False})
+
+        Generators.begin_loop = begin_first  # type: ignore[assignment, method-assign]
     elif fault == "left":
         track = CheckpointManager.track
 
