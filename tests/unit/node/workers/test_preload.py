@@ -126,7 +126,6 @@ def test_a_package_may_choose_how_the_collector_works() -> None:
             gc.set_threshold(9, 8, 7)
         assert (gc.isenabled(), gc.get_threshold()) == (True, (9, 8, 7))
     finally:
-        gc.unfreeze()
         gc.enable()
         gc.set_threshold(*thresholds)
 
