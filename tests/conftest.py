@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.index(item.path.relative_to(REPO / "tests").parts[0]))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what the imports have made (torch alone makes a million objects) out of the
-    collections of garbage in the tests, each of which would take half a second."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while the tests' modules are imported, and leave what their imports have
+    made (torch alone: a million objects) out of later collections, each of which would take half a
+    second."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # else an extension of torch's reports leaks at the exit
+    return result
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports 
 from hpc_ddp.core.run_folder import RunFolder
 from tests.devices import DEVICE, device_env, reports_of
 from tests.raw_events import raw_events
-from tests.waiting import LIMIT_S, is_pending, wait_until
+from tests.waiting import is_pending, wait_until
 
 HERE = Path(__file__).parent
 
