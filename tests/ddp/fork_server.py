@@ -18,8 +18,11 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 
-import hpc_ddp.training  # noqa: F401  # imported here so that workers need not
+# Imported here so that workers need not; torch's part of sharding takes a second.
+import hpc_ddp.training
+import hpc_ddp.training.models.sharding  # noqa: F401
 
 # The first optimizer of a process imports two seconds' worth of torch's compiler.
 torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1).zero_grad()
