@@ -326,7 +326,7 @@ def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:
 
 
 def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
-    words = ("--launcher", "srun", "--nproc-per-node", "2", str(SCRIPTS / "words.py"), "a word")
+    words = ("--nproc-per-node", "2", str(SCRIPTS / "words.py"), "a word")
     job = DryRun(tmp_path / "runs", *words)
     assert job.end() == 0, job.printed()
     env = dict(os.environ, HPC_DDP_RUNS=str(tmp_path / "runs"))
