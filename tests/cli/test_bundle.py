@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report import bundle
 from hpc_ddp.report.bundle import REDACTED, Redaction
+from tests.command_line import call_here
 from tests.raw_events import raw
 
 REPO = Path(__file__).parents[2]
@@ -36,9 +36,9 @@ def call(tmp_path: Path) -> Cli:
 
     def hpc_ddp(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
-        env |= {"HPC_DDP_RUNS": str(tmp_path / "runs"), "PYTHONPATH": str(REPO), **environ}
-        argv = [sys.executable, "-m", "hpc_ddp", *words]
-        return subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+        return call_here(
+            tmp_path, env | {"HPC_DDP_RUNS": str(tmp_path / "runs"), **environ}, *words
+        )
 
     return hpc_ddp
 

@@ -16,6 +16,7 @@ import pytest
 from hpc_ddp.cli.click_options import OTHERS, group_of
 from hpc_ddp.cli.main import COMMANDS
 from hpc_ddp.cli.main import main as cli
+from tests.command_line import call_here
 
 REPO = Path(__file__).parents[2]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -42,9 +43,8 @@ def project(tmp_path: Path) -> Path:
 def run_cli(project: Path) -> Cli:
     def call(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env = {"PATH": str(project.parent / "bin"), "HOME": str(project.parent)}
-        env |= {"HPC_DDP_RUNS": str(project.parent / "runs"), "PYTHONPATH": str(REPO), **environ}
-        argv = [sys.executable, "-m", "hpc_ddp", *words]
-        return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True)
+        env |= {"HPC_DDP_RUNS": str(project.parent / "runs"), **environ}
+        return call_here(project, env, *words)
 
     return call
 

@@ -40,7 +40,7 @@ def test_every_vendor_is_hidden_by_its_own_variables() -> None:
 def test_a_dry_run_has_no_accelerators(tmp_path: Path) -> None:
     needs_stand_in()
     (tmp_path / "show.py").write_text("import torch\nprint(torch.accelerator.device_count())\n")
-    words = ("dry-run", str(tmp_path / "show.py"))
+    words = ("dry-run", "--launcher", "srun", str(tmp_path / "show.py"))
     _, printed = _play(tmp_path / "runs", *words, HPC_DDP_DRY_RUN_DEVICES="")
     assert printed == "0\n"
 

@@ -17,6 +17,7 @@ from hpc_ddp.core.journal.goodput import account
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs
 from tests.children import start_child
+from tests.command_line import call_here
 from tests.devices import DEVICE, device_env
 from tests.frames import frames_of_ours
 from tests.raw_events import raw_events
@@ -72,15 +73,15 @@ class DryRun:
 
     def explain(self) -> dict[str, Any]:
         """Return what `explain --json` tells of the run."""
-        argv = [sys.executable, "-m", "hpc_ddp", "explain", "--json", str(self.run.path)]
-        env = dict(os.environ, PYTHONPATH=str(REPO))
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
-        told: dict[str, Any] = json.loads(done.stdout)
-        return told
+        words = ("explain", "--json", str(self.run.path))
+        explanation: dict[str, Any] = json.loads(
+            call_here(self.root.parent, os.environ, *words).stdout
+        )
+        return explanation
 
 
 def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
-    words = ("--nproc-per-node", "2", str(SCRIPTS / "trouble.py"), "none")
+    words = ("--nproc-per-node", "2", "--env", "SAMPLES=1600", str(SCRIPTS / "trouble.py"), "none")
     first = DryRun(tmp_path / "runs", *words)
     first.until("first_step")
     first.process.send_signal(signal.SIGTERM)
@@ -220,9 +221,23 @@ def test_what_can_not_start_ends_with_the_reason(tmp_path: Path) -> None:
     assert "/no/such/python could not be started" in job.explain()["text"]
 
 
-def test_who_asks_twice_is_obeyed(tmp_path: Path) -> None:
-    job = DryRun(tmp_path / "runs", str(SCRIPTS / "plain.py"), TICKS="600", DEAF="1")
-    job.until_printed('"argv"')
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.more)])
+def test_who_asks_twice_is_obeyed(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "deaf.py").write_text(DEAF)
+    job = DryRun(tmp_path / "runs", "--launcher", launcher, str(tmp_path / "deaf.py"))
+    wait_until(
+        lambda: any("deaf" in log.read_text() for log in tmp_path.glob("runs/*/*/logs/*/*/*.log")),
+        "the script at work",
+        job.printed,
+    )
     (path,) = job.run.logs.glob("attempt-0/*/rank-0.pid")
     job.process.send_signal(signal.SIGTERM)
     job.until("notice")
@@ -289,6 +304,7 @@ def test_a_port_that_another_process_takes_is_no_failure(
     assert [event["attempt"] for event in job.events("started")] == [0]
 
 
+@pytest.mark.more  # `make test-device` is for it; test_devices_here.py hides the stand-in
 def test_a_dry_run_has_no_accelerator_but_the_stand_in(tmp_path: Path) -> None:
     kind = "torch.accelerator.current_accelerator(check_available=True)"
     (tmp_path / "kind.py").write_text(f"import torch\nprint('trains on', {kind})\n")
@@ -313,11 +329,12 @@ def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
     words = ("--nproc-per-node", "2", str(SCRIPTS / "words.py"), "a word")
     job = DryRun(tmp_path / "runs", *words)
     assert job.end() == 0, job.printed()
-    env = dict(os.environ, HPC_DDP_RUNS=str(tmp_path / "runs"), PYTHONPATH=str(REPO))
+    env = dict(os.environ, HPC_DDP_RUNS=str(tmp_path / "runs"))
 
     def ask(*words: str) -> str:
-        argv = [sys.executable, "-m", "hpc_ddp", *words]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
+        answer = call_here(tmp_path, env, *words)
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout
 
     assert json.loads(ask("status", "--json"))[0]["state"] == "finished"
     assert "a word" in ask("logs", "words", "--rank", "0")
@@ -359,7 +376,7 @@ def test_its_end_is_told_by_a_command_of_the_users(tmp_path: Path) -> None:
     assert refused.end() == 2
     assert f"hint: chmod 600 {addresses}" in refused.printed()
     addresses.chmod(0o600)
-    job = DryRun(tmp_path / "runs", "--notify", str(addresses), str(script))
+    job = DryRun(tmp_path / "runs", "--launcher", "srun", "--notify", str(addresses), str(script))
     assert job.end() == 3, job.printed()
     subject, text, *_ = (tmp_path / "message").read_text().splitlines()
     assert subject == "hpc-ddp: t: given up"

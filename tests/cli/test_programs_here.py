@@ -21,7 +21,8 @@ facts = {"argv": sys.argv, "path": sys.path[0], "env": dict(os.environ), "main":
 with open(os.path.join(os.environ["OUT"], os.environ["RANK"] + ".json"), "w") as file:
     json.dump(facts, file)
 """
-LAUNCHERS = ("torchrun", "srun")
+# Its agent imports torch, for seconds. A command under torchrun is that of the set-up lines.
+LATER = pytest.param("torchrun", marks=pytest.mark.more)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_module_runs_from_the_copy_of_the_code(tmp_path: Path, project: Path) 
         assert facts["main"].endswith("/code/0/src/package/train.py")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["srun", LATER])
 def test_a_command_runs_with_the_variables_of_a_worker(
     tmp_path: Path, project: Path, launcher: str
 ) -> None:
@@ -81,10 +82,12 @@ def test_a_script_has_the_values_of_the_named_variables(tmp_path: Path, project:
         assert facts["argv"][1:] == [str(rank), "$$", "${local_rank}", "^a$b"]
 
 
+@pytest.mark.parametrize("launcher", ["srun", LATER])
 def test_a_command_that_is_not_there_ends_the_run_with_its_name(
-    tmp_path: Path, project: Path
+    tmp_path: Path, project: Path, launcher: str
 ) -> None:
-    job = DryRun(tmp_path / "runs", "--max-failures", "0", "--no-python", "no-such-command")
+    words = ("--launcher", launcher, "--max-failures", "0", "--no-python", "no-such-command")
+    job = DryRun(tmp_path / "runs", *words)
     assert job.end() == 127
     assert "no-such-command can't be started: No such file or directory" in job.printed()
 
@@ -140,7 +143,8 @@ def test_a_module_is_run_again(tmp_path: Path, project: Path, same_code: bool) -
     assert _facts(tmp_path, project, "--launcher", launcher, "-m", "package.train", "--x", "1")
     (run,) = (tmp_path / "runs").glob("train/*")
     env = {**os.environ, "OUT": str(tmp_path / "out"), "HPC_DDP_RUNS": str(tmp_path / "runs")}
-    words = ["rerun", *(["--same-code"] if same_code else []), "--set", "x=2", str(run)]
+    words = ["rerun", *(["--same-code"] if same_code else ["--launcher", "srun"])]
+    words += ["--set", "x=2", str(run)]
     done = subprocess.run(
         [sys.executable, "-m", "hpc_ddp", *words], env=env, capture_output=True, text=True
     )
@@ -150,7 +154,7 @@ def test_a_module_is_run_again(tmp_path: Path, project: Path, same_code: bool) -
     assert facts["main"].endswith("/code/0/src/package/train.py")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_set_up_lines_of_node_and_worker(tmp_path: Path, project: Path, launcher: str) -> None:
     """In the container, which `env` stands in for; what a worker's lines set is known to
     ``expand``, and a line that fails is reported and ends nothing."""
@@ -161,15 +165,18 @@ def test_set_up_lines_of_node_and_worker(tmp_path: Path, project: Path, launcher
         "export NODE_RANK=$GROUP_RANK; [ $RANK = 0 ] || export DEBUG=r$RANK",
     )
     words = (*node, *worker, "--worker-setup", "false", "--expand", "OF_NODE", "--expand", "DEBUG")
-    script = (str(project / "show.py"), "$OF_NODE")
+    script: tuple[str, ...] = (str(project / "show.py"), "$OF_NODE")
+    if launcher == "torchrun":  # a command, whose variables are those of a worker
+        script = ("--no-python", "bash", "wrapper.sh", sys.executable, "show.py", "$OF_NODE")
     for rank, facts in enumerate(
         _facts(tmp_path, project, "--launcher", launcher, *words, *script)
     ):
         assert facts["argv"][1:] == ["a b"]
+        assert facts["env"].get("LEVEL") == (str(10 * rank) if launcher == "torchrun" else None)
         assert (facts["env"]["NODE_RANK"], facts["env"].get("DEBUG")) == (
             "0",
             "r1" if rank else None,
         )
     assert len((tmp_path / "nodes").read_text().split()) == (1 if launcher == "torchrun" else 2)
-    (log,) = (tmp_path / "runs").glob("show/*/logs/attempt-0/*/rank-1.log")
+    (log,) = (tmp_path / "runs").glob("*/*/logs/attempt-0/*/rank-1.log")
     assert "this set-up command failed with code 1: false" in log.read_text()

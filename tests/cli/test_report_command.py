@@ -7,12 +7,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.command_line import call_here
 from tests.waiting import LIMIT_S
 
 REPO = Path(__file__).parents[2]
@@ -34,9 +34,7 @@ onload = () => {{
 
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = dict(os.environ, HPC_DDP_RUNS=str(folder / "runs"), PYTHONPATH=str(REPO))
-    argv = [sys.executable, "-m", "hpc_ddp", *words]
-    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True)
+    return call_here(folder, {**os.environ, "HPC_DDP_RUNS": str(folder / "runs")}, *words)
 
 
 @pytest.fixture

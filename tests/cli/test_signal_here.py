@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from tests.children import start_child
+from tests.command_line import call_here
 from tests.frames import frames_of_ours
 from tests.waiting import LIMIT_S, wait_until
 
@@ -45,9 +46,8 @@ def _dry_run(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 def _status(folder: Path) -> tuple[str, str]:
     """Return state and reason of the run in `folder`."""
-    argv = [sys.executable, "-m", "hpc_ddp", "status", "--json", "--runs-dir", str(folder / "runs")]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, check=True)
-    (run,) = json.loads(done.stdout)
+    words = ("status", "--json", "--runs-dir", str(folder / "runs"))
+    (run,) = json.loads(call_here(folder, os.environ, *words).stdout)
     return run["state"], run["why"]
 
 

@@ -41,7 +41,9 @@ def play_three_attempts(
     (tmp_path / "cwd").mkdir()
     root = tmp_path / "cwd" / "runs"
     environ |= dict.fromkeys(SECRETS, SECRET) | {"HTTPS_PROXY": "", "https_proxy": ""}
-    words = (*TWO, str(SCRIPTS / script), tracker)
+    # One of the scripts does without torch, which torchrun's agent would import.
+    launcher = ("--launcher", "srun") if script == "tracked.py" else ()
+    words = (*TWO, *launcher, str(SCRIPTS / script), tracker)
     dry = DryRun(root, *words, **environ)
     stands = (5, 8) if script == "tracked_run.py" else (4, 8)
     dry.until("started")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,8 +11,15 @@ from crews import Crew, Zygote, crews_of
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    process = Zygote()
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes of the test session."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def zygote(session_folder: Path) -> Iterator[Zygote]:
+    process = Zygote(session_folder)
     yield process
     process.end()
 

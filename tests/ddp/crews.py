@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +24,46 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports 
 from hpc_ddp.core.run_folder import RunFolder
 from tests.devices import DEVICE, device_env, reports_of
 from tests.raw_events import raw_events
-from tests.waiting import LIMIT_S, is_pending, wait_until
+from tests.waiting import is_pending, wait_until
 
 HERE = Path(__file__).parent
 
 
 class Zygote:
-    def __init__(self, device: str = DEVICE) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **device_env(device)}
+    """A client of the process that forks workers with these modules on this device. The processes
+    of a test session share it: the first that needs it starts it."""
+
+    def __init__(self, base: Path, device: str = DEVICE, name: str = "plain") -> None:
+        """`base` is the session's folder."""
         self.device = device
         self.running: set[int] = set()
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
+        self._address = f"hpc-ddp-{sha256(f'{base} {device} {name}'.encode()).hexdigest()[:32]}"
+        with open(base / f"{device}-{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self._connect():
+                env = {**os.environ, "OMP_NUM_THREADS": "1", **device_env(device)}
+                argv = [sys.executable, str(HERE / "fork_server.py"), self._address]
+                subprocess.run(argv, stdin=subprocess.DEVNULL, env=env, check=True)
+                assert self._connect()
+
+    def _connect(self) -> bool:
+        """Connect to the process, if it is there and not about to end."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._stream = self._socket.makefile("rw")
+        try:
+            self._socket.connect(f"\0{self._address}")
+            self.ask({"import": []})
+        except (OSError, ProcessHasEndedError):
+            self.end()
+            return False
+        return True
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, f"the process that forks the workers has ended with {self._process.wait()}"
+        self._stream.write(json.dumps(request) + "\n")
+        self._stream.flush()
+        line = self._stream.readline()
+        if not line:
+            raise ProcessHasEndedError("the process that forks the workers has ended")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -59,12 +78,24 @@ class Zygote:
         return self.ask({"wait": pid})["code"] is not None
 
     def end(self) -> None:
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write('{"end": true}\n')
-        self._process.stdin.close()
-        self._process.wait(LIMIT_S)
-        self._process.stdout.close()
+        with suppress(OSError):
+            self._stream.close()
+        self._socket.close()
+
+
+class ProcessHasEndedError(Exception):
+    pass
+
+
+def wait_for_end(pid: int, seconds: float) -> None:
+    """Return once a process has ended, or after so many seconds. To ask again and again takes as
+    much of a processor as a rank that trains."""
+    with suppress(OSError):  # of an older kernel: at once
+        descriptor = os.pidfd_open(pid)
+        try:
+            select.select([descriptor], [], [], seconds)
+        finally:
+            os.close(descriptor)
 
 
 @dataclass
@@ -86,6 +117,7 @@ class Launch:
         codes: list[int] = []
 
         def next_has_ended() -> bool:
+            wait_for_end(self.pids[len(codes)], 1.0)
             code = self.zygote.ask({"wait": self.pids[len(codes)]})["code"]
             codes.extend([] if code is None else [code])
             return code is not None

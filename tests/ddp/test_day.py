@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from crews import ends_whole_and_stopped
-from tensorboard.backend.event_processing import event_accumulator
 
 SAVING = ("--save-every-steps", "5")
 
@@ -92,6 +91,8 @@ def test_an_option_that_makes_no_sense_is_said_plainly(crew: Any) -> None:
 def test_tensorboard_shows_each_step_once(crew: Any) -> None:
     go(crew, 2, *SAVING, "--tensorboard", "--kill-at", "8", codes=-signal.SIGKILL)
     go(crew, 2, *SAVING, "--tensorboard", HPC_DDP_PROFILE="3:4")
+    from tensorboard.backend.event_processing import event_accumulator
+
     events = event_accumulator.EventAccumulator(str(crew.run.path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 21))

@@ -25,13 +25,13 @@ CHECKS = ROOT / "tests" / "device" / "checks.py"
 
 
 @pytest.fixture(scope="session")
-def stand_in() -> Iterator[Zygote]:
+def stand_in(session_folder: Path) -> Iterator[Zygote]:
     """A process that forks workers which see four devices."""
     if DEVICE == "cuda":
         pytest.skip("it needs the stand-in device, and DEVICE=cuda is a GPU")
     if shutil.which("g++") is None or shutil.which("ninja") is None:
         skip_or_fail("the stand-in device is compiled by g++ and ninja (apt: g++ ninja-build)")
-    process = Zygote("sim")
+    process = Zygote(session_folder, "sim")
     yield process
     process.end()
 
@@ -251,7 +251,7 @@ def test_a_model_is_shared_out_before_a_device_has_it(
 @pytest.mark.parametrize(
     "words",
     [
-        ("--offload",),
+        pytest.param(("--offload",), marks=pytest.mark.more),  # --meta --offload has it, too
         ("--average",),
         pytest.param(("--meta", "--tp", "2"), marks=pytest.mark.more),  # twenty seconds
         ("--offload", "--meta"),

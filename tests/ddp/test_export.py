@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed import checkpoint
 
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from hpc_ddp.training.export import export
-
-dcp: Any = checkpoint  # it has no types
 
 
 def weights(run: Any, step: int) -> dict[str, torch.Tensor]:
@@ -64,6 +61,9 @@ def test_sharded_weights_come_from_a_folder_and_go_to_one(
     make_crew: Callable[[str], Any], tmp_path: Path, kind: str
 ) -> None:
     """A resume reads none of it: the folder is gone by then."""
+    from torch.distributed import checkpoint  # a second, which no other test is to pay
+
+    dcp: Any = checkpoint  # it has no types
     crew, words = make_crew("crew"), ("--safetensors",) if kind == "safetensors" else ()
     source, part = tmp_path / "source", {"script": "pretrained.py"}
     numbers = torch.Generator().manual_seed(3)

@@ -35,9 +35,9 @@ SLOW = ("--step-seconds", "0.15")  # so that the ranks exchange their notices at
 
 
 @pytest.fixture(scope="module")
-def library_zygote() -> Iterator[Zygote]:
+def library_zygote(session_folder: Path) -> Iterator[Zygote]:
     """A process of its own, since the libraries change what is imported, and how."""
-    process = Zygote()
+    process = Zygote(session_folder, name="libraries")
     yield process
     process.end()
 

@@ -64,7 +64,6 @@ def test_replicas_in_ddp_end_in_a_sentence(crew: Any) -> None:
 
 
 def test_stages_that_track_other_objects_end_in_a_sentence(crew: Any) -> None:
-    crew.zygote.ask({"import": ["torch.distributed.pipelining"]})
     launch = crew.launch(2, "stages", script="misuse.py")
     assert launch.wait() == [2, 2], launch.output()
     assert "rank 1 shares other objects than rank 0: optimizer" in launch.output()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-WIDE = ("--width", "512", "--layers", "5")  # 6 MB in buckets of 1 MB
+WIDE = ("--width", "384", "--layers", "4")  # 2.5 MB in buckets of 1 MB
 
 
 def interrupted(crew: Any, how: signal.Signals, *argv: str) -> bytes:

@@ -33,12 +33,6 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
 SPREAD = [name for name in WAYS if name != "one"]
 
 
-@pytest.fixture(autouse=True)
-def _quick(zygote: Any) -> None:
-    names = ("fsdp", "tensor.parallel", "pipelining", "pipelining.schedules")
-    zygote.ask({"import": [f"torch.distributed.{name}" for name in names]})
-
-
 class Trial:
     """Runs of the same training, each in a folder of its own."""
 

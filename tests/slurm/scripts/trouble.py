@@ -34,7 +34,8 @@ if trouble == "raise-before" and run.rank == last:
     raise ValueError("before the first step")
 model = run.wrap(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-batches = run.loader(torch.utils.data.TensorDataset(torch.randn(4000, 4)), batch_size=5)
+samples = torch.randn(int(os.environ.get("SAMPLES", "4000")), 4)
+batches = run.loader(torch.utils.data.TensorDataset(samples), batch_size=5)
 run.track(model=model, optimizer=optimizer, slow=SlowState())
 for _ in run.epochs(1):
     for (x,) in batches:

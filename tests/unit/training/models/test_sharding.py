@@ -12,11 +12,19 @@ import torch.distributed as dist
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import CPU
-from hpc_ddp.training.models import sharding
 from hpc_ddp.training.models.mesh import ParallelDims
 
 
-def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def sharding() -> Any:
+    """The module, whose imports of torch take a second that the collection of tests is not to
+    pay."""
+    from hpc_ddp.training.models import sharding
+
+    return sharding
+
+
+def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch, sharding: Any) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     sharding.check_schedule("GPipe", 2, 2, CPU)
     sharding.check_schedule("GPipe", 2, 1, torch.device("cuda"))
@@ -25,7 +33,9 @@ def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["_set_default_timeout", "set_timeout"])
-def test_groups_of_a_mesh_have_the_runs_timeout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_a_mesh_have_the_runs_timeout(
+    name: str, monkeypatch: pytest.MonkeyPatch, sharding: Any
+) -> None:
     timeouts: list[timedelta] = []
     backend = SimpleNamespace(**{name: timeouts.append})
     group = SimpleNamespace(_get_backend=lambda device: backend)
@@ -37,7 +47,7 @@ def test_groups_of_a_mesh_have_the_runs_timeout(name: str, monkeypatch: pytest.M
 
 
 def test_a_backend_may_refuse_a_timeout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sharding: Any
 ) -> None:
     """As XCCL's until torch 2.12: the base class of torch 2.9 has the method, and raises."""
 
@@ -54,7 +64,9 @@ def test_a_backend_may_refuse_a_timeout(
     assert capsys.readouterr().err.count("the backend 'xccl' of this torch takes no other") == 1
 
 
-def test_replicas_and_shards_are_the_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_and_shards_are_the_data_parallel_ranks(
+    monkeypatch: pytest.MonkeyPatch, sharding: Any
+) -> None:
     group = SimpleNamespace(_get_backend=lambda device: None)
     flat = SimpleNamespace(get_group=lambda: group)
     part = SimpleNamespace(_flatten={"dp": flat}.__getitem__)
@@ -84,7 +96,7 @@ def test_replicas_and_shards_are_the_data_parallel_ranks(monkeypatch: pytest.Mon
         ("gpipe", 1, "n_microbatches is 1 for 2 stages; accepted: 2 or more"),
     ],
 )
-def test_schedules_are_checked(name: str, count: int, words: str) -> None:
+def test_schedules_are_checked(name: str, count: int, words: str, sharding: Any) -> None:
     from hpc_ddp.training.models.sharding import (
         check_schedule,  # takes seconds: in one process only
     )
