@@ -355,7 +355,7 @@ def put_back(fault: str) -> None:
         def begin_first(self: Generators, seed: int, loop: int, **ways: bool) -> bool:
             return begin_loop(self, seed, self._loops or loop, **{**ways, "is_over": False})
 
-        Generators.begin_loop = begin_first  # type: ignore[assignment, method-assign]
+        Generators.begin_loop = begin_first  # type: ignore[method-assign]
     elif fault == "left":
         track = CheckpointManager.track
 
