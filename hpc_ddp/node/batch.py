@@ -343,8 +343,9 @@ def teardown_time(environ: dict[str, str]) -> int:
 def main(argv: list[str]) -> int:
     """Run one part of the batch script, see `_call`; return its exit code.
 
-    After a ``begin`` or ``verdict`` whose code is not 0, and for ``failed CODE`` of set-up lines, with which the batch shell ends, Slurm is
-    kept from holding the job and from a requeue of its own, by another code if need be.
+    After a ``begin`` or ``verdict`` whose code is not 0, and for ``failed CODE`` of set-up lines,
+    with which the batch shell ends, Slurm is kept from holding the job and from a requeue of its
+    own, by another code if need be.
     """
     environ = dict(os.environ)
     code = int(argv[1]) if argv[:1] == ["failed"] else _call(argv, environ)
