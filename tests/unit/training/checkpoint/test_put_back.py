@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter, OrderedDict
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.training.checkpoint import plain_state, put_back, state
+from hpc_ddp.training.checkpoint import optimizer_state, plain_state, put_back, state
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.layout import StoredShard
 from hpc_ddp.training.checkpoint.storage.resharding import Reader
@@ -625,3 +626,40 @@ def test_settings_that_a_checkpoint_undoes_are_named() -> None:
         " lr was 0.1, and the script makes it 0.2",
     ]
     assert put_back.find_ignored_settings({"o": other}, {"o": {}}, trained) == []
+
+
+def test_groups_of_an_optimizer_stay_the_same_objects() -> None:
+    """The script may keep them, and an optimizer inside another one, as SAM has it, shares them."""
+
+    class Outer(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.5)
+            self.base = torch.optim.SGD(self.param_groups, lr=0.5)
+            self.param_groups = self.base.param_groups
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.base.param_groups = self.param_groups
+
+    model = nn.Linear(1, 1)
+    outer = Outer(model.parameters())
+    groups, (group,) = outer.param_groups, outer.param_groups
+    stored = copy.deepcopy(outer.state_dict())
+    stored["param_groups"][0]["lr"] = 0.25
+    optimizer_state.load(outer, {**stored, optimizer_state.PARAMETERS: {}})
+    assert outer.param_groups is outer.base.param_groups is groups
+    assert groups[0] is group
+    assert group["lr"] == 0.25
+    assert group["params"] == list(model.parameters())
+
+
+def test_modes_of_modules_come_back() -> None:
+    """As of a batch norm whose means the loop has stopped; others stay as the script makes them."""
+    saved, loaded = (nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)) for _ in range(2))
+    trained = TrainedParameters()
+    trained.add([saved])
+    saved[0].eval()
+    tree = state.collect({"m": saved}, trained=trained).tree
+    loaded[1].eval()
+    put_back.require_gradients({"m": loaded}, tree)
+    assert [part.training for part in loaded.modules()] == [True, False, False]

@@ -214,3 +214,11 @@ def test_a_tensor_of_several_is_refused_by_name() -> None:
     model.weight = nn.Parameter(pair, requires_grad=False)
     with pytest.raises(HpcDdpError, match=r"m\.weight is a .*TwoTensor"):
         state.collect({"m": model})
+
+
+def test_numbers_of_numpy_are_saved_as_pythons() -> None:
+    """A learning rate by ``np.cos``, say; one of fewer bits would compute otherwise."""
+    numbers = [numpy.float64(0.1), numpy.int64(3), numpy.bool_(True)]
+    saved = state.collect({"thing": Holds(numbers)}).tree["thing"]["value"]
+    assert saved == [0.1, 3, True]
+    assert list(map(type, saved)) == [float, int, bool]

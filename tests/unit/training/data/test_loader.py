@@ -345,3 +345,25 @@ def test_batches_that_are_grouped_by_the_script_are_missed() -> None:
         if whole.micro_batch.ends_step and number != 3:  # one is left out, as for a loss of NaN
             whole.count_batch()
     assert lines == []
+
+
+def test_a_batch_that_is_fetched_ahead_is_warned_of() -> None:
+    """As timm's loader does; a look at a batch before the first step is none."""
+    for ahead, expected in ((1, 1), (0, 0)):
+        lines: list[str] = []
+        loader = make_loader(
+            TensorDataset(torch.ones(24)),
+            BatchPlan(4, 0, 1),
+            position=Position(),
+            warn=lines.append,
+        )
+        look = iter(loader)
+        next(look)
+        look.close()
+        batches = iter(loader)
+        for _ in range(ahead):
+            next(batches)
+        for _ in range(3):
+            next(batches)
+            loader.count_batch()
+        assert sum("fetched before the step" in line for line in lines) == expected
