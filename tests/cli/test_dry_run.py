@@ -304,7 +304,7 @@ def test_a_port_that_another_process_takes_is_no_failure(
     assert [event["attempt"] for event in job.events("started")] == [0]
 
 
-@pytest.mark.more  # `make test-device` is for it; test_devices_here.py hides the stand-in
+@pytest.mark.more  # which trains on the stand-in; test_devices_here.py hides that one
 def test_a_dry_run_has_no_accelerator_but_the_stand_in(tmp_path: Path) -> None:
     kind = "torch.accelerator.current_accelerator(check_available=True)"
     (tmp_path / "kind.py").write_text(f"import torch\nprint('trains on', {kind})\n")
