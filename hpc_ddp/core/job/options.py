@@ -207,10 +207,7 @@ class JobSpec(ResourceOptions):
         metavar="PATH",
     )
     max_requeues: int | None = option(
-        None,
-        "Bound on requeues; 0: never start twice (default: none).",
-        group=CONTINUATION,
-        least=0,
+        None, "Bound on requeues; 0: start once (default: none).", group=CONTINUATION, least=0
     )
     max_failures: int = option(
         3, "Retries after failures (default 3).", group=CONTINUATION, least=0
