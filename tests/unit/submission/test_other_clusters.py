@@ -68,6 +68,11 @@ def test_inside_a_job_its_own_cluster_is_asked() -> None:
     assert asking_env({"SLURM_CLUSTERS": "a"})["SLURM_CLUSTERS"] == "a"
 
 
+def test_jobs_in_hidden_partitions_are_seen() -> None:
+    env = asking_env({"SQUEUE_PARTITION": "low"})
+    assert env["SQUEUE_ALL"] == env["SINFO_ALL"] == env["SCONTROL_ALL"] == "1"
+
+
 @pytest.mark.parametrize(
     "name",
     ["SQUEUE_PARTITION", "SCANCEL_STATE", "SCONTROL_FEDERATION", "SACCT_LOCAL", "SINFO_STATE"],
