@@ -6,6 +6,8 @@ import signal
 import socket
 import sys
 import threading
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,8 @@ def test_a_python_without_the_jobs_variables_ends_the_run(
     assert supervisor.main(["torchrun", "true"]) == 1
     words = f"this Python does not get the job's variables ({missing} is missing)"
     assert f"can't take part: {words}" in capfd.readouterr().err
-    events = (event_of("started", job_id="7", restarts=0, host="n", nodes=["n"]),)
+    started = event_of("started", job_id="7", restarts=0, host="n", nodes=["n"])
+    events = (replace(started, time=time.time()),)
     verdict = decide_by(records=run.attempt(0).records(), events=events)
     assert (verdict.cause, verdict.action) == (Cause.FAILED, Action.GIVE_UP)
     assert words in verdict.why

@@ -88,14 +88,14 @@ def _read(text: str, nodes: int, script: str) -> Script:
     lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
     directives = dict(_option(shlex.split(line)[0]) for line in lines)
     assert all(len(shlex.split(line)) == 1 for line in lines)
-    head = text[text.index("export HPC_DDP_RUN") : text.index("\ncd ")]
-    step = text[text.index("\npython=") : text.index("\n    step=$!")].replace(" &", "")
+    head = text[text.index("export HPC_DDP_RUN") : text.index("\n_warned=")]
+    step = text[text.index("\n_python=") : text.index("\n    _step=$!")].replace(" &", "")
     fakes = "".join(
         f"{n}() {{ printf '%s\\0' {n} \"$@\"; }}\n" for n in ("srun", "ibrun", "mpirun")
     )
     shell = (
         f"sleep() {{ :; }}\n{head}\nenv -0\nprintf 'WORDS\\0'\n"
-        f"node=node.py cpus={directives.get('cpus-per-task', 1)} SLURM_NNODES={nodes}\n"
+        f"_node=node.py _cpus={directives.get('cpus-per-task', 1)} SLURM_NNODES={nodes}\n"
         f"HPC_DDP_NNODES={nodes}\n"
         f"{fakes}{step}\nbreak; done"
     )

@@ -357,7 +357,7 @@ def test_a_batch_that_is_fetched_ahead_is_warned_of() -> None:
             position=Position(),
             warn=lines.append,
         )
-        look = iter(loader)
+        look: Any = iter(loader)
         next(look)
         look.close()
         batches = iter(loader)
