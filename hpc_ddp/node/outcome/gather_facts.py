@@ -37,6 +37,7 @@ from hpc_ddp.node.outcome.verdict import (
     Verdict,
     decide,
     over_budget,
+    over_requeues,
     silent_nodes,
 )
 from hpc_ddp.slurm_text import Job
@@ -175,9 +176,8 @@ def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: s
     """
     if decided.cause == Cause.FINISHED and not run.is_task:
         shutil.rmtree(run.parcel, ignore_errors=True)
-    requeues = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
-    most = facts.most_requeues if facts.spec.max_requeues is None else facts.spec.max_requeues
-    is_over = over_budget(facts.spec, facts.gpu_hours) or requeues >= min(most, facts.most_requeues)
+    # The requeue without the copy is none of the failure's.
+    is_over = over_budget(facts.spec, facts.gpu_hours) or over_requeues(facts, Cause.NODE_LOST)
     error = facts.failure.error if facts.failure else ""
     is_full = bool(NO_ROOM.search(error)) and run.parcel.exists()
     is_killed = error == oom.KILLED and "staged-memory" in staged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -26,10 +27,12 @@ def too_many_silent(
     saved = {event.attempt for event in events if isinstance(event, CheckpointSaved)}
     noticed = {event.attempt for event in events if isinstance(event, NoticeGiven)}
     silent = [number for number in numbers if number not in judged]
-    most = most_requeues if spec.max_requeues is None else min(spec.max_requeues, most_requeues)
-    starts = len(numbers) - sum(verdict.cause == Cause.FAILED for verdict in verdicts)
-    if silent and numbers[-1] in silent and starts > most:
-        return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
+    most = math.inf if spec.max_requeues is None else spec.max_requeues
+    failed = sum(verdict.cause == Cause.FAILED for verdict in verdicts)
+    for starts, bound in ((len(numbers) - failed, most), (len(numbers), most_requeues)):
+        if silent and numbers[-1] in silent and starts > bound:
+            times = f"{starts} times (max-requeues is {bound})"
+            return f"it was started {times}, the last without a verdict"
     row = takewhile(lambda number: number in silent and number not in saved, reversed(numbers))
     # Slurm ends a preempted job that takes too long, and with it the batch shell: no crash of ours.
     if (crashes := sum(number not in noticed for number in row)) > most_in_a_row(spec):

@@ -256,17 +256,10 @@ def _cause(facts: AttemptFacts) -> Cause:
 def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
     """Return why another attempt is not to be made after one with this cause, None when it is."""
     spec = facts.spec
-    if over_text := over_budget(spec, facts.gpu_hours):
+    if over_text := over_budget(spec, facts.gpu_hours) or over_requeues(facts, cause):
         return over_text
-    if spec.max_requeues == 0:
-        return "it must not be started twice (--max-requeues 0)"
-    if (count := len(facts.verdicts)) >= facts.most_requeues:
-        return f"it was requeued {count} times, which this cluster limits (max-requeues)"
     if cause == Cause.FAILED:
         return _why_no_retry(facts)
-    again = [v for v in facts.verdicts if v.cause != Cause.FAILED]
-    if spec.max_requeues is not None and len(again) >= spec.max_requeues:
-        return f"it was requeued {len(again)} times already (--max-requeues)"
     if cause == Cause.BAD_NODE:
         row = list(takewhile(lambda v: v.cause == cause, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures:
@@ -290,9 +283,24 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
         return _no_progress(facts)
     if facts.here(WorkerStarted) and (reason := _no_progress(facts)):
         return f"{reason}, and without a step (--max-requeues allows more)"
-    count = 1 + sum(v.cause == cause for v in again)
+    count = 1 + sum(v.cause == cause for v in facts.verdicts)
     if count > most_in_a_row(spec) * spec.parts_of_time:
         return f"{NOT_SEEN}; {count} attempts have ended so (--max-requeues allows more)"
+    return None
+
+
+def over_requeues(facts: AttemptFacts, cause: Cause) -> str | None:
+    """Return why the bounds on requeues permit none after an end with this cause, None where they
+    do: the operators' is on all of them, `max_requeues` on those that no failure has caused, but
+    for 0."""
+    most, count = facts.spec.max_requeues, len(facts.verdicts)
+    if most == 0:
+        return "it must not be started twice (--max-requeues 0)"
+    if count >= facts.most_requeues:
+        return f"it was requeued {count} times, which this cluster limits (max-requeues)"
+    again = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
+    if cause != Cause.FAILED and most is not None and again >= most:
+        return f"it was requeued {again} times already (--max-requeues)"
     return None
 
 
@@ -384,11 +392,7 @@ def _describe(facts: AttemptFacts, cause: Cause) -> str:
         silent = ", ".join(silent_nodes(facts.spec, facts.nodes, facts.records))
         return f"no word from {silent or 'a node'}"
     end = OUTLASTED * any(r.get("killed") and r["notice"] for r in facts.ends)
-    if (
-        facts.is_plain
-        and facts.notices
-        and facts.complete
-        and not any(r["code"] for r in facts.ends)
-    ):
+    is_good = facts.complete and not any(r["code"] for r in facts.ends)
+    if facts.is_plain and facts.notices and is_good:
         end = MAYBE_DONE
     return f"{cause}{end}" if facts.step is None else f"{cause}, at step {facts.step}{end}"

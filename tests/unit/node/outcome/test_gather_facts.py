@@ -130,8 +130,9 @@ def test_the_copy_ends_no_run(run: RunFolder, changes: dict[str, Any]) -> None:
         (STAGED, {**LOST, "spec": JobSpec("t.py", max_requeues=0)}),
         (STAGED, SPENT),
         (STAGED, {**SPENT, "events": (HOPELESS,)}),
+        (STAGED, {"attempt": 1, "events": (event_of("verdict", 0),), "most_requeues": 1}),
     ],
-    ids=["unstaged", "requeued", "cancelled", "limit", "budget", "unfit"],
+    ids=["unstaged", "requeued", "cancelled", "limit", "budget", "unfit", "operators"],
 )
 def test_another_end_is_judged_as_ever(
     run: RunFolder, staged: set[str], changes: dict[str, Any]

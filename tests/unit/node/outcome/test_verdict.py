@@ -195,6 +195,7 @@ def test_preemption_is_without_bound_unless_one_is_given() -> None:
         (1, [("verdict", 0)], {"max_requeues": 0}, math.inf, ""),  # the verdict has decided
         (3, [("verdict", 0)], {"max_requeues": 2}, math.inf, ""),  # the first has failed
         (3, [], {"max_requeues": 9}, 2, "max-requeues is 2"),
+        (3, [("verdict", 0)], {}, 2, "started 3 times (max-requeues is 2)"),  # of all of them
     ],
 )
 def test_ends_without_a_verdict_are_bounded(
