@@ -158,9 +158,7 @@ def part_load(device: str, folder: Path) -> dict[str, list[float]]:
     def load() -> None:
         restored = subject.checkpoints.restore()
         assert restored
-        put_back.put_back(
-            subject.keeper._objects, restored.index.shared["tree"], restored.reader, 1
-        )
+        put_back.put_back(subject.keeper.objects, restored.index.shared["tree"], restored.reader, 1)
 
     def raw() -> None:
         zlib.crc32(path.read_bytes())

@@ -316,11 +316,11 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     between two undisturbed runs; a difference that comes from another order of sums alone does not
     count. The script's other files are written here, as in any run.
     """
-    cwd = Path.cwd()
+    cwd, layer = Path.cwd(), settings_of(options)
     # A killed attempt has to end: a project file may restart workers within one.
     forced = {"backend": "local", "max-restarts": 0, "elastic": False}
-    settings = config.load(settings_of(options) | forced, cwd, home_folder())
-    note_kept(settings_of(options), settings.get("args", ()), config.PROJECT_FILE)
+    settings = config.load(layer | forced, cwd, home_folder())
+    note_kept(layer, settings.get("args", ()), config.PROJECT_FILE)
     report = run_drill(settings, cwd, runs_root(settings), steps, say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:

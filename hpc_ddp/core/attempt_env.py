@@ -45,8 +45,10 @@ _OF_A_NODE = (
 
 
 # sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).
-_OPTIONS = {"timelimit": "time", "array-inx": "array", "req-switch": "switches"}
-_OPTIONS["mem-per-node"] = "mem"
+_OPTIONS = {
+    **{"timelimit": "time", "array-inx": "array", "req-switch": "switches"},
+    "mem-per-node": "mem",
+}
 # Options of which a job has one at most, or one that would undo another.
 _FAMILIES = (
     {"gpus", "gpus-per-node", "gpus-per-task", "gres"},

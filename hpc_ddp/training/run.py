@@ -152,7 +152,8 @@ class Run(ModelSetup):
             while not is_over and self.position.epoch < total:
                 self._consensus.restart_step()
                 self._timer.start_step()
-                self._manager.generators.begin_epoch()
+                if self._loader is not None:  # else its first batch is not known
+                    self._manager.generators.begin_epoch()
                 yield self.position.epoch
                 self.position.begin_epoch()
                 if self._loader is not None:
@@ -261,7 +262,7 @@ class Run(ModelSetup):
         self._own_data.warn_of_step()
         if self._is_unchecked:  # the first step of a loop that this attempt has begun
             self._is_unchecked = False
-            warn_of_untracked(self._tracked_objects.values(), self._say)
+            warn_of_untracked(self._manager.objects.values(), self._say)
         self._timer.end_step()
         self._precision.end_step()
         self.position.step += 1

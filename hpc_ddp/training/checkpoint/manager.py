@@ -73,7 +73,7 @@ class CheckpointManager:
         self.resumed = False  # by `track`
         # Whether one rank reads for all what they have alike: on one node they share its cache.
         self.shares_reads = False
-        self._objects: dict[str, Any] = {}  # these three as `track` was given them
+        self.objects: dict[str, Any] = {}  # these three as `track` was given them
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
         self.generators = Generators(devices)
@@ -89,8 +89,8 @@ class CheckpointManager:
         added: Sequence[str] = (),
     ) -> None:
         """Name the objects, and put the newest checkpoint, if there is one, back into them, the
-        position and `best`; `generators` follow in a loop. Until then they are those of
-        this rank's stream, in each attempt the same.
+        position and `best`; `generators` follow in a loop. Until then they are those of this rank's
+        stream, in each attempt the same.
 
         `data` is what decides the order of the training's samples, in plain values by name.
         `per_rank` are the names of the objects that each rank has its own of; they stay as they are
@@ -106,14 +106,14 @@ class CheckpointManager:
             a state can't be saved, the ranks' objects differ, or the checkpoint can't be read, is
             of other objects, or of another number of ranks that had their own weights
         """
-        if self._objects:
+        if self.objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
         generators = {n: rng.GeneratorState(g) for n, g in objects.items() if rng.is_generator(g)}
         self.generators.track(generators)
         objects, per_rank = {**objects, **generators}, (*per_rank, *generators)
         self.trained.add(map(unwrap, objects.values()))
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
-        self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
+        self.objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         # Models and splits are made by now: they were to be equal on all ranks, the rest is not.
         rng.seed_all(derive(self._seed, self._dims.stream, 0, 0), self._devices)
         checkpoint = self._checkpoints.restore()
@@ -133,7 +133,7 @@ class CheckpointManager:
         }
         notes = put_back.find_ignored_settings(objects, tree, self.trained)
         self._put_back(objects, tree, checkpoint, added)
-        notes += put_back.require_gradients(objects, tree)
+        notes += put_back.put_flags_back(objects, tree)
         for note in notes if self._dims.rank == 0 else ():
             say(note)
         vars(self._position).update(checkpoint.index.shared["position"])
@@ -164,7 +164,7 @@ class CheckpointManager:
             f" and {self._dims.world_size} run here"
         )
         kinds = (torch.nn.Module, torch.optim.Optimizer)
-        if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in index.objects):
+        if any(isinstance(unwrap(self.objects.get(name)), kinds) for name in index.objects):
             raise HpcDdpError(text, hint=f"start {index.world_size} workers, as before")
         if self._dims.rank == 0:
             say(f"WARNING: {text}: it begins anew")
@@ -218,7 +218,7 @@ class CheckpointManager:
         """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
         have alike; return the content of a save. It waits for the devices that have frozen weights.
         Raise HpcDdpError for a state that can't be saved."""
-        current = state.collect(self._objects, self._per_rank, self.trained)
+        current = state.collect(self.objects, self._per_rank, self.trained)
         copies = local_copies(current.shared) if compares else {}
         copied = {place: part for place, (part, _) in copies.items()}
         weights = {place: weight for place, (_, weight) in copies.items()}
@@ -293,9 +293,7 @@ class CheckpointManager:
             as `save_surely`; or the checkpoint is not there, damaged, or of another model; or
             another number of ranks wrote it, each with weights of its own
         """
-        names = [
-            name for name, tracked in self._objects.items() if unwrap(tracked) is unwrap(model)
-        ]
+        names = [name for name, tracked in self.objects.items() if unwrap(tracked) is unwrap(model)]
         if not names:
             raise UsageError(
                 "the model is none that run.track was given",
@@ -356,7 +354,7 @@ class CheckpointManager:
 
     @property
     def tracked(self) -> bool:
-        return bool(self._objects)
+        return bool(self.objects)
 
     def _identity(self) -> tuple[Position, Best]:
         """Return copies of the position and the best value, by which two saves are the same."""

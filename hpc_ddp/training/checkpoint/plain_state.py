@@ -51,13 +51,13 @@ def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return tuple(row) if isinstance(value, tuple) else row
     if isinstance(value, set):
         return {take_apart(item, f"{where}.{item}", tensors) for item in value}
-    if is_numpys_equal(value):
+    if _is_numpys_equal(value):
         return value.item()
     _check_atom(value, where)
     return value
 
 
-def is_numpys_equal(value: Any) -> bool:
+def _is_numpys_equal(value: Any) -> bool:
     """Return whether a number of numpy's computes as Python's own of this value: a float64, as a
     schedule by ``np.cos`` makes for a learning rate, a whole number, or a bool."""
     numpy = sys.modules.get("numpy")

@@ -16,7 +16,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import optimizer_state
 from hpc_ddp.training.checkpoint import state as states
 from hpc_ddp.training.checkpoint.plain_state import ON_DEVICE, TENSOR, take_apart
-from hpc_ddp.training.checkpoint.state import plain_name, unwrap
+from hpc_ddp.training.checkpoint.state import plain_name, plain_part, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.trained import TrainedParameters
@@ -99,7 +99,7 @@ def find_ignored_settings(
     return notes
 
 
-def require_gradients(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
+def put_flags_back(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
     """Have parameters need gradients, or none, and parts of modules train, or not, as the loop had
     set it by the time of a checkpoint, whose state dicts are in `tree`; those that it had left
     alone stay as the script makes them. Return a line for each object with parameters that were
@@ -111,7 +111,7 @@ def require_gradients(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> li
             modes = tree[name].get(states.MODES, {})
             changed = []
             for key, part in module.named_modules():
-                part.training = modes.get(plain_name(f"{key}.")[:-1], part.training)
+                part.training = modes.get(plain_part(key), part.training)
             for key, parameter in module.named_parameters(remove_duplicate=False):
                 if needed.get(plain_name(key), parameter.requires_grad) != parameter.requires_grad:
                     parameter.requires_grad_(needed[plain_name(key)])

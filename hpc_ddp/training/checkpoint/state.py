@@ -217,7 +217,7 @@ def _content_of(
     state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in buffers)
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
     changes = {plain_name(key): needed for key, needed in trained.changes_of(plain).items()}
-    modes = {plain_name(f"{key}.")[:-1]: mode for key, mode in trained.modes_of(plain).items()}
+    modes = {plain_part(key): mode for key, mode in trained.modes_of(plain).items()}
     content = {plain_name(key): value for key, value in content.items()}
     beside = {VERSIONS: versions, GRADIENTS: changes, MODES: modes}
     return content | {key: facts for key, facts in beside.items() if facts or key == VERSIONS}
@@ -310,6 +310,11 @@ def plain_name(key: str) -> str:
     return key.replace(COMPILED, "")
 
 
+def plain_part(key: str) -> str:
+    """Return the name of a part of a module without what torch.compile puts into it."""
+    return plain_name(f"{key}.")[:-1]
+
+
 def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
     """Return the name of each parameter of the modules among `objects`, tracked ones by name, by
     its id; the first name of one that has several."""
@@ -326,4 +331,4 @@ def metadata_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, 
     """Yield torch's facts on each part of a module beside its state dict: its key there, its plain
     name, and the facts; nothing for a dict without them."""
     for key, facts in getattr(state, "_metadata", {}).items():
-        yield key, plain_name(f"{key}.")[:-1], facts
+        yield key, plain_part(key), facts

@@ -130,19 +130,20 @@ class Loader:
         self._position.samples = self.batch.end
         self.batch.is_trained = True
         self._groups, self._since_step = (self._groups[1], self._since_step), 0
-        before, batches = self._groups
-        if self._warn and before == batches + 1 == self._plan.accumulate + 1:
-            self._warn(
-                "WARNING: a batch is fetched before the step of the one before: a resume leaves it"
-                " out; run.loader fetches ahead by itself, and copies to the device meanwhile:"
-                " iterate it directly"
+        (before, batches), accumulate, text = self._groups, self._plan.accumulate, ""
+        if (before, batches) == (accumulate + 1, accumulate):
+            text = (
+                "a batch is fetched before the step of the one before: a resume leaves it out;"
+                " run.loader fetches ahead by itself, and copies to the device meanwhile: iterate"
+                " it directly"
             )
-            self._warn = None
-        if self._warn and before == batches > self._plan.accumulate:
-            self._warn(
-                f"WARNING: run.step comes after {batches} batches each: a resume within an epoch"
-                f" groups them otherwise; run.loader(…, accumulate={batches}) does not"
+        elif before == batches > accumulate:
+            text = (
+                f"run.step comes after {batches} batches each: a resume within an epoch groups them"
+                f" otherwise; run.loader(…, accumulate={batches}) does not"
             )
+        if text and self._warn:
+            self._warn(f"WARNING: {text}")
             self._warn = None
 
     @property

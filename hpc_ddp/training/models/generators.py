@@ -57,29 +57,36 @@ class Generators:
         if is_over or not (is_in_epoch and self._at_epoch):
             self._put_back()
             return not is_over
-        self._later = {name: tracked.state_dict() for name, tracked in self._tracked.items()}
-        rng.restore(self._at_epoch["global"], self._devices)
-        for name, state in self._at_epoch["tracked"].items():
-            if name in self._tracked:
-                self._tracked[name].load_state_dict(state)
-                self._tracked[name].restore()
+        self._later = self._states_of_tracked()
+        self._restore(self._at_epoch["global"], self._at_epoch["tracked"])
         return True
 
     def begin_epoch(self) -> None:
         """Note the states at the begin of an epoch."""
-        tracked = {name: tracked.state_dict() for name, tracked in self._tracked.items()}
-        self._at_epoch = {"global": rng.snapshot(self._devices), "tracked": tracked}
+        self._at_epoch = {
+            "global": rng.snapshot(self._devices),
+            "tracked": self._states_of_tracked(),
+        }
 
     def end_beginning(self) -> None:
         """Put the states of the checkpoint's step back: the lines at the top of the epoch have run
         again."""
-        for name, state in self._later.items():
-            self._tracked[name].load_state_dict(state)
         self._put_back()
 
     def _put_back(self) -> None:
+        """Put all into the states of the checkpoint's step, the first time."""
         if self._stored is not None:
-            rng.restore(self._stored, self._devices)
+            self._restore(self._stored, self._later)
         self._stored, self._later = None, {}
-        for tracked in self._tracked.values():
-            tracked.restore()
+
+    def _restore(self, globals: dict[str, Any], tracked: Mapping[str, dict[str, Any]]) -> None:
+        """Put the global generators into a state, and the tracked ones into theirs, by name, or
+        into those that they have loaded."""
+        rng.restore(globals, self._devices)
+        for name in tracked.keys() & self._tracked.keys():
+            self._tracked[name].load_state_dict(tracked[name])
+        for generator in self._tracked.values():
+            generator.restore()
+
+    def _states_of_tracked(self) -> dict[str, dict[str, Any]]:
+        return {name: generator.state_dict() for name, generator in self._tracked.items()}

@@ -44,7 +44,6 @@ class ModelSetup(Worker):
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
         self._calls = CallOrder()
-        self._tracked_objects: dict[str, Any] = {}
         self._is_unchecked = False  # until a loop's first step
         self._settings = Settings({})  # as of the begin of the last loop
         self._no_loader = Batch()  # of a script without a loader of the run
@@ -320,7 +319,6 @@ class ModelSetup(Worker):
         """Raise UsageError for tracked `objects`, as `check_models` and `check_copies` do."""
         check_models(objects, self._wrapped, self._dims.pp > 1)
         check_copies(objects.values(), self._wrapped, self._dims)
-        self._tracked_objects = {**objects, "_precision": self._precision}
 
     def _begin_loop(self, is_over: bool) -> None:
         """Set the random generators, journal the begin, start the clocks; print that the loop is
@@ -340,7 +338,7 @@ class ModelSetup(Worker):
         )
         if goes_on:
             self._settings.put_back(self._say)
-        self._settings = Settings(self._tracked_objects)
+        self._settings = Settings(self._manager.objects)
         if loader is not None and goes_on and is_in_epoch:
             loader.on_first_batch = self._end_beginning
         self._is_unchecked = (

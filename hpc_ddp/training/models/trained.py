@@ -22,8 +22,8 @@ class TrainedParameters:
         self._optimizers: list[Optimizer] = []
         self._with_gradients: set[int] = set()
         self._settings: dict[int, list[dict[str, Any]]] = {}
-        self._as_made: dict[int, bool] = {}  # whether a module's parameter needed gradients, by id
-        self._modes: dict[int, bool] = {}  # whether a module was in training mode, by id
+        # Whether a module's parameter needed gradients, and a module was in training mode, by id.
+        self._as_made: dict[int, bool] = {}
 
     def add(self, objects: Iterable[Any]) -> None:
         """Add the optimizers and modules among a script's objects; others are passed over."""
@@ -38,7 +38,7 @@ class TrainedParameters:
                 self._with_gradients |= {id(p) for p in parameters if p.requires_grad}
             elif isinstance(thing, torch.nn.Module):
                 self._as_made |= {id(p): p.requires_grad for p in thing.parameters()}
-                self._modes |= {id(part): part.training for part in thing.modules()}
+                self._as_made |= {id(part): part.training for part in thing.modules()}
 
     def settings(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Return the plain settings of an optimizer's groups as the script had made them by `add`;
@@ -48,20 +48,17 @@ class TrainedParameters:
     def changes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return whether parameters of a module need gradients, by name, for those of which the
         loop has changed that since `add`, as it unfreezes layers."""
-        return {
-            key: parameter.requires_grad
-            for key, parameter in module.named_parameters(remove_duplicate=False)
-            if self._as_made.get(id(parameter), parameter.requires_grad) != parameter.requires_grad
-        }
+        flags = module.named_parameters(remove_duplicate=False)
+        return self._changed((key, id(p), p.requires_grad) for key, p in flags)
 
     def modes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return whether parts of a module are in training mode, by name, for those of which the
         loop has changed that since `add`, as it stops the means of batch norm."""
-        return {
-            key: part.training
-            for key, part in module.named_modules()
-            if self._modes.get(id(part), part.training) != part.training
-        }
+        return self._changed((key, id(m), m.training) for key, m in module.named_modules())
+
+    def _changed(self, flags: Iterable[tuple[str, int, bool]]) -> dict[str, bool]:
+        """Return those of some flags, as name, id and flag, by name that are not as made."""
+        return {key: flag for key, number, flag in flags if self._as_made.get(number, flag) != flag}
 
     def ids(self) -> set[int]:
         """Return the ids of the parameters that count as trained by now."""

@@ -365,7 +365,7 @@ def put_back(fault: str) -> None:
 
         CheckpointManager.track = forget  # type: ignore[assignment, method-assign]
     elif fault == "frozen":
-        vars(checkpoint)["require_gradients"] = lambda *things: []
+        vars(checkpoint)["put_flags_back"] = lambda *things: []
     elif fault == "generator":
         rng.GeneratorState.load_state_dict = lambda self, stored: None  # type: ignore[method-assign]
     elif fault == "noise":
