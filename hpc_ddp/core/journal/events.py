@@ -337,6 +337,7 @@ class VerdictGiven(JournalEvent):
     progress: bool  # the attempt has saved
     step: int | None
     bad_nodes: Sequence[str]
+    then: str = ""  # what follows, for users
     rank: int | None = None
     node: str | None = None
     error: str | None = None

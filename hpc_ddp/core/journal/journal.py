@@ -27,8 +27,6 @@ from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal.enums import Cause
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
-    CheckpointRestored,
-    CheckpointSaved,
     Finished,
     Fresh,
     JournalEvent,
@@ -248,15 +246,6 @@ def is_finished(events: Sequence[JournalEvent]) -> bool:
 def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:
     """Return the last of the events that is of one of these kinds, or None."""
     return next((event for event in reversed(events) if isinstance(event, kinds)), None)
-
-
-def sequel_of(events: Sequence[JournalEvent], step: int | None) -> str:
-    """Return what a requeued run does next, in words, by the `events` of its attempt and the last
-    `step`, None where none is known: it goes on, if a checkpoint was saved or restored."""
-    # Without one there may be checkpoints all the same, of an earlier attempt, or of a script that
-    # uses nothing of hpc_ddp.training.
-    is_kept = step is not None and last_event(events, CheckpointSaved, CheckpointRestored)
-    return "it goes on" if is_kept else "it is started again"
 
 
 def first_attempt(events: Sequence[JournalEvent]) -> int:

@@ -21,12 +21,14 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.trackers import sync_commands
 from hpc_ddp.core.journal.enums import Action, Cause, NoticeSource
 from hpc_ddp.core.journal.events import (
+    CheckpointRestored,
+    CheckpointSaved,
     JournalEvent,
     NoticeGiven,
     Submitted,
     VerdictGiven,
 )
-from hpc_ddp.core.journal.journal import sequel_of
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
 from hpc_ddp.node.outcome import oom
@@ -111,7 +113,7 @@ def _give_up(run: RunFolder, spec: JobSpec, cause: Cause, why: str, hint: str) -
     """Journal a verdict for the last attempt, by which none may follow it, and send the job's
     message; raise HpcDdpError, the refusal of the next attempt."""
     journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
-    journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
+    journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, (), "given up"))
     notify(run, spec, GIVEN_UP, why)
     raise HpcDdpError(why, hint=hint)
 
@@ -216,6 +218,7 @@ def _record(
         facts.progress,
         facts.step,
         list(facts.bad_nodes),
+        _sequel(facts, decided.action, goes_on),
         **where,
     )
     run.journal("batch", attempt.number).write_surely(event)
@@ -228,12 +231,25 @@ def _record(
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
-        sequel = sequel_of(facts.events, facts.step) if goes_on else "it can go on"
-        then = sequel if decided.action == Action.REQUEUE else "given up"
-        say(f"attempt {facts.attempt}: {decided.why}; {then}")
+        say(f"attempt {facts.attempt}: {decided.why}; {event.then}")
     if decided.action != Action.REQUEUE or not goes_on:
         for command in sync_commands(run):
             say(f"recorded offline; to send it: {command}")
+
+
+def _sequel(facts: AttemptFacts, action: Action, goes_on: bool) -> str:
+    """Return what follows an attempt, in words: a requeued run goes on where the attempt has saved
+    or restored a checkpoint; '' where nothing follows."""
+    if action != Action.REQUEUE:
+        return "given up" if action == Action.GIVE_UP else ""
+    if not goes_on:
+        return "it can go on"
+    # Without one there may be checkpoints all the same, of an earlier attempt, or of a script that
+    # uses nothing of hpc_ddp.training.
+    is_kept = facts.step is not None and last_event(
+        facts.events, CheckpointSaved, CheckpointRestored
+    )
+    return "it goes on" if is_kept else "it is started again"
 
 
 def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:

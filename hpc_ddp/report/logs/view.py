@@ -14,9 +14,8 @@ from pathlib import Path
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import NOISE, open_data
 from hpc_ddp.core.job.task_folder import trial_text
-from hpc_ddp.core.journal.enums import Action
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
-from hpc_ddp.core.journal.journal import last_event, read_briefly, sequel_of
+from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 from hpc_ddp.report.logs.files import LogFile, LogQuery, log_files
@@ -202,7 +201,7 @@ class MergedView:
         before = float("inf") if is_over else time.time() - FOLD_S / 2
         self._print(group, fold.release(before))
         if verdict and not group.end_shown:
-            self._print_heading(group, _end(events, verdict))
+            self._print_heading(group, _end(verdict))
             group.end_shown = True
 
     def _print(self, group: AttemptLogs, lines: Iterable[tuple[Line, list[int]]]) -> None:
@@ -269,14 +268,12 @@ def _beginning(events: Sequence[JournalEvent]) -> str:
     return f"{begin}{names and f' on {names}'}{job}"
 
 
-def _end(events: Sequence[JournalEvent], verdict: VerdictGiven) -> str:
+def _end(verdict: VerdictGiven) -> str:
     """Return when and how an attempt ended, as `` ended …``, in the words of the job's output."""
     end = time.strftime("%H:%M:%S", time.localtime(verdict.time))
     why = verdict.why or str(verdict.cause)
-    if verdict.action == Action.REQUEUE:
-        why += f"; {sequel_of(events, verdict.step)}"
-    elif verdict.action == Action.GIVE_UP:
-        why += "; given up"
+    if verdict.then:
+        why += f"; {verdict.then}"
     elif verdict.why:
         why = f"{verdict.cause}; {why}"
     return f" ended {end}: {why}"

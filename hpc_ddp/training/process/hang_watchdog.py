@@ -187,7 +187,12 @@ def flight_recorder(device: torch.device) -> bytes:
 
 
 def _traceback_of_main(error: HangError) -> str:
-    """Return the main thread's stack in the form of an exception's traceback."""
+    """Return the main thread's stack, from the script's first frame on, in the form of an
+    exception's traceback."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    lines = "".join(traceback.format_stack(frame))
+    frames = [*traceback.walk_stack(frame)][::-1]
+    script = vars(sys.modules["__main__"])
+    # Before it come those of hpc-ddp in a forked worker, and runpy's of a script by -m.
+    first = next((i for i, (frame, _) in enumerate(frames) if frame.f_globals is script), 0)
+    lines = "".join(traceback.StackSummary.extract(iter(frames[first:])).format())
     return f"Traceback (most recent call last):\n{lines}HangError: {error}\n"

@@ -82,7 +82,7 @@ def test_a_lost_node_is_kept_off_the_requeued_job(
     write_record(attempt, "n1")
     assert verdict(step_environ(run)) == 0
     (event,) = [event for event in raw_events(run.path) if event["event"] == "verdict"]
-    assert (event["cause"], event["bad_nodes"]) == ("node lost", ["n2"])
+    assert (event["cause"], event["bad_nodes"], event["then"]) == ("node lost", ["n2"], then)
     assert printed == [
         f"attempt 0: no word from n2; {then}",
         "kept off: n2",

@@ -86,19 +86,14 @@ def test_one_rank_is_shown_as_it_is(logs: Logs, capfd: Any) -> None:
     assert shown(logs, capfd)[1:] == ["b rank 3 | c", "b rank 3 | d"]
 
 
-@pytest.mark.parametrize(("is_saved", "end"), [(True, "goes on"), (False, "is started again")])
-def test_attempts_follow_each_other_with_how_they_ended(
-    logs: Logs, capfd: Any, is_saved: bool, end: str
-) -> None:
+def test_attempts_follow_each_other_with_how_they_ended(logs: Logs, capfd: Any) -> None:
     logs.say("x\n", 0)
-    if is_saved:
-        logs.event("checkpoint", step=3)
-    why = {"cause": "preempted", "why": "preempted, at step 4"}
+    why = {"cause": "preempted", "why": "preempted, at step 4", "then": "it goes on"}
     logs.event("verdict", action="requeue", step=4, **why).attempt(1).say("y\n", 0)
     lines = shown(logs, capfd)
     assert [line for line in lines if "---" not in line] == ["x", "y"]
     assert lines[2].startswith("--- attempt 0 ended ")
-    assert lines[2].endswith(f": preempted, at step 4; it {end}")
+    assert lines[2].endswith(f": preempted, at step 4; it goes on")
     assert lines[3].startswith("--- attempt 1 began ")
     assert shown(logs, capfd, attempt=1)[1:] == ["y"]
     with pytest.raises(UsageError, match="no log of rank 0 in attempt 2; ranks: 0; attempts: 0, 1"):
