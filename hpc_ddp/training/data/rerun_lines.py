@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,7 +72,8 @@ def _put_settings(optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two settings are equal, also where tensors are among them."""
+    """Return whether two settings are equal, also where tensors, arrays or objects of the
+    script's own classes are among them."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return torch.equal(first, second)
     if type(first) is not type(second):
@@ -81,4 +83,9 @@ def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)):
         pairs = zip(first, second, strict=False)
         return len(first) == len(second) and all(_is_equal(*pair) for pair in pairs)
-    return bool(first == second) or first != first
+    if type(first).__eq__ is object.__eq__ and hasattr(first, "__dict__"):
+        return first is second or _is_equal(vars(first), vars(second))
+    if isinstance(first, float) and math.isnan(first):
+        return math.isnan(second)
+    is_equal = first == second
+    return bool(is_equal.all() if hasattr(is_equal, "all") else is_equal)  # an array's, for one

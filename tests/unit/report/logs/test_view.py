@@ -93,7 +93,7 @@ def test_attempts_follow_each_other_with_how_they_ended(logs: Logs, capfd: Any) 
     lines = shown(logs, capfd)
     assert [line for line in lines if "---" not in line] == ["x", "y"]
     assert lines[2].startswith("--- attempt 0 ended ")
-    assert lines[2].endswith(f": preempted, at step 4; it goes on")
+    assert lines[2].endswith(": preempted, at step 4; it goes on")
     assert lines[3].startswith("--- attempt 1 began ")
     assert shown(logs, capfd, attempt=1)[1:] == ["y"]
     with pytest.raises(UsageError, match="no log of rank 0 in attempt 2; ranks: 0; attempts: 0, 1"):

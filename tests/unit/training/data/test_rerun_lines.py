@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import StepLR
 
@@ -33,3 +34,30 @@ def test_settings_and_schedulers_are_put_back_with_a_line_for_each() -> None:
         "plain: lr",
         "sched: last_epoch",
     ]
+
+
+class Curve:
+    """An object of a scheduler's that has no comparison of its own."""
+
+    def __init__(self) -> None:
+        self.points = np.ones(3)
+
+
+class Annealing(StepLR):
+    """A scheduler of the script's own, whose state is no plain numbers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.curve, self.best = Curve(), float("nan")
+        super().__init__(optimizer, 1)
+
+
+def test_a_state_of_arrays_and_objects_is_compared_by_what_they_hold() -> None:
+    scheduler = Annealing(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    settings = Settings({"sched": scheduler})
+    lines: list[str] = []
+    settings.put_back(lines.append)
+    assert lines == []
+    scheduler.curve.points[1] = 2
+    settings.put_back(lines.append)
+    assert scheduler.curve.points.tolist() == [1, 1, 1]
+    assert [line.partition(" is ")[0] for line in lines] == ["sched: curve"]
