@@ -67,7 +67,10 @@ _TORCHRUN = {
     "max-restarts": "=max-restarts",
     # Of composer and deepspeed, too.
     "|".join(
-        ["rdzv-.*|use-env|world-size|num-nodes|hostfile|stdout|stderr|include", *TORCHRUN_SETTLED]
+        [
+            "rdzv-.*|nnode|use-env|world-size|num-nodes|hostfile|stdout|stderr|include",
+            *TORCHRUN_SETTLED,
+        ]
     ): "ours",
     ".*": "+torchrun",
 }
@@ -298,8 +301,11 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         launch.mark(line, "", f"{name} is taken to be torchrun")
     launch.take_program(launch.take_options(words, Options(uses, _TORCHRUN_FLAGS), scope))
     options = launch.options
-    nodes, at = options.get("nnodes", (None, 0))
-    if scope.number(nodes) not in (None, scope.numbers.get("SLURM_NNODES")):
+    nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
+    of_nodes = 1 if "standalone" in options else scope.number(nodes)
+    if of_nodes == 1 and "SLURM_NNODES" not in scope.numbers:
+        launch.nodes = launch.nodes or 1
+    elif of_nodes not in (None, scope.numbers.get("SLURM_NNODES")):
         launch.mark(at, LOST, f"{name} --nnodes is another number than the job's nodes")
     if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
         launch.mark(at, LOST, f"{name} --nnodes: elastic = true, with nodes = …")

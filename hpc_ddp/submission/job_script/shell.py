@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.submission.job_script.syntax import Node, source
+from hpc_ddp.submission.job_script.syntax import Node, names_in, source
 
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
@@ -108,6 +108,11 @@ class Word:
         return replace(self, parts=tuple(part for part in parts if part.text))
 
 
+# Commands by which scripts count the GPUs of the node that they run on.
+_COUNTS_GPUS = re.compile(
+    r"(\$\(|`)\s*nvidia-smi\s+(-L|--list-gpus|--query-gpu=\w+\s+--format=csv,noheader)"
+    r"\s*\|\s*wc -l\s*[)`]"
+)
 # A variable's: a word, those of an array, or None for what only the job knows.
 Value = Word | list[Word] | None
 
@@ -122,12 +127,6 @@ def joined(*pieces: str | Word) -> Word:
     words = [piece if isinstance(piece, Word) else literal(piece) for piece in pieces]
     line = next((word.line for word in words if word.line), 0)
     return Word(tuple(part for word in words for part in word.parts), line)
-
-
-def names_in(code: str) -> list[str]:
-    """Return the variables that some code mentions, those of arithmetic too."""
-    inside = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
-    return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
 
 
 @dataclass
@@ -317,6 +316,7 @@ class Scope:
         text = word.text if word else ""
         text = re.sub(r"\$\{(\w+):?-[^}]*\}", lambda m: str(self.numbers.get(m[1], "?")), text)
         text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)
+        text = _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", text)
         text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
         text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)
         if not re.fullmatch(r"[\d()+*/% -]+", text) or "**" in text:

@@ -9,8 +9,9 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launch import NO_COMPONENTS, Launch
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
-from hpc_ddp.submission.job_script.shell import OF_A_JOB, Value, Word, names_in
+from hpc_ddp.submission.job_script.shell import OF_A_JOB, Value, Word
 from hpc_ddp.submission.job_script.statements import Reader, Statement
+from hpc_ddp.submission.job_script.syntax import names_in
 
 _PRINTS = r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b"
 _BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")

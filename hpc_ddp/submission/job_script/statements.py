@@ -17,12 +17,10 @@ from hpc_ddp.submission.job_script.launchers import read_launch
 from hpc_ddp.submission.job_script.shell import Part, Scope, Word
 from hpc_ddp.submission.job_script.syntax import Node, commands_of, set_in, source
 
-# A file that is sourced sets any variable; these set none that a job script asks for.
-_SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
-_OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
 _ON_NODES = re.compile(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)")
 _FROM_ZERO = re.compile(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
+_OF_LAUNCHES = "a loop of launches: hpc-ddp sweep, or a job for each"
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
 
@@ -58,12 +56,7 @@ class Statement:
     @property
     def names(self) -> set[str]:
         """The variables and functions that it may need, with some other words beside."""
-        quoted = re.sub(r"(?<!\\)'[^']*'", " ", self.text)
-        called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", quoted)
-        exported = quoted.split()[2:] if quoted.startswith("export -f") else []
-        names = {*shell.names_in(quoted), *called, *exported}
-        is_own = self.name not in ("", quoted) and not re.search(rf"\$\{{?{self.name}\b", quoted)
-        return names - {self.name} if is_own else names
+        return syntax.names_needed(self.text, self.name)
 
 
 @dataclass(frozen=True)
@@ -143,10 +136,9 @@ class Reader:
             statement.sets = set_in(node)
             for name in statement.sets | self._set_by_functions(node):
                 self.scope.set(name, None)
-            evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text)
             if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text) and statement.first != "shift":
                 self.scope.arguments = None  # from here on only the job knows them
-            if evaluates or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text)):
+            if syntax.sets_anything(text):
                 self.scope.is_open = True
             if statement.first != "cd" and re.search(r"(^|[\s;&])(cd|pushd|popd)\b", text):
                 self.scope.set("PWD", None)
@@ -325,9 +317,7 @@ class Reader:
         elif commands and node.type == "redirected_statement" and first.type != "command":
             self._walk(first)  # a block
         elif commands:
-            targets = re.findall(r"(?:>>?|\btee (?:-a )?)\s*([^\s&|;>]+)", source(node))
-            default = "a pipe" if node.type == "pipeline" else ""
-            self._command(commands[0], next((t for t in targets if t != "1"), default), node)
+            self._command(commands[0], syntax.target_of(node), node)
         elif first.type == "command" and re.match(r"cd\s[^;&]*\|\|", source(node)):
             self._command(first, "", node)
         else:
@@ -379,11 +369,13 @@ class Reader:
             self._walk(child)
 
     def _for_statement(self, node: Node) -> None:
-        """Read a loop as one statement; of one over nodes that starts the training, its body."""
-        text = source(node)
+        """Read a loop, of one over nodes or over one word that starts the training its body."""
+        text, words = source(node), self.scope.words(node.children_by_field_name("value"))
+        if self._has_launch(node) and len(words) == 1 and words[0].is_static:
+            self._read_one_pass(node, words[0])
+            return
         if not self._has_launch(node) or not _ON_NODES.search(text):
-            reason = "a loop of launches: hpc-ddp sweep, or a job for each"
-            self._add(node, lost=reason if self._has_launch(node) else "")
+            self._add(node, lost=_OF_LAUNCHES if self._has_launch(node) else "")
             return
         for name in set_in(node):
             self.scope.set(name, None)
@@ -398,3 +390,11 @@ class Reader:
         self._place = before
 
     _c_style_for_statement = _while_statement = _for_statement
+
+    def _read_one_pass(self, node: Node, word: Word) -> None:
+        """Read the body of a loop over one word, behind the assignment of its variable."""
+        name = source(node.child_by_field_name("variable"))
+        self.scope.set(name, word)
+        self._add(node.children[0], f"{name}={word.bash()}", name=name, assigned=word)
+        self._resolve(node, "a loop over one word")
+        self._walk(node.child_by_field_name("body"))

@@ -19,6 +19,9 @@ _OPERATORS: dict[str, Callable[..., bool]] = {
     **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
     **{"-ge": operator.ge, "-le": operator.le},
 }
+# A file that is sourced sets any variable; these set none that a job script asks for.
+_SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
+_OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
 # Commands that may set variables whose names are among their words.
 _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
 
@@ -143,6 +146,36 @@ def set_in(node: Node) -> set[str]:
         elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
             names |= {*words[:1]}
     return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
+
+
+def sets_anything(text: str) -> bool:
+    """Return whether some code may set any variable: it sources a file, or evaluates a text."""
+    evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text)
+    return bool(evaluates) or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text))
+
+
+def names_needed(text: str, name: str) -> set[str]:
+    """Return the variables and functions that a statement may need, with some other words beside;
+    without the variable `name` that it assigns to, if it does not use that itself."""
+    text = re.sub(r"(?<!\\)'[^']*'", " ", text)
+    called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", text)
+    exported = text.split()[2:] if text.startswith("export -f") else []
+    names = {*names_in(text), *called, *exported}
+    is_own = name not in ("", text) and not re.search(rf"\$\{{?{name}\b", text)
+    return names - {name} if is_own else names
+
+
+def names_in(code: str) -> list[str]:
+    """Return the variables that some code mentions, those of arithmetic too."""
+    inside = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
+    return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
+
+
+def target_of(node: Node) -> str:
+    """Return the file that a pipeline or a command with redirections writes to: '' for none."""
+    targets = re.findall(r"(?:>>?|\btee (?:-a )?)\s*([^\s&|;>]+)", source(node))
+    default = "a pipe" if node.type == "pipeline" else ""
+    return next((target for target in targets if target != "1"), default)
 
 
 def reads_input(node: Node, command: Node) -> bool:

@@ -83,7 +83,8 @@ def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)):
         pairs = zip(first, second, strict=False)
         return len(first) == len(second) and all(_is_equal(*pair) for pair in pairs)
-    if type(first).__eq__ is object.__eq__ and hasattr(first, "__dict__"):
+    comparison: object = type(first).__eq__
+    if comparison is object.__eq__ and hasattr(first, "__dict__"):
         return first is second or _is_equal(vars(first), vars(second))
     if isinstance(first, float) and math.isnan(first):
         return math.isnan(second)

@@ -102,6 +102,14 @@ def of_text(*lines: str) -> Conversion:
         (("A=$(date)", 'srun sh -c "run \\"$A\\"\npython train.py"'),
          {"worker-setup": ['run "${A}"']}),
         ((f"{TRAIN} --data-key json",), {"args": ["--data-key", "json"], "env-names": None}),
+        # A loop over one word, and one of the options that argparse understands by its beginning.
+        (("s=(42)", 'for i in "${s[@]}"; do', "mkdir d$i", f"{TRAIN} --seed $i", "done"),
+         {"args": ["--seed", "42"], "setup": ["i=42", "mkdir d$i"]}),
+        (("for i in 1 2; do", f"{TRAIN} --seed $i", "done"), {"script": None}),
+        (("srun torchrun --nnode=$SLURM_NNODES a.py",), {"script": "a.py", "torchrun": None}),
+        # All GPUs of a node, counted there.
+        (("#SBATCH --gres=gpu:4", "n=`nvidia-smi -L | wc -l`", "srun torchrun --nproc=$n a.py"),
+         {"gpus-per-node": "4", "nproc-per-node": None}),
     ],
 )  # fmt: skip
 def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any]) -> None:
