@@ -17,6 +17,7 @@ from hpc_ddp.training.data.call_order import check_tracked
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData
+from hpc_ddp.training.data.rerun_lines import Settings
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.models.tracked import warn_of_untracked
@@ -126,6 +127,8 @@ class Run(ModelSetup):
         self._precision.watch_trained(self._manager.trained)
         data = {} if self._loader is None else self._loader.facts
         self._manager.track({**objects, "_precision": self._precision}, data, per_rank, added)
+        self._is_resuming = self._manager.resumed
+        self._settings = Settings(self._manager.objects if self._is_resuming else {})
         is_own = self._loader is None and not per_rank
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
         for tracked in objects.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -103,6 +104,17 @@ def test_another_number_of_ranks_sees_each_sample_once(crew: Any) -> None:
             epoch, _, *indices = map(int, line.split())
             seen[epoch].update(indices)
     assert seen == {epoch: Counter(range(201)) for epoch in (0, 1)}
+
+
+def test_settings_are_put_back_on_ranks_that_are_new(crew: Any) -> None:
+    """The checkpoint has no generators of theirs, by which they once took it for another loop's."""
+    crew.go(1, script="rate_by_epoch.py")
+    output = crew.go(2, script="rate_by_epoch.py")
+    assert sorted(re.findall(r"rank . rate \S+", output.replace(":", ""))) == [
+        "rank 0 rate 0.01",
+        "rank 1 rate 0.01",
+    ]
+    assert output.count("hpc-ddp: optimizer: lr is 0.01") == 1
 
 
 def test_the_end_of_an_epoch_runs_once(make_crew: Callable[[str], Any]) -> None:

@@ -16,23 +16,24 @@ def too_many_silent(
     spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
 ) -> str | None:
     """Return why no attempt may follow those that ended without a verdict; None when one may, and
-    before the first attempt. A superseded attempt without progress counts as one without: Slurm has
-    started the job again by itself, as after each node that goes down.
+    before the first attempt. A superseded attempt counts as one without, in a row of them if it has
+    saved nothing: Slurm has started the job again by itself, as after each node that goes down.
 
     `events` and `numbers` (ascending) are those of the attempts since the run's last submit;
     `most_requeues` is the operators' limit, inf without one.
     """
     verdicts = [event for event in events if isinstance(event, VerdictGiven)]
-    judged = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED or v.progress}
+    decided = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED}
+    judged = decided | {verdict.attempt for verdict in verdicts if verdict.progress}
     saved = {event.attempt for event in events if isinstance(event, CheckpointSaved)}
     noticed = {event.attempt for event in events if isinstance(event, NoticeGiven)}
     silent = [number for number in numbers if number not in judged]
     most = math.inf if spec.max_requeues is None else spec.max_requeues
     failed = sum(verdict.cause == Cause.FAILED for verdict in verdicts)
     for starts, bound in ((len(numbers) - failed, most), (len(numbers), most_requeues)):
-        if silent and numbers[-1] in silent and starts > bound:
+        if numbers and numbers[-1] not in decided and starts > bound:
             times = f"{starts} times (max-requeues is {bound})"
-            return f"it was started {times}, the last without a verdict"
+            return f"it was started {times}, and Slurm has started it again"
     row = takewhile(lambda number: number in silent and number not in saved, reversed(numbers))
     # Slurm ends a preempted job that takes too long, and with it the batch shell: no crash of ours.
     if (crashes := sum(number not in noticed for number in row)) > most_in_a_row(spec):

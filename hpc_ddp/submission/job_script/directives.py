@@ -153,7 +153,8 @@ def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str])
     if not operand.endswith("%1"):
         return
     note = f"a chain, one run: if its tasks differ, array = {json.dumps(operand)}"
-    use = re.compile(r"^(?!\s*(#|echo|print)).*SLURM_ARRAY_TASK", re.M)
+    output = r"\s*#|\s*(echo|printf?)\b[^;|&>\n]*$"  # it alone changes nothing
+    use = re.compile(rf"^(?!{output}).*SLURM_ARRAY_TASK", re.M)
     if any(map(use.search, texts)):
         result.values["array"] = operand, line
         result.mark(line, line, TAKEN, f"--array={operand}")

@@ -37,7 +37,8 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
     """
     warn_s = min(spec.warn_s, (spec.time_min_s or spec.time_s or 3600) // 10)
     pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
-    continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
+    is_requeued = spec.continue_by == "requeue" and spec.max_requeues != 0
+    continues = "requeue" if is_requeued else "no-requeue"  # Slurm does so by itself, too
     return [
         *pairs,
         # For a range of nodes Slurm would then give the least, since it counts tasks.

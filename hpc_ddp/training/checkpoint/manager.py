@@ -142,7 +142,7 @@ class CheckpointManager:
         # All ranks of a stream take up the same one, whichever of them wrote it.
         first = checkpoint.index.first_of_stream(self._dims.stream)
         if first is not None:
-            self.generators.load(checkpoint.values_of(first), self._position.loops)
+            self.generators.load(checkpoint.values_of(first))
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had.

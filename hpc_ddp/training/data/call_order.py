@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,13 +22,18 @@ class CallOrder:
     A ``check_`` method returns nothing, and raises UsageError for a call that is refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Begin before any loop; `say` prints a line for the user."""
+        self._say = say
+        self._site: tuple[Any, int] | None = None  # of the script, where its last loop begins
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
+        self._kind: Kind | None = None  # of that loop, or of the last one
+        self.is_checkpoints = False  # whether the checkpoint is of that loop, or of its end
         self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
         self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
         self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
-        self.is_abandoned = False  # whether an attempt before has left that loop for good
+        self._is_abandoned = False  # whether an attempt before has left that loop for good
         # The exception in whose ``except`` block `start`, or the last loop, was called.
         self._handled = sys.exc_info()[1]
 
@@ -52,15 +57,26 @@ class CallOrder:
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
         if not self.has_looped:
             self._abandoned = position.abandoned
+        before, self._site = self._site, _site_of_script()
+        is_other = self.number in self._broken and self._site != before and not sys.exc_info()[1]
+        if is_other and (loop, total) == (self._kind, self.total):
+            self._say(
+                f"WARNING: run.{loop}({total}) comes twice: a resume in the second one would begin"
+                " in the first; accepted: loops of different totals"
+            )
         self.number += not self.has_looped or total != self.total
         number, done = self.number, position.epoch if loop == "epochs" else position.step
-        self.is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
-        is_over = done >= total or self.is_abandoned
+        self._is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
+        is_over = done >= total or self._is_abandoned
+        if self._is_abandoned:
+            self._say(f"the loop of {total} {loop} was left before, by break")
+        self.is_checkpoints = self._is_of(position, loop, total, is_over)
         if not is_over:  # the script has not come back to the earlier ones that it left
             loops = {**position.abandoned, **self._broken}
             earlier = {n: entry for n, entry in loops.items() if n < number}
             self._abandoned, position.abandoned, position.loops = earlier, earlier, number
-        self.loop, self.total = loop, total
+            position.loop = loop, total
+        self.loop, self._kind, self.total = loop, loop, total
         self._handled = sys.exc_info()[1]
         try:
             yield is_over
@@ -69,6 +85,23 @@ class CallOrder:
             raise
         finally:
             self.loop = None
+
+    def _is_of(self, position: Position, loop: Kind, total: int, is_over: bool) -> bool:
+        """Return whether a position is in the loop that begins, or at its end: the one of its
+        number, which may have been given more since, or one of its total, where the script leaves
+        out loops before it at a resume."""
+        if not position.loops:
+            return not is_over
+        kind, last_total = position.loop or (loop, total)
+        is_its_number = self.number == position.loops
+        if total == last_total:
+            return kind == loop and (is_its_number or not self._is_abandoned)
+        return kind == loop and is_its_number and not is_over
+
+    def is_before(self, position: Position) -> bool:
+        """Return whether the script is behind a loop that comes before the position's."""
+        is_earlier = position.loops > self.number and position.loop != (self._kind, self.total)
+        return self.loop is None and self.has_looped and is_earlier
 
     def abandon(self, position: Position) -> None:
         """Note in `position` the loops that were left by ``break``: a call behind them shows that
@@ -144,6 +177,13 @@ class CallOrder:
                 "the body of run.steps has ended without run.step()",
                 hint="call it once in each, behind the optimizer's step",
             )
+
+
+def _site_of_script() -> tuple[Any, int]:
+    """Return where the script begins a loop: its code, and the place in that. Called by `in_loop`,
+    which contextlib and the run's method call."""
+    frame = sys._getframe(4)  # not kept: it would keep the loop from being closed
+    return frame.f_code, frame.f_lasti
 
 
 def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:

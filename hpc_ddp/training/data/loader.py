@@ -68,7 +68,8 @@ class Loader:
         self.rolls = False
         self.end_epoch()
         self._open = 0  # iterations that have not ended
-        self.on_first_batch: Callable[[], None] | None = None  # of the epoch, called once
+        # Called once, before the epoch's first batch; what it returns undoes it after a peek.
+        self.on_first_batch: Callable[[], Callable[[], None]] | None = None
         self._plan, self._position, self._device = plan, position, device
         self._check, self._sync, self._batch_done, self._timed = check, sync, batch_done, timed
         if self.samples is not None and not plan.steps(self.samples):
@@ -180,9 +181,17 @@ class Loader:
         batches = self._make_peek(position=position) if is_peek or is_done else self._batches
         end = position.samples
         current: Batch | None = None
+        on_first_batch = None if is_peek else self.on_first_batch
+        undo: list[Callable[[], None]] = []
+
+        def begin() -> None:
+            if on_first_batch:
+                self.on_first_batch = None
+                undo.append(on_first_batch())
+
         self._open += 1
         try:
-            for micro_batch, content in self._timed(watched(batches)):
+            for micro_batch, content in self._timed(watched(batches, begin)):
                 if current:
                     self._check()
                     check_not_done(is_done)
@@ -192,10 +201,8 @@ class Loader:
                 beat()
                 self._since_step += not is_peek
                 self._seeds.warns = False  # the next loader workers get it so
-                if self.on_first_batch and not is_peek:
-                    self.on_first_batch()
-                    self.on_first_batch = None
                 yield to_device(content, self._device)
+                undo.clear()
                 self.batch = current  # a peek has one of its own
                 if not is_done:
                     self._batch_done()
@@ -207,6 +214,9 @@ class Loader:
                 self.batch = before
                 self._since_step -= not is_peek
                 self._sync(before.micro_batch.ends_step)
+                for go_back in undo:
+                    go_back()
+                    self.on_first_batch = on_first_batch
             raise
         finally:
             self._open -= 1

@@ -23,8 +23,8 @@ class Position:
     """Where a run is: `step` completed optimizer steps, `epoch_steps` of them in `epoch`, and the
     `samples` of the run's loader that they took. `abandoned` has the kinds and totals of the loops
     that the script has left by ``break`` and does not come back to, by their numbers from 1, and
-    `loops` is the number of the one that it is in, or was last. `has_ended`: a stream has no more
-    samples in the epoch."""
+    `loops` is the number of the one that it is in, or was last, and `loop` its kind and total.
+    `has_ended`: a stream has no more samples in the epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -32,6 +32,7 @@ class Position:
     epoch_steps: int = 0
     abandoned: dict[int, tuple[str, int]] = field(default_factory=dict)
     loops: int = 0
+    loop: tuple[str, int] | None = None
     has_ended: bool = False
 
     def begin_epoch(self) -> None:
@@ -87,8 +88,8 @@ class BatchPlan:
     def steps_from(self, start: int, samples: int) -> int:
         """Return how many steps are left from place `start` of an epoch of `samples`. With
         `drop_last` too, the rest of one that steps of another size have begun is worth a step."""
-        is_begun = start % self.size and start < samples
-        return self.steps(samples - start) or int(bool(self.drop_last and is_begun))
+        remaining = samples - start
+        return _ceil(remaining, self.size) if start % self.size else self.steps(remaining)
 
     def micro_batches(self, samples: int, start: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of an epoch of `samples` from place `start`, at which a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -29,9 +29,11 @@ _REPORT = re.compile(
 )
 
 
-def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
+def watched(
+    batches: DataLoader[Any], begun: Callable[[], None] = lambda: None
+) -> Iterator[tuple[MicroBatch, Any]]:
     """Yield each micro-batch of a loader of `batches_of` with its content; errors of the data set
-    come through.
+    come through. `begun` is called before the first one is made, behind the loader's own draws.
 
     Raises
     ------
@@ -39,7 +41,7 @@ def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
         a loader worker has died; it names the signal or the exit code
     """
     try:
-        yield from _watched(batches)
+        yield from _watched(batches, begun)
     except RuntimeError as error:  # torch's handler of SIGCHLD, while the first error was explained
         death = _explain(error, ())  # it raises once for each loader
         if death is None:
@@ -47,7 +49,9 @@ def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
         raise death from error
 
 
-def _watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
+def _watched(
+    batches: DataLoader[Any], begun: Callable[[], None]
+) -> Iterator[tuple[MicroBatch, Any]]:
     """Do what `watched` does; raise RuntimeError if torch's handler interrupts the explanation. An
     HpcDdpError that the data set raises in a worker loses the traceback in its message."""
     # Workers that persist may fail before there is an iterator.
@@ -55,6 +59,7 @@ def _watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
     try:
         with torch.device("cpu"):  # it draws by a generator of the CPU
             iterator = iter(batches)
+        begun()
         for batch in iterator:
             yield batch.micro_batch, batch.content
     except HpcDdpError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,41 +25,38 @@ class Generators:
         self._stored: dict[str, Any] | None = None  # global ones, until they are put back
         self._later: dict[str, dict[str, Any]] = {}  # tracked ones, in the same way
         self._at_epoch: dict[str, Any] = {}  # all, as of the epoch's begin
-        self._loops = 0  # that had begun by the checkpoint
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Note the generators among the tracked objects."""
         self._tracked = {n: t for n, t in objects.items() if isinstance(t, GeneratorState)}
 
-    def load(self, values: Mapping[str, Any], loops: int) -> None:
-        """Take the entries of `values` from a checkpoint, before which so many loops had begun.
-        They are put back by `begin_loop`; tracked ones have loaded their present states already."""
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Take the entries of `values` from a checkpoint. They are put back by `begin_loop`;
+        tracked ones have loaded their present states already."""
         self._stored, self._at_epoch = values["rng"], values.get("rng_at_epoch", {})
-        self._loops = loops
 
     def values(self) -> dict[str, Any]:
         """Return the entries of a checkpoint: the states, or those that are not yet put back."""
         return {"rng": self._stored or rng.snapshot(self._devices), "rng_at_epoch": self._at_epoch}
 
-    def begin_loop(self, seed: int, loop: int, *, is_over: bool, is_in_epoch: bool) -> bool:
-        """Give the generators the states that the checkpoint has, if it is of this loop, the one of
-        number `loop` from 1, or a save at its end; else seed the global ones by `seed`, unless the
-        loop `is_over`. Return whether the loop goes on from the checkpoint. If that `is_in_epoch`,
-        they are as of the epoch's begin until `end_beginning`.
+    def begin_loop(
+        self, seed: int, *, is_checkpoints: bool, is_over: bool, is_in_epoch: bool
+    ) -> None:
+        """Give the generators the states that the checkpoint has, if it is of this loop, or of its
+        end; else seed the global ones by `seed`, unless the loop `is_over`. If the checkpoint
+        `is_in_epoch`, they are as of the epoch's begin until `end_beginning`.
 
         So what the script draws before its loop makes no difference to a resume. No collective.
         """
         if not is_over:  # first for generators that the checkpoint lacks, as one of a run on CPUs
             rng.seed_all(seed, self._devices)
-        is_its = self._loops == loop or not (self._loops or is_over)
-        if not is_its or self._stored is None:
-            return False
+        if not is_checkpoints or self._stored is None:
+            return
         if is_over or not (is_in_epoch and self._at_epoch):
             self._put_back()
-            return not is_over
+            return
         self._later = self._states_of_tracked()
         self._restore(self._at_epoch["global"], self._at_epoch["tracked"])
-        return True
 
     def begin_epoch(self) -> None:
         """Note the states at the begin of an epoch."""
@@ -68,10 +65,18 @@ class Generators:
             "tracked": self._states_of_tracked(),
         }
 
-    def end_beginning(self) -> None:
+    def end_beginning(self) -> Callable[[], None]:
         """Put the states of the checkpoint's step back: the lines at the top of the epoch have run
-        again."""
+        again. Return what undoes it, for a batch that is only looked at there."""
+        stored, later = self._stored, self._later
+        before = rng.snapshot(self._devices), self._states_of_tracked()
         self._put_back()
+
+        def undo() -> None:
+            self._restore(*before)
+            self._stored, self._later = stored, later
+
+        return undo
 
     def _put_back(self) -> None:
         """Put all into the states of the checkpoint's step, the first time."""

@@ -43,9 +43,10 @@ class ModelSetup(Worker):
         self._wrapped: list[Any] = []  # models whose gradients DDP or FSDP2 averages
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
-        self._calls = CallOrder()
+        self._calls = CallOrder(self._say)
         self._is_unchecked = False  # until a loop's first step
-        self._settings = Settings({})  # as of the begin of the last loop
+        self._settings = Settings({})  # of a checkpoint that is taken up
+        self._is_resuming = False  # until the loop of the checkpoint has begun
         self._no_loader = Batch()  # of a script without a loader of the run
 
     @property
@@ -321,40 +322,38 @@ class ModelSetup(Worker):
         check_copies(objects.values(), self._wrapped, self._dims)
 
     def _begin_loop(self, is_over: bool) -> None:
-        """Set the random generators, journal the begin, start the clocks; print that the loop is
-        over if the attempt before has left it early. Raises as `epochs`."""
+        """Set the random generators, journal the begin, start the clocks. Raises as `epochs`."""
         calls, position = self._calls, self.position
-        if calls.is_abandoned:
-            self._say(f"the loop of {calls.total} {calls.loop} was left before, by break")
         loader = self._loader if calls.loop == "epochs" else None
         if self._loader is not None:
             self._loader.rolls = loader is None
         is_in_epoch = loader is not None and position.epoch_steps > 0
-        goes_on = self._manager.generators.begin_loop(
+        self._manager.generators.begin_loop(
             derive(self.seed, position.step, self._dims.stream),
-            calls.number,
+            is_checkpoints=calls.is_checkpoints,
             is_over=is_over,
             is_in_epoch=is_in_epoch,
         )
-        if goes_on:
-            self._settings.put_back(self._say)
-        self._settings = Settings(self._manager.objects)
-        if loader is not None and goes_on and is_in_epoch:
-            loader.on_first_batch = self._end_beginning
-        self._is_unchecked = (
-            self.rank == 0 and not is_over and (position.step == 0 or calls.number > 1)
-        )
+        if self._is_resuming and calls.is_checkpoints and not is_over:
+            (self._settings.put_back if calls.number > 1 else self._settings.warn)(self._say)
+            self._settings = Settings(self._manager.objects)  # also what lines behind track changed
+            if loader is not None and is_in_epoch:
+                loader.on_first_batch = self._end_beginning
+        self._is_resuming = self._is_resuming and not calls.is_checkpoints
+        is_new = position.step == 0 or calls.number > 1
+        self._is_unchecked = self.rank == 0 and not is_over and is_new
         if self.rank == 0:
             self._journal.write(TrainingBegun(position.step))
         _ = self.tensorboard  # opened here, where the position is the checkpoint's
         self._consensus.restart_step()
         self._timer.start_step()
 
-    def _end_beginning(self) -> None:
-        """Called at the first batch after a resume within an epoch, whose beginning had run before
-        the checkpoint: have generators and settings as that has them."""
-        self._manager.generators.end_beginning()
+    def _end_beginning(self) -> Callable[[], None]:
+        """Called at the first batch after a resume within an epoch: have generators and settings as
+        the checkpoint has them; return what undoes it for the generators."""
+        undo = self._manager.generators.end_beginning()
         self._settings.put_back(self._say)
+        return undo
 
     def _sync_gradients(self, on: bool) -> None:
         """Choose whether DDP and FSDP2 average the gradients of the coming micro-batch over ranks.
@@ -385,7 +384,7 @@ class ModelSetup(Worker):
         """
         calls, position = self._calls, self.position
         is_behind = calls.loop is None
-        if is_behind and calls.has_looped and position.loops > calls.number:
+        if calls.is_before(position):
             self._say(
                 "run.load_best was called before a loop that the run is in by now: the checkpoint's"
                 " weights stay"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from hpc_ddp.training import start
 from hpc_ddp.training.checkpoint import put_back as checkpoint
@@ -37,6 +37,7 @@ from hpc_ddp.training.stops.signals import NOTICE
 
 SAMPLES = 23
 MOMENTS = ("before the loop", "in an epoch", "before a step", "behind a step", "behind an epoch")
+BEGINS = ("train", "look", "draw", "decay", "schedule")
 Row = tuple[Any, ...]
 
 
@@ -74,6 +75,23 @@ class Stream(Noisy, IterableDataset[tuple[int, torch.Tensor]]):
         yield from (self[index] for index in range(SAMPLES))
 
 
+class Schedule:
+    """A scheduler of the script's own class."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+
+    def step(self) -> None:
+        self.count += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 * 0.7**self.count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
 @dataclass(frozen=True)
 class Loop:
     """A loop: how it counts, where its batches come from, and what else it does."""
@@ -97,8 +115,12 @@ class Loop:
     frozen_at: int | None  # the epoch or step at which a weight is
     left_at: int | None  # the epoch or step behind which the loop is
     reloads: bool  # the best weights in the loop, where they get worse
-    begins: tuple[str, ...]  # what each epoch does before its batches: draw, decay
+    begins: tuple[str, ...]  # what each epoch does before its batches, of `BEGINS`
     has_stages: bool  # a second loop behind it
+    skips: bool  # the first one, where the position is behind it
+    sets_rate: bool  # the learning rate, before the first loop
+    mixes: bool  # by a tracked generator where batches are made
+    quiet_at: int | None  # the step from which there is no dropout
 
     @classmethod
     def draw(cls, seed: int) -> Loop:
@@ -128,14 +150,19 @@ class Loop:
             frozen_at=dice.randint(0, 3) if dice.random() < 0.4 else None,
             left_at=dice.randint(0, 2 if by == "epochs" else 12) if dice.random() < 0.4 else None,
             reloads=dice.random() < 0.3,
-            begins=tuple(b for b in ("draw", "decay") if has_loader and dice.random() < 0.4),
+            begins=tuple(b for b in BEGINS if has_loader and dice.random() < 0.3),
             has_stages=dice.random() < 0.4,
+            skips=dice.random() < 0.3,
+            sets_rate=dice.random() < 0.3,
+            mixes=dice.random() < 0.3,
+            quiet_at=dice.randint(1, 6) if dice.random() < 0.3 else None,
         ).with_end(dice.choice((end, "kill behind the loop")), dice.randint(2, 18))
 
     def with_end(self, end: str, late: int) -> Loop:
         """Return the loop with another end, if it is for loops that are left early, and one with a
-        second stage with an end at the step `late`."""
+        second stage with an end at the step `late`; one that mixes has no peeks, which draw."""
         loop = self if self.left_at is None else replace(self, end=end)
+        loop = replace(loop, peeks=()) if loop.mixes else loop
         return replace(loop, end_at=late) if self.has_stages else loop
 
 
@@ -143,19 +170,30 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
     """Play a loop in the working directory, to its end or to the step `end_at`; append a row for
     each step and evaluation to `rows`, and return the step from which it went on."""
     run = start(progress=False, hang_after=None, save_every=None, save_every_steps=loop.save_every)
-    model = run.wrap(nn.Linear(3, 1), find_unused_parameters=True)
+    layer, dropout = nn.Linear(3, 1), nn.Dropout(0.2)
+    model = run.wrap(nn.Sequential(dropout, layer), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches: Any = None
+    mixture = random.Random(11)
+
+    def mixed(samples: list[tuple[int, torch.Tensor]]) -> Any:
+        """Make a batch, in parts of itself."""
+        indices, inputs = default_collate(samples)
+        return indices, inputs + mixture.random() * inputs.flip(0)
+
     if loop.source in ("loader", "stream"):
         noise = Noise() if loop.has_noise else None
         data: Any = Noisy(noise) if loop.source == "loader" else Stream(noise)
-        batches = run.loader(data, loop.batch_size, accumulate=loop.accumulate)
+        options: dict[str, Any] = {"collate_fn": mixed} if loop.mixes else {}
+        batches = run.loader(data, loop.batch_size, accumulate=loop.accumulate, **options)
     own = DataLoader(Noisy(), loop.batch_size, shuffle=True)
     shard = run.shard(Noisy(), loop.batch_size)
     if "before the loop" in loop.peeks:
         next(iter(batches))
     generator = torch.Generator().manual_seed(5) if loop.has_generator else None
-    more: dict[str, Any] = {"generator": generator} if generator else {}
+    schedule = Schedule(optimizer)
+    more: dict[str, Any] = {"schedule": schedule, "mixture": mixture}
+    more |= {"generator": generator} if generator else {}
     run.track(model=model, optimizer=optimizer, **more)
     begun_at = run.position.step
     shift = [0.0]  # of the inputs in an epoch
@@ -185,6 +223,8 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
         """Train on a batch: the body of the loop."""
         indices, inputs = batch
         peek("before a step")
+        if run.position.step == loop.quiet_at:
+            dropout.eval()
         run.backward(model(inputs + shift[0]).square().mean())
         if not run.ends_step:
             return
@@ -208,7 +248,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
         peek("behind a step")
         if loop.behind:
             with torch.no_grad():
-                model.module.bias.mul_(0.9)  # type: ignore[union-attr,operator]
+                layer.bias.mul_(0.9)
 
     def evaluate() -> None:
         if loop.evaluates:
@@ -219,14 +259,20 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
 
     def begin(epoch: int) -> None:
         """Do what stands at the top of an epoch, and runs a second time at a resume in it."""
+        if "train" in loop.begins:
+            model.train()
+        if "look" in loop.begins:
+            next(iter(batches))
         if "draw" in loop.begins:
             shift[0] = torch.rand((), generator=generator).item()
         if "decay" in loop.begins and epoch:
             optimizer.param_groups[0]["lr"] *= 0.5
+        if "schedule" in loop.begins and epoch:
+            schedule.step()
 
     def freeze(number: int) -> None:
         if number == loop.frozen_at:
-            model.module.bias.requires_grad_(False)  # type: ignore[union-attr]
+            layer.bias.requires_grad_(False)
 
     def judge_weights() -> None:
         if not run.best(run.position.step % 4) and loop.reloads:
@@ -278,9 +324,14 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
                 if epoch == left_at:
                     break
 
-    train_until(loop.total, loop.left_at)
+    if loop.sets_rate:
+        optimizer.param_groups[0]["lr"] = 0.01
+    done = run.position.epoch if loop.by == "epochs" else run.position.step
+    if not (loop.has_stages and loop.skips and done >= loop.total):
+        train_until(loop.total, loop.left_at)
+        if loop.has_stages:
+            run.load_best(model)
     if loop.has_stages:
-        run.load_best(model)
         optimizer.param_groups[0]["lr"] = 0.02
         train_until(loop.total + (2 if loop.by == "epochs" else 6))
     end_behind_the_loop()
@@ -344,16 +395,16 @@ def put_back(fault: str) -> None:
 
         Loader.__iter__ = count_at_once  # type: ignore[method-assign]
     elif fault == "random":
-        Generators.begin_loop = lambda *loop, **ways: False  # type: ignore[method-assign]
+        Generators.begin_loop = lambda *loop, **ways: None  # type: ignore[method-assign]
     elif fault == "top":
-        Generators.end_beginning = lambda self: None  # type: ignore[method-assign]
+        Generators.end_beginning = lambda self: lambda: None  # type: ignore[method-assign]
     elif fault == "settings":
         Settings.put_back = lambda self, say: None  # type: ignore[method-assign]
     elif fault == "stage":
         begin_loop = Generators.begin_loop
 
-        def begin_first(self: Generators, seed: int, loop: int, **ways: bool) -> bool:
-            return begin_loop(self, seed, self._loops or loop, **{**ways, "is_over": False})
+        def begin_first(self: Generators, seed: int, **ways: bool) -> None:
+            begin_loop(self, seed, **{**ways, "is_checkpoints": True, "is_over": False})
 
         Generators.begin_loop = begin_first  # type: ignore[method-assign]
     elif fault == "left":

@@ -216,7 +216,9 @@ def test_ends_without_a_verdict_are_bounded(
     [
         (False, {}, "10 attempts in a row"),
         (False, {"max_requeues": 1}, "max-requeues is 1"),
-        (True, {"max_requeues": 1}, None),
+        (True, {"max_requeues": 1}, "max-requeues is 1"),
+        (True, {"max_requeues": 0}, "max-requeues is 0"),
+        (True, {}, None),
     ],
 )
 def test_starts_by_slurm_itself_are_bounded(

@@ -107,6 +107,11 @@ def of_text(*lines: str) -> Conversion:
          {"args": ["--seed", "42"], "setup": ["i=42", "mkdir d$i"]}),
         (("for i in 1 2; do", f"{TRAIN} --seed $i", "done"), {"script": None}),
         (("srun torchrun --nnode=$SLURM_NNODES a.py",), {"script": "a.py", "torchrun": None}),
+        # An array of which one task runs at a time, and whose tasks differ.
+        (("#SBATCH --array=0-2%1", "echo go; python t.py --seed $SLURM_ARRAY_TASK_ID"),
+         {"array": "0-2%1"}),
+        (("#SBATCH --array=0-2%1", "echo $SLURM_ARRAY_TASK_ID > task", TRAIN), {"array": "0-2%1"}),
+        (("#SBATCH --array=0-2%1", "echo task $SLURM_ARRAY_TASK_ID", TRAIN), {"array": None}),
         # All GPUs of a node, counted there.
         (("#SBATCH --gres=gpu:4", "n=`nvidia-smi -L | wc -l`", "srun torchrun --nproc=$n a.py"),
          {"gpus-per-node": "4", "nproc-per-node": None}),

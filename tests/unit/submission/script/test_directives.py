@@ -15,7 +15,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import parse_options
-from hpc_ddp.submission.script.directives import directives, sbatch_line
+from hpc_ddp.submission.script.directives import directives, header_pairs, sbatch_line
 from hpc_ddp.submission.script.render import Rendering
 
 
@@ -115,6 +115,13 @@ def test_gpus_are_requested_as_the_site_wants(
     names = ("job-name", "nodes", "cpus-per-task")
     remaining = [pair for pair in directives(spec) if pair[0] not in names]
     assert remaining == [*pairs, ("exclusive", ""), ("hint", "b=c"), ("flag", "")]
+
+
+def test_a_job_that_starts_once_is_not_requeued_by_slurm_either(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for most, option in ((None, "requeue"), (1, "requeue"), (0, "no-requeue")):
+        pairs = header_pairs(JobSpec("t.py", max_requeues=most), run)
+        assert [name for name, _ in pairs if name.endswith("requeue")] == [option]
 
 
 def test_the_output_has_a_link_where_the_user_wants_it(tmp_path: Path) -> None:

@@ -164,7 +164,8 @@ def test_the_best_weights_come_back(make: Make) -> None:
 
 
 def begin(manager: CheckpointManager) -> None:
-    manager.generators.begin_loop(manager._position.step, 1, is_over=False, is_in_epoch=False)
+    ways = {"is_checkpoints": True, "is_over": False, "is_in_epoch": False}
+    manager.generators.begin_loop(manager._position.step, **ways)
 
 
 def test_random_numbers_continue_after_a_resume(make: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,3 +133,45 @@ def test_a_loop_that_is_tried_again_after_an_error_is_not_abandoned() -> None:
     calls.abandon(position)  # as by run.load_best
     assert list(loop(calls, position, 9)) == [False]
     assert position.abandoned == {}
+
+
+def test_the_loop_of_a_checkpoint_is_known_by_number_or_by_total() -> None:
+    """A script may leave out its first loop at a resume, or give its last one more steps."""
+    position = Position(step=9, loops=2, loop=("steps", 12))
+    for totals, expected in (
+        ([6, 12], [False, True]),
+        ([6, 15], [False, True]),
+        ([12], [True]),
+        ([6, 7, 12], [False, False, True]),
+    ):
+        calls, known = CallOrder(), []
+        for total in totals:
+            own = replace(position)
+            for _ in loop(calls, own, total):
+                known.append(calls.is_checkpoints)
+                break
+        assert known == expected, totals
+
+
+def test_behind_all_loops_the_checkpoint_is_of_no_later_one() -> None:
+    position = Position(step=12, loops=2, loop=("steps", 12))
+    for totals, is_before in (([6], True), ([6, 12], False), ([12], False)):
+        calls = CallOrder()
+        for total in totals:
+            list(loop(calls, position, total))
+        assert calls.is_before(position) == is_before, totals
+
+
+def test_two_loops_of_one_total_are_warned_of() -> None:
+    lines: list[str] = []
+    calls, position = CallOrder(lines.append), Position()
+    for _ in range(2):  # one that is tried again
+        for _ in loop(calls, position, 9):
+            break
+    assert lines == []
+    for _ in loop(calls, position, 9):
+        break
+    assert [line.partition(":")[2] for line in lines] == [
+        " run.steps(9) comes twice: a resume in the second one would begin in the first; accepted:"
+        " loops of different totals"
+    ]

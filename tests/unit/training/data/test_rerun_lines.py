@@ -61,3 +61,59 @@ def test_a_state_of_arrays_and_objects_is_compared_by_what_they_hold() -> None:
     settings.put_back(lines.append)
     assert scheduler.curve.points.tolist() == [1, 1, 1]
     assert [line.partition(" is ")[0] for line in lines] == ["sched: curve"]
+
+
+class Warmup:
+    """A scheduler of the script's own class."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_flags_of_models_and_own_schedulers_are_put_back() -> None:
+    model, warmup = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout()), Warmup()
+    model[1].eval()
+    model[0].bias.requires_grad_(False)
+    settings = Settings({"model": model, "warmup": warmup})
+    lines: list[str] = []
+    model.train()
+    model[0].bias.requires_grad_(True)
+    warmup.step()
+    settings.warn(lines.append)
+    settings.put_back(lines.append)
+    assert (model[0].training, model[1].training, model[0].bias.requires_grad) == (
+        True,
+        False,
+        False,
+    )
+    assert warmup.count == 0
+    assert [line.partition(",")[0] for line in lines] == [
+        "WARNING: model: training of 1 is True",
+        "WARNING: warmup: count is 1",
+        "model: training of 1 is False again",
+        "warmup: count is 0 again",
+    ]
+
+
+def test_objects_whose_state_has_tensors_have_no_settings() -> None:
+    holder = Warmup()
+    holder.state_dict = lambda: {"seen": [torch.zeros(3)]}  # type: ignore[method-assign,dict-item]
+    assert Settings({"memory": holder})._objects == {}
+
+
+def test_a_rate_of_numpy_is_the_one_of_the_checkpoint() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1 * 0.7)
+    settings = Settings({"opt": optimizer})
+    optimizer.param_groups[0]["lr"] = np.float64(0.1) * 0.7
+    lines: list[str] = []
+    settings.put_back(lines.append)
+    assert lines == []
