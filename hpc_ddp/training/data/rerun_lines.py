@@ -35,13 +35,17 @@ class Settings:
                 " between two loops, or at the top of an epoch, have run a second time"
             )
 
-    def warn(self, say: Callable[[str], None]) -> None:
-        """Call `say` with a warning for each object of which some settings were changed."""
+    def accept_changes(self, say: Callable[[str], None]) -> None:
+        """Take the present settings of optimizers and schedulers for the checkpoint's, and call
+        `say` with a warning for each object of which some differ. Models' flags stay: that a script
+        evaluates behind run.track says nothing of the training."""
         for name, key, earlier, current in self._changes():
-            say(
-                f"WARNING: {name}: {_display_name(key)} is {current.get(key)}, and {earlier[key]}"
-                " in the checkpoint: lines behind run.track have set it"
-            )
+            if not isinstance(self._objects[name], torch.nn.Module):
+                self._settings[name] = current
+                say(
+                    f"WARNING: {name}: {key} is {current.get(key)}, and {earlier[key]} in the"
+                    " checkpoint: lines behind run.track have set it"
+                )
 
     def _changes(self) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
         """Yield the name of each object with changed settings, the first of these, and the settings
@@ -121,7 +125,8 @@ def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
                     group[key] = setting
     elif isinstance(thing, torch.nn.Module):
         for key, part in thing.named_modules():
-            part.training = settings[_of_part(key)]
+            if part.training != settings[_of_part(key)]:
+                part.training = not part.training
         for key, parameter in _parameters(thing):
             if parameter.requires_grad != settings[f"requires_grad of {key}"]:
                 parameter.requires_grad_(not parameter.requires_grad)

@@ -335,8 +335,8 @@ class ModelSetup(Worker):
             is_in_epoch=is_in_epoch,
         )
         if self._is_resuming and calls.is_checkpoints and not is_over:
-            (self._settings.put_back if calls.number > 1 else self._settings.warn)(self._say)
-            self._settings = Settings(self._manager.objects)  # also what lines behind track changed
+            settings, is_first = self._settings, calls.number == 1
+            (settings.accept_changes if is_first else settings.put_back)(self._say)
             if loader is not None and is_in_epoch:
                 loader.on_first_batch = self._end_beginning
         self._is_resuming = self._is_resuming and not calls.is_checkpoints

@@ -119,6 +119,7 @@ class Loop:
     has_stages: bool  # a second loop behind it
     skips: bool  # the first one, where the position is behind it
     sets_rate: bool  # the learning rate, before the first loop
+    looks_first: bool  # at the model in eval mode, before the first loop
     mixes: bool  # by a tracked generator where batches are made
     quiet_at: int | None  # the step from which there is no dropout
 
@@ -154,6 +155,7 @@ class Loop:
             has_stages=dice.random() < 0.4,
             skips=dice.random() < 0.3,
             sets_rate=dice.random() < 0.3,
+            looks_first=by == "epochs" and dice.random() < 0.3,
             mixes=dice.random() < 0.3,
             quiet_at=dice.randint(1, 6) if dice.random() < 0.3 else None,
         ).with_end(dice.choice((end, "kill behind the loop")), dice.randint(2, 18))
@@ -259,7 +261,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
 
     def begin(epoch: int) -> None:
         """Do what stands at the top of an epoch, and runs a second time at a resume in it."""
-        if "train" in loop.begins:
+        if "train" in loop.begins or loop.looks_first:
             model.train()
         if "look" in loop.begins:
             next(iter(batches))
@@ -324,6 +326,8 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
                 if epoch == left_at:
                     break
 
+    if loop.looks_first:
+        model.eval()
     if loop.sets_rate:
         optimizer.param_groups[0]["lr"] = 0.01
     done = run.position.epoch if loop.by == "epochs" else run.position.step

@@ -88,7 +88,6 @@ def test_flags_of_models_and_own_schedulers_are_put_back() -> None:
     model.train()
     model[0].bias.requires_grad_(True)
     warmup.step()
-    settings.warn(lines.append)
     settings.put_back(lines.append)
     assert (model[0].training, model[1].training, model[0].bias.requires_grad) == (
         True,
@@ -97,8 +96,6 @@ def test_flags_of_models_and_own_schedulers_are_put_back() -> None:
     )
     assert warmup.count == 0
     assert [line.partition(",")[0] for line in lines] == [
-        "WARNING: model: training of 1 is True",
-        "WARNING: warmup: count is 1",
         "model: training of 1 is False again",
         "warmup: count is 0 again",
     ]
@@ -117,3 +114,21 @@ def test_a_rate_of_numpy_is_the_one_of_the_checkpoint() -> None:
     lines: list[str] = []
     settings.put_back(lines.append)
     assert lines == []
+
+
+def test_changes_behind_the_load_count_but_for_flags_of_models() -> None:
+    """A script that evaluates before its loop is to train in it."""
+    model = torch.nn.Sequential(torch.nn.Dropout())
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    settings = Settings({"model": model, "opt": optimizer})
+    lines: list[str] = []
+    model.eval()
+    optimizer.param_groups[0]["lr"] = 0.2
+    settings.accept_changes(lines.append)
+    assert lines == [
+        "WARNING: opt: lr is 0.2, and 0.1 in the checkpoint: lines behind run.track have set it"
+    ]
+    optimizer.param_groups[0]["lr"] = 0.3
+    settings.put_back(lines.append)
+    assert (model.training, model[0].training) == (True, True)
+    assert optimizer.param_groups[0]["lr"] == 0.2
