@@ -33,7 +33,7 @@ from hpc_ddp.submission.settings.user import home_folder
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where to write it (default: hpc-ddp.toml beside JOB_SCRIPT).",
+    help="Where to write it (default: hpc-ddp.toml in the working directory).",
 )
 @click.option("--site", metavar="NAME", help="The site whose settings are left out.")
 def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: str | None) -> None:
@@ -47,8 +47,8 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     the file is written with the reason as its first line.
     """
     text = _read(job_script)
-    path = (output or job_script.parent / config.PROJECT_FILE).absolute()
     cwd, home = Path.cwd(), home_folder()
+    path = cwd / (output or config.PROJECT_FILE)
     conversion = convert(text, cwd, path.parent, args)
     of_site = config.load({"site": site} if site else {}, Path("/"), home)
     subtract_site(conversion, of_site.values)
@@ -133,7 +133,8 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
     missing = ", ".join(name for name in names if name not in os.environ)
     start = f"renders once your shell has {missing}" if missing else "renders"
     effect = [f"{start}: {len(lines)} lines; hpc-ddp render prints them"]
-    if plan.spec.python == sys.executable and not plan.spec.no_python:
+    is_torchrun = plan.spec.launcher == "torchrun"  # its agent is torch's
+    if plan.spec.python == sys.executable and (is_torchrun or not plan.spec.no_python):
         effect.append(f"python: {sys.executable}, which runs hpc-ddp; python = … is another")
     script = cwd / plan.spec.script
     is_program = script.suffix == ".py" and script.is_file() and not plan.spec.no_python

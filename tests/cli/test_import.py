@@ -65,6 +65,19 @@ def test_writes_a_file_that_renders(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert "module load cuda" in rendered.stdout
 
 
+def test_a_script_in_a_subfolder_is_that_of_the_working_directory(folder: Path) -> None:
+    """As ``sbatch scripts/job.sbatch`` has it: relative paths are those of the call."""
+    (folder / "scripts").mkdir()
+    (folder / "job.sbatch").rename(folder / "scripts" / "job.sbatch")
+    result = run("scripts/job.sbatch")
+    assert result.exit_code == 0, result.output
+    text = (folder / "hpc-ddp.toml").read_text()
+    assert text.startswith("# From scripts/job.sbatch,")
+    assert 'script = "train.py"' in text
+    rendered = CliRunner().invoke(main, ["render"], env={"HF_TOKEN": "x"})
+    assert rendered.exit_code == 0, rendered.output
+
+
 def test_leaves_a_file_as_it_is_and_shows_the_difference(folder: Path) -> None:
     (folder / "hpc-ddp.toml").write_text("nodes = 3\n")
     result = run("job.sbatch")

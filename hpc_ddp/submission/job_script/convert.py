@@ -18,9 +18,10 @@ from hpc_ddp.submission.job_script.directives import (
     take_directives,
     take_tasks,
 )
+from hpc_ddp.submission.job_script.launch import Statement
 from hpc_ddp.submission.job_script.shell import Scope, Value, literal
 from hpc_ddp.submission.job_script.sorting import Sorter
-from hpc_ddp.submission.job_script.statements import Reader, Statement
+from hpc_ddp.submission.job_script.statements import Reader
 
 _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
     ". /etc/profile; for REPLY in ~/.bash_profile ~/.bash_login ~/.profile; do"
@@ -55,7 +56,9 @@ def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -
     for _ in range(2):  # a guess holds for the whole script: what the first reading guesses, too
         folders: dict[str, Value] = {"PWD": literal(start), "SLURM_SUBMIT_DIR": literal(str(cwd))}
         words = [literal(argument) for argument in arguments] or None
-        scope = Scope(folders, numbers, words, bool(words), guesses=guesses, defaults=defaults)
+        scope = Scope(
+            folders, numbers, words, bool(words), not words, guesses=guesses, defaults=defaults
+        )
         reader = Reader(scope)
         reader.read(text)
     result = Conversion()
@@ -75,17 +78,19 @@ def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -
     for key in {"setup", "teardown"} & result.lists.keys() if arguments else ():
         if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line, _ in result.lists[key]):
             result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
-    if any(map(str.isdigit, defaults)) or "job script's own arguments" in str(result.marks):
-        result.notes.append((0, "give the script's arguments: hpc-ddp import job.sbatch -- ARG…"))
+    if defaults & {*"123456789@"} or "job script's own arguments" in str(result.marks):
+        result.notes.append(
+            (0, "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…")
+        )
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
     for name in sorted(guesses):
         result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
-    defaults -= {*"123456789"}
+    defaults -= {*"123456789@"}
     if names := ", ".join(f"${name}" for name in sorted(defaults) if not is_of_hpc_ddp(name)):
-        text = (
-            f"{names}: the job has no variables of your shell: if you set one, write its value here"
-        )
+        by = "you, or a file or module that the script loads," if scope.is_open else "you"
+        reason = f"the job has no variables of your shell: if {by} set one, write its value here"
+        text = f"{names}: {reason}"
         result.notes.append((0, text))
     secrets.take_out(result)
     return result

@@ -1,4 +1,4 @@
-"""The command that starts the training, as far as it is known, and the options of launchers."""
+"""A statement of a job script, the launch that it may be, and the options of launchers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from hpc_ddp.core.job.slurm_options import SBATCH, full_name
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.submission.job_script import syntax
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
-from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal, separated
+from hpc_ddp.submission.job_script.shell import Scope, Value, Word, joined, literal, separated
 
 # Those of both without a value, or with one in the same word.
 FLAGS = re.compile(
@@ -70,10 +71,12 @@ class Launch:
     nodes: int | None = None
     tasks: int | None = None  # in all
     tasks_per_node: int | None = None
+    processes: int | None = None  # of Accelerate, in all
     cpus: int | None = None
     gpus: dict[str, str] = field(default_factory=dict)
     node_words: bool = False  # it names the nodes that it runs on
     in_loop: bool = False  # it stands in a loop over the nodes
+    enters_container: bool = False  # by its own words, behind lines of the task that are outside
     folder: str | None = ""  # the working directory there; None where only the job knows it
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
@@ -146,7 +149,7 @@ class Launch:
                 if (
                     operand
                     and number is None
-                    and key[:2] in ("no", "ta")
+                    and key[:2] in ("no", "ta", "pr")
                     and not _KNOWN(operand.text)
                 ):
                     text = f"{launcher} --{name}: only the job knows it: nodes, nproc-per-node = N"
@@ -169,6 +172,7 @@ class Launch:
         self.unset = (unset if outer.step else {}) | self.unset
         self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env
         self.node_words |= outer.node_words
+        self.enters_container = bool(self.settings.keys() & {"image", "container"})
         self.marks = [*outer.marks, *self.marks]
         for key, words in outer.settings.items():
             self.settings[key] = [*words, *self.settings.get(key, [])]
@@ -180,6 +184,40 @@ class Launch:
         program = [self.program] if self.program else []
         env = [word for name, word in self.env.items() if not is_of_hpc_ddp(name)]
         return [*program, *self.args, *env, *lists]
+
+
+@dataclass
+class Statement:
+    """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function
+    (`defines`), or another command or block, which may set the variables `sets`.
+
+    `lines` are the first and last one in the script; `inside` says that it runs in each task, in
+    ``bash -c``; `output` is the file that a launch writes to; `lost` why it can't be taken over.
+    """
+
+    text: str
+    lines: tuple[int, int]
+    words: list[Word] = field(default_factory=list)
+    name: str = ""
+    assigned: Value = None
+    exported: bool = False
+    launch: Launch | None = None
+    inside: bool = False
+    output: str = ""
+    lost: str = ""
+    defines: str = ""
+    sets: set[str] = field(default_factory=set)
+    of_script: bool = True  # and not made of a part of a word
+    outer: Launch | None = None  # around the bash -c in whose text it stands
+
+    @property
+    def first(self) -> str:
+        return self.words[0].text if self.words else ""
+
+    @property
+    def names(self) -> set[str]:
+        """The variables and functions that it may need, with some other words beside."""
+        return syntax.names_needed(self.text, self.name)
 
 
 def is_of_pyxis(name: str) -> bool:

@@ -78,7 +78,7 @@ _TORCHRUN_FLAGS = re.compile("standalone|module|m|no-python|run-path|use-env|v|v
 _ACCELERATE_USES = {
     "module|m": "!module",
     "no-python": "!no-python",
-    "num-processes": "#tasks",
+    "num-processes": "#processes",
     r"num-machines|machine-rank|main-process-(ip|port)|rdzv-\w+|multi-gpu|same-network|gpu-ids"
     r"|main-training-function|compute-environment|use-cpu|cpu|debug|quiet|tpu-.*|downcast-bf16"
     r"|enable-cpu-affinity|max-restarts|monitor-interval|tee|role|log-dir|mpirun-hostfile"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
-from hpc_ddp.submission.job_script.launch import Launch, is_of_pyxis
+from hpc_ddp.submission.job_script.launch import Launch, Statement, is_of_pyxis
 from hpc_ddp.submission.job_script.launchers import accelerate_variable
 from hpc_ddp.submission.job_script.shell import Word, joined, literal
-from hpc_ddp.submission.job_script.statements import Reader, Statement
+from hpc_ddp.submission.job_script.statements import Reader
 from hpc_ddp.submission.job_script.syntax import uses_arguments
 
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
@@ -28,6 +28,7 @@ _AT_THE_END = re.compile(r"\bPATH=[\"']?\$\{?PATH\}?:([^\s\"';:]+)")
 # Settings of a launch that are one word, and those that are true.
 _SINGLE = ("image", "container-tool", "container", "python", "max-restarts")
 _SETUP = ("setup", "node-setup", "worker-setup")
+_OF_THE_STEP = ("image", "container", "container-options", "srun", "mpirun")
 _TRUE = ("module", "no-python")
 # Keys of Accelerate's YAML that describe the job itself.
 _NOT_OF_ALL = (
@@ -44,6 +45,8 @@ class ArgumentWriter:
 
     result: Conversion
     assigned: set[str]  # the variables that the batch script sets
+    of_batch: set[str]  # those whose values it puts into the text of a task
+    of_tasks: set[str]  # those that each task sets for itself
     key: str = "setup"  # of the list of set-up lines
     count: int = 0  # arrays that set-up lines have so far
     has_arguments: bool = False  # a set-up line sets the script's own
@@ -56,8 +59,9 @@ class ArgumentWriter:
         becomes; ``${NAME[@]}`` is returned.
         """
         is_early = self.key == "setup"  # a worker has hpc-ddp's value
-        outer = [name for name in word.names if name in self.assigned]
-        if word.is_one and not (is_early and any(map(is_of_hpc_ddp, outer))):
+        outer = [name for name in word.names if name in self.of_batch]
+        is_set = any(is_of_hpc_ddp(name) and name in self.assigned for name in word.names)
+        if word.is_one and not (is_early and is_set):
             return self.write_one(word, at)
         self.count += 1
         name, line = f"ARGUMENTS_{self.count}", "{0}=({1})".format
@@ -76,6 +80,8 @@ class ArgumentWriter:
                    if n in self.result.unknown]  # fmt: skip
         if word.code and uses_arguments(word.script) and not self.has_arguments:
             lacking.append("the job script's own arguments")
+        if key in _OF_THE_STEP and (names := {*word.names} & self.of_tasks):
+            lacking.append(f"{min(names)}, which each task sets")
         if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text):
             lacking.append("a value of yours")
         if lacking:
@@ -85,11 +91,16 @@ class ArgumentWriter:
 
     def write_one(self, word: Word, at: int) -> str:
         """Return a word of line `at` that the shell does not split, with ``$NAME`` for variables,
-        which ``expand`` gets; with other code its line is lost."""
-        if not all(part.name for part in word.code):
-            self.result.mark(at, at, LOST, f"{word.text}: only bash knows it; a set-up line NAME=…")
-        self.expand(word.names, at)
-        return word.text
+        which ``expand`` gets; with other code it is a variable that a new set-up line sets."""
+        if all(part.name for part in word.code):
+            self.expand(word.names, at)
+            return word.text
+        self.count += 1
+        name, quoted = f"ARGUMENTS_{self.count}", replace(word, parts=tuple(
+            replace(part, splits=False) for part in word.parts))  # fmt: skip
+        self.result.append("setup", f"{name}={quoted.bash()}", at)
+        self.expand([name], at)
+        return f"${name}"
 
     def expand(self, names: list[str], at: int) -> None:
         for name in names:
@@ -110,7 +121,9 @@ def take(
     _take_image(launch, directives, result)
     outer = (s for s in reader.statements if not s.inside)
     names = {name for s in outer for name in (s.name, *s.sets)}
-    writer = ArgumentWriter(result, names, has_arguments=reader.scope.are_set)
+    of_tasks = {s.name for s in reader.statements if s.name and s.inside} - names
+    has_arguments = reader.scope.are_set
+    writer = ArgumentWriter(result, names, reader.of_batch, of_tasks, has_arguments=has_arguments)
     if launch.program and writer.refuse(launch.program, "script", launch.line):
         launch.program, launch.args = None, []
     _take_program(launch, result, cwd, folder)
@@ -126,11 +139,17 @@ def take(
             result.lists.get("args", [("", 0)]).pop()
             result.values.pop("script" if option == "-c" else "", None)  # bash alone does nothing
     for key, words in launch.settings.items():
+        before = literal("")
         for word in words:
             at = word.line or launch.line
+            option = before.text if key == "container-options" else ""
+            before = word
             if launch.kind and word.text.startswith("--mpi") and key == "srun":
                 launch.mark(at, OURS, "srun --mpi")  # the workers are torchrun's
-            elif writer.refuse(word, key, launch.line) or (key in _TRUE and not launch.program):
+            elif writer.refuse(word, key, launch.line):
+                if re.fullmatch(r"--?[A-Za-z][\w-]*", option):  # without its value
+                    result.lists[key].pop()
+            elif key in _TRUE and not launch.program:
                 continue
             elif key in _TRUE:
                 result.values[key] = True, at
@@ -205,6 +224,7 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         command = [] if "no-python" in kind else [*python, *([literal("-m", line)] * is_module)]
         words = [*command, word]
         name = words.pop(0).text if words[0].is_static else "env"
+        launch.settings["python"] = python
         launch.add("no-python", word)
         launch.args[:0] = words
     elif not kind and not os.path.isabs(name):
@@ -227,7 +247,8 @@ def _take_python(launch: Launch, result: Conversion) -> None:
     if "activate" in lists["setup"]:  # config.default_python
         lists["setup"] = ""
     brings = "PATH" in result.env or any(map(_BRINGS_PYTHON.search, lists.values()))
-    is_in_image = bool(launch.settings.keys() & {"image", "container", "no-python"})
+    without = {"image", "container"} | (set() if launch.kind else {"no-python"})
+    is_in_image = bool(launch.settings.keys() & without)
     if re.search("[/$]", python[0].text) or (brings and not is_in_image and launch.program):
         launch.settings["python"] = [literal(_of_home(python[0].text), python[0].line)]
 
@@ -269,7 +290,7 @@ def _of_home(text: str) -> str:
 
 def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
     """Read a configuration of Accelerate from the path in `word`: its keys become the variables
-    that its launcher sets, ``num_processes`` the number of tasks if no option has it, other keys
+    that its launcher sets, ``num_processes`` the number of workers if no option has it, other keys
     notes. A configuration that can't be read is a note."""
     path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
     line = word.line or launch.line
@@ -292,7 +313,7 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
             text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
             result.notes.append((line, text))
     count = keys.get("num_processes")
-    launch.tasks = launch.tasks or (count if isinstance(count, int) else None)
+    launch.processes = launch.processes or (count if isinstance(count, int) else None)
 
 
 def _take_sizes(
@@ -325,7 +346,7 @@ def _take_sizes(
                 result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
     workers = per_node if launch.step else 1
     if launch.kind:
-        workers = launch.workers or (tasks if launch.kind == "accelerate" else 0) or count or 1
+        workers = launch.workers or (launch.processes or 0) // (nodes or 1) or count or 1
     if launch.kind == "torchrun" and launch.workers is None and not count:
         result.notes.append((line, "the number of workers is not known here: --nproc-per-node N"))
     if workers != (count or 1):

@@ -113,6 +113,8 @@ _COUNTS_GPUS = re.compile(
     r"(\$\(|`)\s*nvidia-smi\s+(-L|--list-gpus|--query-gpu=\w+\s+--format=csv,noheader)"
     r"\s*\|\s*wc -l\s*[)`]"
 )
+# Bash's own variables that have another value each time.
+_CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")
 # A variable's: a word, those of an array, or None for what only the job knows.
 Value = Word | list[Word] | None
 
@@ -141,6 +143,7 @@ class Scope:
     numbers: dict[str, int] = field(default_factory=dict)
     arguments: Sequence[Word] | None = None  # of the script, function or bash -c that is read
     are_set: bool = False  # the job has the script's, by a set-up line
+    has_none: bool = False  # the script is taken to be submitted without any
     is_open: bool = False
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
@@ -158,8 +161,8 @@ class Scope:
                 result += [replace(word, line=word.line if line is None else at) for word in array]
             elif place := re.fullmatch(r"(?:\$\(|`)(?:which|command -v) ([\w.-]+)[`)]", text):
                 result.append(literal(place[1], at))
-            elif re.fullmatch(r'"?\$\{?[@*]\}?"?', text) and self.arguments is not None:
-                result += self.arguments
+            elif re.fullmatch(r'"?\$\{?[@*]\}?"?', text) and self._has_all():
+                result += self.arguments or ()
             else:
                 words = _split(Word(tuple(self._parts(node, False)), at))
                 is_empty = not words and node.type in ("string", "raw_string")
@@ -193,7 +196,7 @@ class Scope:
                 assigned = Word((*old.parts, *assigned.parts), assigned.line)
             else:
                 assigned = None
-        if isinstance(assigned, Word) and name in assigned.names:
+        if (isinstance(assigned, Word) and name in assigned.names) or _CHANGES.fullmatch(name):
             assigned = None  # what is before it, only the job knows
         self.set(name, assigned)
         return name
@@ -247,6 +250,8 @@ class Scope:
                     yield from _literal(node, child.start_byte, child.end_byte, True)
                 elif child.is_named:
                     yield from self._parts(child, inner)
+                elif child.type == '"':  # tree-sitter has blanks before it in the node
+                    yield from _literal(node, child.start_byte, child.end_byte - 1, True)
                 at = child.end_byte
         else:
             yield self._code_part(text, is_quoted or kind == "arithmetic_expansion")
@@ -259,7 +264,8 @@ class Scope:
         """
         match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
         name = array[1] if array else (match[1] or match[2]) if match else ""
-        assigned = self.values.get(name)
+        is_all = bool(re.fullmatch(r"\$\{?[@*]\}?", text)) and self._has_all()
+        assigned = list(self.arguments or ()) if is_all else self.values.get(name)
         is_given = len(self.arguments or ()) >= int(name or 0) if name.isdigit() else False
         if text in ("$#", "${#}") and self.arguments is not None:
             yield Part(str(len(self.arguments)))
@@ -267,7 +273,7 @@ class Scope:
             for word in self.arguments[int(name) - 1 : int(name)] if name != "0" else ():
                 yield from word.parts
         elif isinstance(assigned, list) and (array or not match or not match[3]):
-            words = assigned if array else assigned[:1]
+            words = assigned if array or is_all else assigned[:1]
             for index, word in enumerate(words):
                 yield from [Part(" ", False, not is_quoted)] if index else []
                 yield from (replace(part, splits=not is_quoted) for part in word.parts)
@@ -285,6 +291,12 @@ class Scope:
                 self.set(name, Word(tuple(p for c in remaining for p in self._parts(c, True))))
         else:
             yield self._code_part(text, is_quoted)
+
+    def _has_all(self) -> bool:
+        """Return whether ``$@`` is known; `defaults` notes where it is nothing, since none came."""
+        if self.arguments is None and self.has_none:
+            self.defaults.add("@")
+        return self.arguments is not None or self.has_none
 
     def _is_unset(self, name: str, operator: str) -> bool:
         """Return whether the default behind `operator` (``:-``, ``-``, ``:=``, ``=``) is taken: the

@@ -7,10 +7,10 @@ import re
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import NO_COMPONENTS, Launch
+from hpc_ddp.submission.job_script.launch import NO_COMPONENTS, Launch, Statement
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
 from hpc_ddp.submission.job_script.shell import OF_A_JOB, Value, Word
-from hpc_ddp.submission.job_script.statements import Reader, Statement
+from hpc_ddp.submission.job_script.statements import Reader
 from hpc_ddp.submission.job_script.syntax import names_in
 
 _PRINTS = r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b"
@@ -28,8 +28,17 @@ _RELATIVE = re.compile(
     r"|>\s*\w)|^(?:source|\.)\s+(?!activate\b)[\w.]",
     re.S,
 )
-_STEP = re.compile(r"(?!echo|printf).*\b(srun|mpirun|mpiexec|ibrun)\s.*(python|\.py\b)", re.S)
+_STEP = re.compile(r"(?!echo|printf|\w+=).*\b(srun|mpirun|mpiexec|ibrun)\s", re.S)
+_PYTHON = (
+    r"(?!\w+=|(echo|printf|log)\b).*\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*"
+    r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
+)
+_TRAINS = "it may start a training: name its program in script, or submit it as its own job"
+# Lines of a task that do the same inside of its container.
+_IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
+_OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
 _REQUEUES = r"scontrol\s+requeue|sbatch\s.*(\$0|BASH_SOURCE)|\bsbatch\b.*--dependency"
+_OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
@@ -46,7 +55,8 @@ _REFUSED: Rules = (
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
      r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s)", _AROUND,
-     "it may start a training: name its program in script, or submit it as its own job"),
+     _TRAINS),
+    (_PYTHON, _AFTER, _TRAINS),
     ("exit", _BEFORE, "here the job script ends"),
 )  # fmt: skip
 _DECIDED: Rules = (
@@ -115,14 +125,19 @@ class Sorter:
         """Note each variable of the script that something uses and nothing sets any more. Add to
         the scope's `defaults` those that the settings use and the script never sets: they were the
         submitting shell's. To be called last, after `program.take`."""
-        lists = (entries for key, entries in self.result.lists.items() if key != "env-names")
-        texts = [text for entries in lists for text, _ in entries]
+        lists = {key: dict(entries) for key, entries in self.result.lists.items()}
+        texts = [text for key in lists.keys() - {"env-names"} for text in lists[key]]
         used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
         outer = [s for s in self._statements if not s.inside and s.launch is None]
-        lines = " ".join([*texts, *(text for text, _ in self.result.env.values())])
-        names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", re.sub(r"(?<!\\)'[^']*'", " ", lines))}
-        names -= {n for s in self._statements for n in (s.name, *s.sets)} | self._kept
-        names -= {*re.findall(r"\b(\w+)=", lines), *dict(self.result.lists.get("env-names", []))}
+        lines = " ".join(text for key in _OF_LINES & lists.keys() for text in lists[key])
+        code = re.sub(r"(?<!\\)'[^']*'", " ", lines)
+        names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", code), *lists.get("expand", ())}
+        is_set, of_itself = {*re.findall(r"\b(\w+)=", lines), *lists.get("env-names", ())}, set()
+        for statement in self._statements:  # one that only adds to a value needs that
+            if statement.name not in is_set and statement.name in names_in(statement.text):
+                of_itself.add(statement.name)
+            is_set |= {statement.name, *statement.sets}
+        names -= (is_set | self._kept) - of_itself
         self._defaults |= {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
         for statement in outer:
             for name in sorted({statement.name, *statement.sets} & used - self._kept):
@@ -140,6 +155,12 @@ class Sorter:
         """
         launches = [(i, s, s.launch) for i, s in enumerate(self._statements)
                     if s.launch and not s.lost]  # fmt: skip
+        texts = [s.text for s in self._statements]
+        for index, statement, launch in [*launches]:  # a check of each node before the training
+            is_check = launch.in_loop and launch.weight < 3
+            if is_check and any(re.match(_PYTHON, text, re.S) for text in texts[index + 1 :]):
+                statement.launch = None
+                launches.remove((index, statement, launch))
         if not launches:
             lost = (i for i, s in enumerate(self._statements) if "launch" in s.lost)
             self._at = next(lost, self._at)
@@ -195,8 +216,14 @@ class Sorter:
                 statement.lost = "of a launch that is not taken over: setup, if needed"
             if not (statement.lost or statement.defines):
                 statement.lost = _first(_REFUSED, statement, index > self._at)
-                if not (self.launch or statement.lost) and _STEP.match(statement.text):
+                if not (self.launch or statement.lost) and (
+                    _STEP.match(statement.text) or re.match(_PYTHON, statement.text, re.S)
+                ):
                     statement.lost = "it may be the launch: script = …, args = […]"
+                is_outside = self.launch and self.launch.enters_container and index < self._at
+                is_outside = is_outside and statement.inside and not statement.name
+                if is_outside and not _IN_BOTH.match(statement.text):
+                    statement.lost = statement.lost or _OUTSIDE
                 if looks_secret(statement.text) and not statement.name:
                     statement.lost = "it has what looks like a secret: pass it on with --env NAME"
             for name in sorted(statement.names & unknown.keys()):
@@ -306,6 +333,12 @@ class Sorter:
             return LOST, f"{name} would change hpc-ddp's step: an option of srun in its place", ""
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.inside):
             return OURS, f"workers have hpc-ddp's {name}, if any", ""
+        text = statement.text.partition("=")[2]
+        is_passed = re.fullmatch(rf'"?\$(?:{name}|\{{{name}(?::?-)?\}})"?', text)
+        is_first = not any(name in {s.name, *s.sets} for s in self._statements[:index])
+        if is_used and is_passed and is_first and index < self._brought_at:
+            self.result.append("env-names", name, line)
+            return TAKEN, "env-names", ""
         if is_used and self._is_for_env(statement, index) and isinstance(assigned, Word):
             self.result.env[name] = content, line
             self._kept.add(name)
@@ -350,8 +383,10 @@ def _first(rules: Rules, statement: Statement, is_after: bool) -> str:
 
 def _is_command(assigned: Value) -> bool:
     """Return whether a value is a text of several words that does not begin with code."""
-    is_text = isinstance(assigned, Word) and assigned.parts and not assigned.parts[0].is_code
-    return bool(is_text and re.search(r"\S\s+\S", assigned.text))  # type: ignore[union-attr]
+    if not isinstance(assigned, Word) or not assigned.parts or assigned.parts[0].is_code:
+        return False
+    text = "".join("$" if part.is_code else part.text for part in assigned.parts)
+    return bool(re.search(r"\S\s+\S", text))
 
 
 def _is_known(assigned: Value) -> bool:

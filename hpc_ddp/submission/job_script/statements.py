@@ -6,13 +6,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import shell, syntax
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN
-from hpc_ddp.submission.job_script.launch import Launch
+from hpc_ddp.submission.job_script.launch import Launch, Statement
 from hpc_ddp.submission.job_script.launchers import read_launch
 from hpc_ddp.submission.job_script.shell import Part, Scope, Word
 from hpc_ddp.submission.job_script.syntax import Node, commands_of, set_in, source
@@ -20,43 +20,8 @@ from hpc_ddp.submission.job_script.syntax import Node, commands_of, set_in, sour
 _ON_NODES = re.compile(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)")
 _FROM_ZERO = re.compile(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
-_OF_LAUNCHES = "a loop of launches: hpc-ddp sweep, or a job for each"
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
-
-
-@dataclass
-class Statement:
-    """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function
-    (`defines`), or another command or block, which may set the variables `sets`.
-
-    `lines` are the first and last one in the script; `inside` says that it runs in each task, in
-    ``bash -c``; `output` is the file that a launch writes to; `lost` why it can't be taken over.
-    """
-
-    text: str
-    lines: tuple[int, int]
-    words: list[Word] = field(default_factory=list)
-    name: str = ""
-    assigned: shell.Value = None
-    exported: bool = False
-    launch: Launch | None = None
-    inside: bool = False
-    output: str = ""
-    lost: str = ""
-    defines: str = ""
-    sets: set[str] = field(default_factory=set)
-    of_script: bool = True  # and not made of a part of a word
-    outer: Launch | None = None  # around the bash -c in whose text it stands
-
-    @property
-    def first(self) -> str:
-        return self.words[0].text if self.words else ""
-
-    @property
-    def names(self) -> set[str]:
-        """The variables and functions that it may need, with some other words beside."""
-        return syntax.names_needed(self.text, self.name)
 
 
 @dataclass(frozen=True)
@@ -75,7 +40,8 @@ class Reader:
 
     `resolved` has the group and the reason of lines that are no part of a statement: they only
     choose among others (``if``, ``fi``), or do not run; `of_nodes` are variables of loops over the
-    nodes. A method that is named after a type of node, as ``_if_statement``, reads such a node.
+    nodes, `of_batch` those whose values the batch script puts into the text of a ``bash -c``. A
+    method that is named after a type of node, as ``_if_statement``, reads such a node.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -83,6 +49,7 @@ class Reader:
         self.statements: list[Statement] = []
         self.resolved: dict[int, tuple[str, str]] = {}
         self.of_nodes: set[str] = set()
+        self.of_batch: set[str] = set()
         self._functions: dict[str, tuple[Node, Statement]] = {}
         self._place = _Place()
         self._exports_all = False
@@ -136,14 +103,16 @@ class Reader:
             statement.sets = set_in(node)
             for name in statement.sets | self._set_by_functions(node):
                 self.scope.set(name, None)
-            if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text) and statement.first != "shift":
-                self.scope.arguments = None  # from here on only the job knows them
+            if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text):
+                self.scope.has_none = False
+                if statement.first != "shift":
+                    self.scope.arguments = None  # from here on only the job knows them
             if syntax.sets_anything(text):
                 self.scope.is_open = True
             if statement.first != "cd" and re.search(r"(^|[\s;&])(cd|pushd|popd)\b", text):
                 self.scope.set("PWD", None)
         is_plain = not (statement.launch or statement.defines or self.scope.are_set)
-        if is_plain and syntax.uses_arguments(text):
+        if is_plain and syntax.uses_arguments(text, is_without=self.scope.has_none):
             if self.scope.arguments is None:
                 statement.lost = statement.lost or _OF_ARGUMENTS
             elif statement.name and isinstance(statement.assigned, Word):
@@ -215,7 +184,7 @@ class Reader:
             launch.env[source(child.child_by_field_name("name"))] = replace(assigned, line=at)
         if syntax.reads_input(around or node, node):
             launch.mark(at, LOST, "its standard input: the program has none")
-        if launch.inner is not None and self._has_launch(launch.inner.script, launch.step):
+        if launch.inner is not None and self._has_launch(_inner_text(launch.inner), launch.step):
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.are_set
@@ -231,13 +200,11 @@ class Reader:
         assert outer.inner is not None
         count = len(self.statements)
         word = self._name_outer_code(outer.inner, node)
-        code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"  # bash has put a value there
-        text = _QUOTED.sub(
-            lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
-        )
+        self.of_batch |= {*word.names}
         before = self.scope.arguments, self.scope.are_set
         self.scope.arguments, self.scope.are_set = outer.args, False
-        self._look_into(text, node, outer.step or self._place.step, outer.inner.line)
+        step = outer.step or self._place.step
+        self._look_into(_inner_text(word), node, step, outer.inner.line)
         self.scope.arguments, self.scope.are_set = before
         self._resolve(node, "the launch")
         for statement in self.statements[count:]:
@@ -370,12 +337,14 @@ class Reader:
 
     def _for_statement(self, node: Node) -> None:
         """Read a loop, of one over nodes or over one word that starts the training its body."""
-        text, words = source(node), self.scope.words(node.children_by_field_name("value"))
-        if self._has_launch(node) and len(words) == 1 and words[0].is_static:
+        text, has_launch = source(node), self._has_launch(node)
+        words = self.scope.words(node.children_by_field_name("value")) if has_launch else []
+        if len(words) == 1 and words[0].is_static:
             self._read_one_pass(node, words[0])
             return
-        if not self._has_launch(node) or not _ON_NODES.search(text):
-            self._add(node, lost=_OF_LAUNCHES if self._has_launch(node) else "")
+        if not has_launch or not _ON_NODES.search(text):
+            reason = "a loop of launches: hpc-ddp sweep, or a job for each"
+            self._add(node, lost=reason if has_launch else "")
             return
         for name in set_in(node):
             self.scope.set(name, None)
@@ -398,3 +367,12 @@ class Reader:
         self._add(node.children[0], f"{name}={word.bash()}", name=name, assigned=word)
         self._resolve(node, "a loop over one word")
         self._walk(node.child_by_field_name("body"))
+
+
+def _inner_text(word: Word) -> str:
+    """Return the text that ``bash -c`` gets, with a variable, in double quotes, where the outer
+    bash has put its value between single ones."""
+    code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"
+    return _QUOTED.sub(
+        lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
+    )

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 Node = Any  # a tree_sitter.Node: the package is optional
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
+_ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
+# Lines that end within a word, and what follows of it.
+_CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^\n])+"""
+_BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)
+_OF_WORDS = ("word", "string", "raw_string", "concatenation", "number", "command_name", "=",
+             "simple_expansion", "expansion", "command_substitution")  # fmt: skip
+_IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
 _OPERATORS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("=", "==", "-eq"), operator.eq),
     **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
@@ -50,9 +57,11 @@ def parse(text: str) -> Node:
 
 
 def _with_whole_words(root: Node, code: bytes) -> bytes:
-    """Return a script's text with ``${NAME}`` for ``$NAME``, and ``'x'`` for ``\\x``, where
-    tree-sitter-bash 0.25 sees the end of a word before it, without an error."""
+    """Return a script's text with ``${NAME}`` for ``$NAME``, ``'x'`` for ``\\x``, and the end of a
+    line within a word behind what follows of it, where tree-sitter-bash 0.25 sees the end of a word
+    before it, without an error."""
     nodes, edits = [*root.children], {}
+    breaks: dict[int, int] = {}  # where a word with broken lines begins, by where it ends
     while nodes:
         node = nodes.pop()
         nodes += node.children
@@ -62,8 +71,20 @@ def _with_whole_words(root: Node, code: bytes) -> bytes:
         end = node.next_sibling.start_byte if node.next_sibling else node.parent.end_byte
         end = max(end, node.end_byte + 2) if node.type not in (")", "))", "`") else end
         for blank in re.compile(rb"\\([\t -&(-~])").finditer(code, node.end_byte, end):
-            if node.parent.type not in ("string", "heredoc_body", "simple_expansion", "expansion"):
+            if node.parent.type not in _IN_TEXT:
                 edits[blank.span()] = b"'%b'" % blank[1]
+        variable = (
+            re.match(rb"(\w+)(?:\\\n)+$", node.text) if node.type == "variable_name" else None
+        )
+        if variable and node.parent.type == "simple_expansion":
+            edits[node.start_byte, node.start_byte + len(variable[1])] = b"{%b}" % variable[1]
+        broken = _BROKEN_WORD.match(code, node.end_byte) if node.type in _OF_WORDS else None
+        is_end = re.search(rb"(?<!\\)\s$", code[max(0, node.end_byte - 2) : node.end_byte])
+        if broken and node.parent.type not in _IN_TEXT and not is_end:
+            breaks[broken.end()] = min(broken.start(), breaks.get(broken.end(), len(code)))
+    for end, start in () if edits else breaks.items():
+        lines = code[start:end].count(b"\\\n")
+        edits[start, end] = code[start:end].replace(b"\\\n", b"") + b" " + b"\\\n" * lines
     for (start, end), new in sorted(edits.items(), reverse=True):
         code = code[:start] + new + code[end:]
     return code
@@ -74,10 +95,12 @@ def source(node: Node) -> str:
     return "" if node is None else node.text.decode()
 
 
-def uses_arguments(text: str) -> bool:
+def uses_arguments(text: str, is_without: bool = False) -> bool:
     """Return whether some code uses the script's own arguments (``$1``, ``$@``, ``$#``); one with a
-    default, ``${1:-x}``, does not count, nor do those of awk or Python, in single quotes."""
-    return bool(_ARGUMENTS.search(re.sub(r"'[^']*'", "", text)))
+    default, ``${1:-x}``, does not count, nor do those of awk or Python, in single quotes. Where it
+    `is_without` arguments, ``$@`` is nothing."""
+    code = re.sub(r"'[^']*'", "", text)
+    return bool(_ARGUMENTS.search(_ALL_ARGUMENTS.sub("", code) if is_without else code))
 
 
 def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:

@@ -68,7 +68,7 @@ def test_arguments_that_are_not_given_are_asked_for(line: str) -> None:
     assert result.get("script") == ("a.py" if "a.py" in line else None)
     assert not {"args", "no-python"} & result.keys()
     assert conversion.group(3)[0] == LOST
-    note = "give the script's arguments: hpc-ddp import job.sbatch -- ARG…"
+    note = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
     assert (0, note) in conversion.notes
 
 

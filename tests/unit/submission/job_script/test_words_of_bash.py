@@ -11,7 +11,8 @@ import pytest
 from hpc_ddp.submission.job_script.convert import convert
 
 HERE = Path("/home/me/project")
-PARTS = (".x", "\\$", "/", "-y.", ",z=", "'q r'", '"s t"', '"u$B"', "$B", "${B}", "$A", "\\ ")
+PARTS = (".x", "\\$", "/", "-y.", ",z=", "'q r'", '"s t"', '"u$B"', "$B", "${B}", "$A", "\\ ",
+         '" $A "', '" "', "\\\n")  # fmt: skip
 SET = "A=1\nB='b c'\n"
 
 

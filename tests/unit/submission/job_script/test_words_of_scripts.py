@@ -115,6 +115,39 @@ def of_text(*lines: str) -> Conversion:
         # All GPUs of a node, counted there.
         (("#SBATCH --gres=gpu:4", "n=`nvidia-smi -L | wc -l`", "srun torchrun --nproc=$n a.py"),
          {"gpus-per-node": "4", "nproc-per-node": None}),
+        # Tasks of a step are no workers of Accelerate.
+        (("srun --ntasks-per-node=1 accelerate launch --num_processes 16 a.py",),
+         {"script": "a.py", "nproc-per-node": 8}),
+        # A word that goes on in the next line, and the blank between two arrays.
+        (("srun --container-image=a --container-mounts=\\", "/b,\\", "$USER \\", " python a.py"),
+         {"container-options": ["--container-mounts=/b,$USER"], "script": "a.py"}),
+        (("A=(-a 1)", 'C=" \\', '"${A[@]}" \\', '"${A[@]}" \\', '"', f"{TRAIN} $C"),
+         {"args": ["-a", "1", "-a", "1"]}),
+        # A value that only bash knows is a variable, and one that each task sets is named.
+        (("srun --container-image=/i/$(id -gn) python a.py",),
+         {"image": "$ARGUMENTS_1", "setup": ['ARGUMENTS_1=/i/"$(id -gn)"']}),
+        (("srun sh -c 'D=$(mktemp)", 'apptainer exec -B "$D" -e a.sif python a.py\'',),
+         {"image": "a.sif", "container-options": ["-e"]}),
+        # The Python of torchrun's agent, of a program that only the job finds.
+        (("ml pytorch", "cd $REPO", 'srun bash -c "torchrun `pwd`/a.py"'),
+         {"script": "python", "no-python": True, "python": "python"}),
+        # Variables of the shell that submits, and those that bash changes.
+        (("export A=$A", 'export B="${B}"', TRAIN), {"env-names": ["A", "B"], "setup": None}),
+        (("source a.sh", "export A=$A", TRAIN), {"setup": ["source a.sh", "export A=$A"]}),
+        (("RANDOM=8", f"{TRAIN} $RANDOM"), {"setup": ["RANDOM=8", "ARGUMENTS_1=(${RANDOM})"]}),
+        # In a task's text, variables that the batch script puts there, and those that bash reads.
+        (("source a.sh", 'srun bash -c "torchrun a.py $OUT/a"'),
+         {"expand": ["OUT", "ARGUMENTS_1[@]"], "node-setup": ['eval "ARGUMENTS_1=(${OUT}/a)"']}),
+        (("export C=$(date)", "srun bash -c 'torchrun a.py $C'"),
+         {"node-setup": ["ARGUMENTS_1=(${C})"]}),
+        (('srun a.sif bash -lc "exec \'$V/bin/x\' train"',), {"script": "a.sif"}),
+        (("srun bash -lc \"exec '$V/bin/x' train\"",),
+         {"script": "env", "args": ["$V/bin/x", "train"]}),
+        # No arguments are none, and a check of each node is no training.
+        ((f"{TRAIN} \"$@\" -a",), {"args": ["-a"]}),
+        (('C="python a.py $@ -a"', 'srun bash -c "$C"'), {"args": ["-a"]}),
+        (("for h in $(x); do srun -N1 -n1 -w $h ./c.sh & done", "wait",
+          "for t in a b; do python $t.py; done"), {"script": None, "teardown": None}),
     ],
 )  # fmt: skip
 def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any]) -> None:
@@ -166,6 +199,13 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
             ("P=$(date)", 'srun sh -c "', "export TORCHELASTIC_X=1", 'python train.py --p $(id)"'),
             *(5, OURS, "workers have hpc-ddp's TORCHELASTIC_X"),
         ),
+        (
+            ("srun sh -c 'cp a b; apptainer exec a.sif python a.py'",),
+            *(3, LOST, "before it enters the container"),
+        ),
+        (('O="a/$(date +%s)"', 'echo "$O"', TRAIN, "cp a $O"), 4, TAKEN, "setup"),
+        ((TRAIN, "for t in a b; do python -m eval $t; done"), 4, LOST, "it may start a training"),
+        ((TRAIN, "for t in a b; do python -m pip list; done"), 4, TAKEN, "teardown"),
     ],
 )
 def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason: str) -> None:
