@@ -17,10 +17,10 @@ from hpc_ddp.training.data.call_order import check_tracked
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData
-from hpc_ddp.training.data.rerun_lines import Settings
+from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
-from hpc_ddp.training.models.tracked import warn_of_untracked
+from hpc_ddp.training.models.tracked import warn_of_gradients, warn_of_untracked
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
@@ -92,6 +92,7 @@ class Run(ModelSetup):
             warn=self._say if self.rank == 0 else None,
             **options,
         )
+        self._loader.is_before_loop = True
         return self._loader
 
     def track(
@@ -127,8 +128,9 @@ class Run(ModelSetup):
         self._precision.watch_trained(self._manager.trained)
         data = {} if self._loader is None else self._loader.facts
         self._manager.track({**objects, "_precision": self._precision}, data, per_rank, added)
-        self._is_resuming = self._manager.resumed
-        self._settings = Settings(self._manager.objects if self._is_resuming else {})
+        if self._manager.resumed:
+            loops = self.position.loops
+            self._resume = Resume(objects, self._manager.put_back, self._say, loops)
         is_own = self._loader is None and not per_rank
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
         for tracked in objects.values():
@@ -159,8 +161,9 @@ class Run(ModelSetup):
                     self._manager.generators.begin_epoch()
                 yield self.position.epoch
                 self.position.begin_epoch()
-                if self._loader is not None:
-                    self._loader.end_epoch()
+                # Without a batch behind a resume the epoch's beginning ends here.
+                if self._loader is not None and self._loader.clear():
+                    self._manager.generators.end_beginning()
                 beat()
                 self._consensus.end_pause()
                 self._add_decision(self._consensus.decide_now())
@@ -266,6 +269,7 @@ class Run(ModelSetup):
         if self._is_unchecked:  # the first step of a loop that this attempt has begun
             self._is_unchecked = False
             warn_of_untracked(self._manager.objects.values(), self._say)
+            warn_of_gradients(self._manager.objects.values(), self._has_updated, self._say)
         self._timer.end_step()
         self._precision.end_step()
         self.position.step += 1
@@ -344,6 +348,7 @@ class Run(ModelSetup):
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Raise UsageError amid accumulating; each tracked optimizer calls it before its step."""
         self._calls.check_update(self.ends_step)
+        self._has_updated = True
 
     def _warn_unless_over(self) -> None:
         """Warn, at rank 0's exit without an exception, of a loop that no `finish` came after."""

@@ -21,7 +21,7 @@ from hpc_ddp.training.checkpoint.rank_comparison import (
     with_checksums,
 )
 from hpc_ddp.training.checkpoint.rank_part import Content
-from hpc_ddp.training.checkpoint.restore import Restored
+from hpc_ddp.training.checkpoint.restore import Loaded, Restored
 from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Sharing
@@ -78,6 +78,8 @@ class CheckpointManager:
         self._per_rank: tuple[str, ...] = ()
         self.generators = Generators(devices)
         self._buffer = StagingBuffer(devices[0])
+        self._loaded: Loaded | None = None
+        self._has_noted = False  # the flags of models
         self._written: tuple[Position, Best] | None = None  # `_identity` of the newest save
         self._names_best = False  # the last save is to be the best checkpoint
 
@@ -133,7 +135,7 @@ class CheckpointManager:
         }
         notes = put_back.find_ignored_settings(objects, tree, self.trained)
         self._put_back(objects, tree, checkpoint, added)
-        notes += put_back.put_flags_back(objects, tree)
+        self._loaded = Loaded(objects, tree, checkpoint, self.trained, added)
         for note in notes if self._dims.rank == 0 else ():
             say(note)
         vars(self._position).update(checkpoint.index.shared["position"])
@@ -143,6 +145,20 @@ class CheckpointManager:
         first = checkpoint.index.first_of_stream(self._dims.stream)
         if first is not None:
             self.generators.load(checkpoint.values_of(first))
+
+    def note_flags(self) -> None:
+        """Take the flags of the models for those that the script has made, at its first loop."""
+        modules = [unwrap(thing) for thing in self.objects.values()] if not self._has_noted else ()
+        self._has_noted = True
+        for module in modules:
+            if isinstance(module, torch.nn.Module):
+                self.trained.note_flags(module)
+
+    def put_back(self, models_alone: bool) -> list[str]:
+        """Put models, and unless `models_alone` optimizers, back into the state of the checkpoint
+        that was taken up, if any, until the first save; return a line for each in which something
+        was otherwise. No collective: each rank reads by itself. Raises as `put_back.put_back`."""
+        return self._loaded.put_back(self._dims.pp > 1, models_alone) if self._loaded else []
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had.
@@ -204,7 +220,7 @@ class CheckpointManager:
         self.settle()
         if self._written == self._identity():
             return
-        began = time.monotonic()
+        self._loaded, began = None, time.monotonic()
         self._names_best = self.best.step is None and self.best.value is not None
         if self._names_best:
             self.best.step = self._position.step

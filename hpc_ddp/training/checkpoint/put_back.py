@@ -99,10 +99,12 @@ def find_ignored_settings(
     return notes
 
 
-def put_flags_back(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
+def put_flags_back(
+    objects: Mapping[str, Any], tree: Mapping[str, Any], trained: TrainedParameters
+) -> list[str]:
     """Have parameters need gradients, or none, and parts of modules train, or not, as the loop had
     set it by the time of a checkpoint, whose state dicts are in `tree`; those that it had left
-    alone stay as the script makes them. Return a line for each object with parameters that were
+    alone are as the script makes them. Return a line for each object with parameters that were
     otherwise."""
     notes = []
     for name, module in ((name, unwrap(thing)) for name, thing in objects.items()):
@@ -111,10 +113,13 @@ def put_flags_back(objects: Mapping[str, Any], tree: Mapping[str, Any]) -> list[
             modes = tree[name].get(states.MODES, {})
             changed = []
             for key, part in module.named_modules():
-                part.training = modes.get(plain_part(key), part.training)
+                part.training = modes.get(plain_part(key), trained.as_made(part, part.training))
             for key, parameter in module.named_parameters(remove_duplicate=False):
-                if needed.get(plain_name(key), parameter.requires_grad) != parameter.requires_grad:
-                    parameter.requires_grad_(needed[plain_name(key)])
+                flag = needed.get(
+                    plain_name(key), trained.as_made(parameter, parameter.requires_grad)
+                )
+                if flag != parameter.requires_grad:
+                    parameter.requires_grad_(flag)
                     changed.append(plain_name(key))
             if changed:
                 more = ", …" if changed[1:] else ""

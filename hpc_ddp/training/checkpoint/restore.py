@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.terminal import say
@@ -17,8 +19,13 @@ from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal.events import CheckpointRestored
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.training.checkpoint import put_back
+from hpc_ddp.training.checkpoint.rank_comparison import start_checksums
+from hpc_ddp.training.checkpoint.state import collect, unwrap
 from hpc_ddp.training.checkpoint.storage import disk
 from hpc_ddp.training.checkpoint.storage.index import Index, read_index, read_values, reader_of
+from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.trained import TrainedParameters
 from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.process_group import on_first
 
@@ -42,6 +49,60 @@ class Restored:
         read."""
         with reading(self._folder, self._rank):
             return read_values(self._folder, self.index.parts[rank])
+
+
+class Loaded:
+    """A checkpoint that has been loaded into objects, of which lines of the script that had run
+    before it change models and optimizers once more: `put_back` undoes that."""
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        tree: Mapping[str, Any],
+        checkpoint: Restored,
+        trained: TrainedParameters,
+        added: Sequence[str],
+    ) -> None:
+        """`objects`, `tree` and `added` as `put_back.put_back` has them; `trained` knows the flags
+        that the script has made."""
+        kinds = (torch.nn.Module, torch.optim.Optimizer)
+        self._objects = {n: o for n, o in objects.items() if isinstance(unwrap(o), kinds)}
+        self._tree, self._checkpoint = tree, checkpoint
+        self._trained, self._added = trained, added
+        self._sums = self._sum_up()
+
+    def put_back(self, is_stage: bool, models_alone: bool) -> list[str]:
+        """Load anew, where tensors are others than the checkpoint's: models, and unless
+        `models_alone` optimizers. Put back all flags of models. Return a line for each object in
+        which something was otherwise. `is_stage` and errors as `put_back.put_back` has them; no
+        collective."""
+        sums, reader = self._sum_up(), self._checkpoint.reader
+        modules = {n: o for n, o in self._objects.items() if isinstance(unwrap(o), torch.nn.Module)}
+        places = (place for place in sums if sums[place] != self._sums[place])
+        changed = {place.partition(".")[0] for place in places}
+        if models_alone:
+            changed &= modules.keys()
+        # An optimizer's tensors have the names of the models' parameters.
+        objects = self._objects if changed - modules.keys() else {n: modules[n] for n in changed}
+        tree = {name: self._tree[name] for name in objects}
+        reader.sharing = None
+        put_back.put_back(objects, tree, reader, self._checkpoint.step, is_stage, self._added)
+        lines = [
+            f"{name}: its {'weights are' if name in modules else 'state is'} as in the checkpoint"
+            " again: lines behind run.track, between two loops, or at the top of an epoch, have"
+            " changed them a second time"
+            for name in sorted(changed)
+        ]
+        return lines + put_back.put_flags_back(modules, self._tree, self._trained)
+
+    def _sum_up(self) -> dict[str, int]:
+        """Return checksums of this rank's tensors that the checkpoint has, by their places."""
+        tensors = {}
+        local: Any  # a DTensor, perhaps
+        for place, local in collect(self._objects, trained=self._trained).tensors.items():
+            if place in self._checkpoint.reader:
+                tensors[place] = local.to_local() if is_sharded(local) else local
+        return start_checksums(tensors)()
 
 
 def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_ddp.core.errors import UsageError
@@ -25,7 +26,7 @@ class CallOrder:
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         """Begin before any loop; `say` prints a line for the user."""
         self._say = say
-        self._site: tuple[Any, int] | None = None  # of the script, where its last loop begins
+        self._site: list[tuple[Any, int]] = []  # of the script, where its last loop begins
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
         self._kind: Kind | None = None  # of that loop, or of the last one
@@ -64,7 +65,7 @@ class CallOrder:
                 f"WARNING: run.{loop}({total}) comes twice: a resume in the second one would begin"
                 " in the first; accepted: loops of different totals"
             )
-        self.number += not self.has_looped or total != self.total
+        self.number += not self.has_looped or (loop, total) != (self._kind, self.total)
         number, done = self.number, position.epoch if loop == "epochs" else position.step
         self._is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
         is_over = done >= total or self._is_abandoned
@@ -179,11 +180,15 @@ class CallOrder:
             )
 
 
-def _site_of_script() -> tuple[Any, int]:
-    """Return where the script begins a loop: its code, and the place in that. Called by `in_loop`,
-    which contextlib and the run's method call."""
-    frame = sys._getframe(4)  # not kept: it would keep the loop from being closed
-    return frame.f_code, frame.f_lasti
+def _site_of_script() -> list[tuple[Any, int]]:
+    """Return where the script begins a loop: its code, and the place in that, and the same of each
+    function's caller. Called by `in_loop`, which contextlib and the run's method call."""
+    frame: FrameType | None = sys._getframe(4)  # not kept: it would keep the loop from being closed
+    site = []
+    while frame:
+        site.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return site
 
 
 def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.data.dataloader import batches_of
+from hpc_ddp.training.data.iteration import BatchGroups, Iteration, is_of_loop
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
 from hpc_ddp.training.data.worker_death import watched
@@ -66,10 +68,11 @@ class Loader:
         self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.samples = size_of(dataset)
         self.rolls = False
-        self.end_epoch()
-        self._open = 0  # iterations that have not ended
+        self.groups = BatchGroups(plan.accumulate)
         # Called once, before the epoch's first batch; what it returns undoes it after a peek.
         self.on_first_batch: Callable[[], Callable[[], None]] | None = None
+        self.clear()
+        self.is_before_loop = False  # of a run: then a look is at the first batch of all
         self._plan, self._position, self._device = plan, position, device
         self._check, self._sync, self._batch_done, self._timed = check, sync, batch_done, timed
         if self.samples is not None and not plan.steps(self.samples):
@@ -84,7 +87,6 @@ class Loader:
         make = partial(batches_of, dataset, plan, seed, device=device, shuffle=shuffle, **options)
         self._batches = make(position=position)
         self._warn = warn
-        self._since_step, self._groups = 0, (0, 0)  # batches since the last step, of the last two
         source: Any = self._batches.dataset
         self._seeds: SampleSeeds = source.seeds
         self._seeds.warns = warn is not None
@@ -128,22 +130,9 @@ class Loader:
     def count_batch(self) -> None:
         """Move the run's position behind the present batch, whose step is done; warn, once, of a
         script that takes as many for each step."""
-        self._position.samples = self.batch.end
+        self._position.samples, self._position.passes = self.batch.end, self._passes
         self.batch.is_trained = True
-        self._groups, self._since_step = (self._groups[1], self._since_step), 0
-        (before, batches), accumulate, text = self._groups, self._plan.accumulate, ""
-        if (before, batches) == (accumulate + 1, accumulate):
-            text = (
-                "a batch is fetched before the step of the one before: a resume leaves it out;"
-                " run.loader fetches ahead by itself, and copies to the device meanwhile: iterate"
-                " it directly"
-            )
-        elif before == batches > accumulate:
-            text = (
-                f"run.step comes after {batches} batches each: a resume within an epoch groups them"
-                f" otherwise; run.loader(…, accumulate={batches}) does not"
-            )
-        if text and self._warn:
+        if (text := self.groups.end_step()) and self._warn:
             self._warn(f"WARNING: {text}")
             self._warn = None
 
@@ -156,70 +145,108 @@ class Loader:
             return self._position.has_ended
         return self.steps(self._position.samples) == 0
 
-    def end_epoch(self) -> None:
-        """Forget the present batch: the loop is between two epochs."""
+    @property
+    def is_before_checkpoint(self) -> bool:
+        """Whether the epoch's present iteration is not yet the one that the checkpoint was in."""
+        return self._passes < self._position.passes
+
+    def begin_loop(self) -> None:
+        """Called as the script begins a loop."""
+        self.is_before_loop = False
+        self.clear()
+
+    def clear(self) -> bool:
+        """Forget the present batch, and the iterations that are open, as of a look whose iterator
+        is kept: the loop is between two epochs, or begins. Return whether `on_first_batch` was not
+        called."""
         self.batch = Batch(is_trained=True)
-        self.on_first_batch = None
+        self.groups.clear()
+        self._passes = 0
+        self._open: set[Iteration] = set()
+        is_unused, self.on_first_batch = self.on_first_batch is not None, None
+        return is_unused
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches on the device, from the run's position on; of an epoch that is done only
         the first one, for a peek.
 
         Each becomes the present `batch`, until a peek is closed: then the one before is it again.
-        Raise UsageError for a second batch outside of a run's loop, or in an epoch that is done,
-        and for a data set of another size than at first, HpcDdpError for a loader worker that died;
-        errors of the data set come through, and what `batch_done` raises.
+        Raise UsageError for a second batch outside of a run's loop, or in it by an iterator of
+        before, or in an epoch that is done, and for a data set of another size than at first,
+        HpcDdpError for a loader worker that died; errors of the data set come through, and what
+        `batch_done` raises.
         """
         check_size(size_of(self.dataset), self.samples)
         if self._warn and self._batches.persistent_workers:
             self._seeds.warn_of_copies(self._warn)
-        before, is_peek = self.batch, self._open > 0
+        is_early = self.is_before_loop
+        by_loop = is_of_loop(sys._getframe(1))
+        self._end_kept_look(by_loop)
+        before, is_peek = self.batch, is_early or bool(self._open)
+        self._passes += not is_peek
         if self.rolls and not is_peek and self.steps(self._position.samples) == 0:
             self._position.begin_epoch()
-        is_done = self.steps(self._position.samples) == 0
+        is_done = not is_early and self.steps(self._position.samples) == 0
         position = Position(epoch=self._position.epoch) if is_done else self._position
+        position = Position() if is_early else position  # in each attempt the same batch
         batches = self._make_peek(position=position) if is_peek or is_done else self._batches
         end = position.samples
         current: Batch | None = None
-        on_first_batch = None if is_peek else self.on_first_batch
-        undo: list[Callable[[], None]] = []
-
-        def begin() -> None:
-            if on_first_batch:
-                self.on_first_batch = None
-                undo.append(on_first_batch())
-
-        self._open += 1
+        iteration = Iteration(self, is_peek, by_loop)
+        self._open.add(iteration)
         try:
-            for micro_batch, content in self._timed(watched(batches, begin)):
+            for micro_batch, content in self._timed(watched(batches, iteration.begin)):
+                self._open.add(iteration)  # also in a later epoch
                 if current:
                     self._check()
+                    check_begun(is_early)
                     check_not_done(is_done)
                 end += micro_batch.total if micro_batch.ends_step else 0
                 self.batch = current = Batch(micro_batch, end, is_trained=is_done)
                 self._sync(micro_batch.ends_step)
                 beat()
-                self._since_step += not is_peek
+                iteration.add_batch()
                 self._seeds.warns = False  # the next loader workers get it so
                 yield to_device(content, self._device)
-                undo.clear()
+                self._share_step(current, is_peek and not is_done)
+                iteration.end_batch(current.is_trained)
                 self.batch = current  # a peek has one of its own
                 if not is_done:
                     self._batch_done()
+            iteration.end()
             self._position.has_ended |= self.samples is None and not is_peek
             if self.rolls and not is_peek:
                 self._position.begin_epoch()
         except GeneratorExit:
             if self.batch is current and (is_done or not current.is_trained):
                 self.batch = before
-                self._since_step -= not is_peek
                 self._sync(before.micro_batch.ends_step)
-                for go_back in undo:
-                    go_back()
-                    self.on_first_batch = on_first_batch
+                iteration.end()
             raise
         finally:
-            self._open -= 1
+            self._open.discard(iteration)
+
+    def _end_kept_look(self, by_loop: bool) -> None:
+        """Before an iteration `by_loop`: end looks by ``next`` whose iterators are kept."""
+        for iteration in [*self._open] if by_loop else ():
+            if not (iteration.by_loop or iteration.has_step):
+                iteration.end()
+                self._open.discard(iteration)
+
+    def _share_step(self, current: Batch, is_peek: bool) -> None:
+        """Before another batch: where the step of the `current` one was counted for that of a look
+        whose iterator is kept, count it here. Warn of that, and of a step by a look (`is_peek`)."""
+        present = self.batch
+        is_trained = present.is_trained and present.micro_batch is not NO_BATCH
+        is_late = present is not current and is_trained and not current.is_trained
+        if self._warn and (is_late or (is_peek and current.is_trained)):
+            self._warn(
+                "WARNING: an iterator of the training loader is kept while another one goes on, as"
+                " by `it = iter(loader)`: a resume in this epoch goes on with other random numbers;"
+                " accepted for a look: next(iter(loader))"
+            )
+            self._warn = None
+        current.is_trained |= is_late
 
 
 class Shard:
@@ -278,6 +305,16 @@ def check_size(samples: int | None, first_samples: int | None) -> None:
             f"the training set has {samples} samples, and had {first_samples} as run.loader was"
             " called; accepted: the same number",
             hint="batches of your own in run.steps, or a run for each stage",
+        )
+
+
+def check_begun(is_early: bool) -> None:
+    """Raise UsageError for a batch in a loop by an iteration that was begun before it."""
+    if is_early:
+        raise UsageError(
+            "an iterator of the training loader was begun before the loop, and goes on in it; the"
+            " loop's first batch would be left out",
+            hint="for a look `next(iter(loader))`, and iter(loader) anew in the loop",
         )
 
 

@@ -24,7 +24,9 @@ class Position:
     `samples` of the run's loader that they took. `abandoned` has the kinds and totals of the loops
     that the script has left by ``break`` and does not come back to, by their numbers from 1, and
     `loops` is the number of the one that it is in, or was last, and `loop` its kind and total.
-    `has_ended`: a stream has no more samples in the epoch."""
+    `has_ended`: a stream has no more samples in the epoch. `passes` is the number, in the epoch, of
+    the iteration over the loader that the last step was in. `is_behind`: the script is behind that
+    loop, where it may have changed what a checkpoint has."""
 
     step: int = 0
     epoch: int = 0
@@ -34,11 +36,13 @@ class Position:
     loops: int = 0
     loop: tuple[str, int] | None = None
     has_ended: bool = False
+    passes: int = 0
+    is_behind: bool = field(default=False, compare=False)
 
     def begin_epoch(self) -> None:
         """Move on to the next epoch's first sample."""
         self.epoch += 1
-        self.samples = self.epoch_steps = 0
+        self.samples = self.epoch_steps = self.passes = 0
         self.has_ended = False
 
 

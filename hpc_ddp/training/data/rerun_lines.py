@@ -5,21 +5,70 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Number
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-# Types of a state that is no tensor, array or object of a library's.
+if TYPE_CHECKING:
+    from hpc_ddp.training.data.call_order import CallOrder
+    from hpc_ddp.training.data.order import Position
+
+# Types of a state that is no object of a library's.
 _PLAIN = (Number, str, bytes, type(None))
+_MOST = 1024  # numbers of a tensor or an array that is a setting, and no replay buffer
+
+
+class Resume:
+    """After a resume, puts back what lines of the script have changed that had run before the
+    checkpoint: settings of the tracked `objects` and, by `put_tensors_back`, which returns a line
+    for each, models and, unless its argument is true, states of optimizers. `say` prints a line for
+    the user. The checkpoint is of the loop of number `loops`. One without objects does nothing."""
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any] | None = None,
+        put_tensors_back: Callable[[bool], list[str]] = lambda models_alone: [],
+        say: Callable[[str], None] = lambda line: None,
+        loops: int = 0,
+    ) -> None:
+        self._settings, self._put_tensors_back = Settings(objects or {}), put_tensors_back
+        self._say, self._loops = say, loops
+        self._is_pending = bool(objects)  # until the loop of the checkpoint has begun
+        self._was_behind = False  # the checkpoint's script, between that loop and the next one
+
+    def begin_loop(self, calls: CallOrder, position: Position, is_over: bool) -> bool:
+        """Called as the script begins a loop, which may be over by now: put all back if it is the
+        one that the checkpoint is in, or at the end of; return whether it is in it. Settings of
+        lines before the first loop count, though."""
+        is_resumed = self._is_pending and calls.is_checkpoints
+        if is_resumed:
+            self.put_back(accepts_settings=max(calls.number, self._loops) < 2)
+        self._was_behind = is_resumed and is_over and position.is_behind
+        position.is_behind &= is_over
+        self._is_pending &= not calls.is_checkpoints
+        return is_resumed and not is_over
+
+    def put_back(self, accepts_settings: bool = False) -> None:
+        """Put all back, but with `accepts_settings` models alone."""
+        for line in self._put_tensors_back(accepts_settings):
+            self._say(line)
+        settings = self._settings
+        (settings.accept_changes if accepts_settings else settings.put_back)(self._say)
+
+    def go_behind_loop(self, position: Position) -> None:
+        """Called before a save behind a loop: note that in `position`. Where the checkpoint is of
+        this place, lines between the loop and it have run before: put all back."""
+        if self._was_behind:
+            self.put_back()
+        position.is_behind, self._was_behind = True, False
 
 
 class Settings:
     """The values that lines of a script may set in the tracked `objects`: settings of optimizers,
-    states of schedulers, also of a script's own, and of models which parts train and which
-    parameters need gradients. As a checkpoint has them, to be put back behind lines that had run
-    before it."""
+    and states of schedulers and of the script's own objects. As a checkpoint has them, to be put
+    back behind lines that had run before it."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = {name: thing for name, thing in objects.items() if _has_settings(thing)}
@@ -31,21 +80,19 @@ class Settings:
         for name, key, earlier, current in self._changes():
             _put_settings(self._objects[name], {**current, **earlier})
             say(
-                f"{name}: {_display_name(key)} is {earlier[key]} again, as in the checkpoint: lines"
-                " between two loops, or at the top of an epoch, have run a second time"
+                f"{name}: {key} is {earlier[key]} again, as in the checkpoint: lines between two"
+                " loops, or at the top of an epoch, have run a second time"
             )
 
     def accept_changes(self, say: Callable[[str], None]) -> None:
-        """Take the present settings of optimizers and schedulers for the checkpoint's, and call
-        `say` with a warning for each object of which some differ. Models' flags stay: that a script
-        evaluates behind run.track says nothing of the training."""
+        """Take the present settings for the checkpoint's, and call `say` with a warning for each
+        object of which some differ."""
         for name, key, earlier, current in self._changes():
-            if not isinstance(self._objects[name], torch.nn.Module):
-                self._settings[name] = current
-                say(
-                    f"WARNING: {name}: {key} is {current.get(key)}, and {earlier[key]} in the"
-                    " checkpoint: lines behind run.track have set it"
-                )
+            self._settings[name] = current
+            say(
+                f"WARNING: {name}: {key} is {current.get(key)}, and {earlier[key]} in the"
+                " checkpoint: lines behind run.track have set it"
+            )
 
     def _changes(self) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
         """Yield the name of each object with changed settings, the first of these, and the settings
@@ -57,34 +104,31 @@ class Settings:
                 yield name, key, earlier, current
 
 
-def _display_name(key: str) -> str:
-    return key.replace(" of module.", " of ")
-
-
 def _has_settings(thing: Any) -> bool:
-    """Return whether an object has settings; one of the script's own class has, if it makes steps,
-    and its state is plain."""
-    if isinstance(thing, (torch.nn.Module, Optimizer, LRScheduler)):
+    """Return whether an object has settings; one of the script's own class has, as a scheduler or a
+    meter, if its state is plain. But what is iterated moves on by that, and goes on by itself."""
+    if isinstance(thing, (Optimizer, LRScheduler)):
         return True
-    if not callable(getattr(thing, "step", None)):
+    is_own = not isinstance(thing, torch.nn.Module) and hasattr(thing, "state_dict")
+    if not is_own or hasattr(thing, "__iter__") or hasattr(thing, "__getitem__"):
         return False
     state = thing.state_dict()
     return isinstance(state, dict) and _is_plain(state)
 
 
 def _is_plain(state: Any) -> bool:
-    """Return whether a state has numbers and texts alone."""
+    """Return whether a state has numbers, small tensors or arrays, and texts alone."""
     if isinstance(state, dict):
         return all(map(_is_plain, state.values()))
     if isinstance(state, (list, tuple)):
         return all(map(_is_plain, state))
-    return isinstance(state, _PLAIN)
+    count = state.numel() if isinstance(state, torch.Tensor) else getattr(state, "size", _MOST + 1)
+    return isinstance(state, _PLAIN) or (isinstance(count, int) and count <= _MOST)
 
 
 def _settings_of(thing: Any) -> dict[str, Any]:
     """Return a copy of a scheduler's state; of the settings of an optimizer's groups, by names as
-    ``lr`` or, for those of further groups, ``lr of group 1``; or of a model's flags, by names as
-    ``training of fc.1``."""
+    ``lr`` or, for those of further groups, ``lr of group 1``."""
     if isinstance(thing, Optimizer):
         return {
             _name_of(key, number): copy.deepcopy(setting)
@@ -92,20 +136,7 @@ def _settings_of(thing: Any) -> dict[str, Any]:
             for key, setting in group.items()
             if key != "params"
         }
-    if isinstance(thing, torch.nn.Module):
-        return {
-            **{_of_part(key): part.training for key, part in thing.named_modules()},
-            **{f"requires_grad of {key}": part.requires_grad for key, part in _parameters(thing)},
-        }
     return copy.deepcopy(dict(thing.state_dict()))
-
-
-def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return model.named_parameters(remove_duplicate=False)
-
-
-def _of_part(key: str) -> str:
-    return f"training of {key or 'the model'}"
 
 
 def _name_of(key: str, group: int) -> str:
@@ -123,13 +154,6 @@ def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
                     group[key].data.copy_(torch.as_tensor(setting))
                 else:
                     group[key] = setting
-    elif isinstance(thing, torch.nn.Module):
-        for key, part in thing.named_modules():
-            if part.training != settings[_of_part(key)]:
-                part.training = not part.training
-        for key, parameter in _parameters(thing):
-            if parameter.requires_grad != settings[f"requires_grad of {key}"]:
-                parameter.requires_grad_(not parameter.requires_grad)
     else:
         thing.load_state_dict(settings)
 

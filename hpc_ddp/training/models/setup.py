@@ -17,7 +17,7 @@ from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
-from hpc_ddp.training.data.rerun_lines import Settings
+from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
@@ -45,8 +45,8 @@ class ModelSetup(Worker):
         self._loader: Loader | None = None
         self._calls = CallOrder(self._say)
         self._is_unchecked = False  # until a loop's first step
-        self._settings = Settings({})  # of a checkpoint that is taken up
-        self._is_resuming = False  # until the loop of the checkpoint has begun
+        self._resume = Resume()
+        self._has_updated = False  # an optimizer, in the present loop
         self._no_loader = Batch()  # of a script without a loader of the run
 
     @property
@@ -326,6 +326,7 @@ class ModelSetup(Worker):
         calls, position = self._calls, self.position
         loader = self._loader if calls.loop == "epochs" else None
         if self._loader is not None:
+            self._loader.begin_loop()
             self._loader.rolls = loader is None
         is_in_epoch = loader is not None and position.epoch_steps > 0
         self._manager.generators.begin_loop(
@@ -334,12 +335,10 @@ class ModelSetup(Worker):
             is_over=is_over,
             is_in_epoch=is_in_epoch,
         )
-        if self._is_resuming and calls.is_checkpoints and not is_over:
-            settings, is_first = self._settings, calls.number == 1
-            (settings.accept_changes if is_first else settings.put_back)(self._say)
-            if loader is not None and is_in_epoch:
-                loader.on_first_batch = self._end_beginning
-        self._is_resuming = self._is_resuming and not calls.is_checkpoints
+        self._manager.note_flags()
+        self._has_updated = False
+        if self._resume.begin_loop(calls, position, is_over) and is_in_epoch and loader is not None:
+            loader.on_first_batch = self._end_beginning
         is_new = position.step == 0 or calls.number > 1
         self._is_unchecked = self.rank == 0 and not is_over and is_new
         if self.rank == 0:
@@ -349,10 +348,10 @@ class ModelSetup(Worker):
         self._timer.start_step()
 
     def _end_beginning(self) -> Callable[[], None]:
-        """Called at the first batch after a resume within an epoch: have generators and settings as
-        the checkpoint has them; return what undoes it for the generators."""
+        """Called at the first batch after a resume within an epoch: have generators, settings and
+        models as the checkpoint has them; return what undoes it for the generators."""
         undo = self._manager.generators.end_beginning()
-        self._settings.put_back(self._say)
+        self._resume.put_back()
         return undo
 
     def _sync_gradients(self, on: bool) -> None:
@@ -391,6 +390,7 @@ class ModelSetup(Worker):
             )
             return self._manager.best.step or position.step
         if is_behind:
+            self._resume.go_behind_loop(position)
             calls.abandon(position)
         step = self._manager.load_best(model, saves=is_behind)
         beat()

@@ -125,6 +125,20 @@ def warn_of_untracked(
             warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
 
 
+def warn_of_gradients(
+    objects: Iterable[Any], has_updated: bool, warn: Callable[[str], None]
+) -> None:
+    """Warn of gradients in the tracked `objects` behind a step for which no optimizer `has_updated`
+    the weights: the script accumulates them by hand. Called after a step."""
+    optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+    weights = (weight for optimizer in optimizers for weight in parameters_of(optimizer))
+    if not has_updated and any(weight.grad is not None for weight in weights):
+        warn(
+            "WARNING: run.step without an optimizer's step: a resume loses gradients that are kept"
+            " over it; run.loader(…, accumulate=N) has N batches for a step, and run.ends_step"
+        )
+
+
 def _find_untracked(within: Collection[Any]) -> list[str]:
     """Return the kinds of what `warn_of_untracked` warns of; `within` are the tracked objects and
     what they have."""

@@ -22,7 +22,8 @@ class TrainedParameters:
         self._optimizers: list[Optimizer] = []
         self._with_gradients: set[int] = set()
         self._settings: dict[int, list[dict[str, Any]]] = {}
-        # Whether a module's parameter needed gradients, and a module was in training mode, by id.
+        # Whether a parameter needed gradients, and a module was in training mode, by id, as the
+        # first loop began.
         self._as_made: dict[int, bool] = {}
 
     def add(self, objects: Iterable[Any]) -> None:
@@ -37,8 +38,17 @@ class TrainedParameters:
                 parameters = parameters_of(thing)
                 self._with_gradients |= {id(p) for p in parameters if p.requires_grad}
             elif isinstance(thing, torch.nn.Module):
-                self._as_made |= {id(p): p.requires_grad for p in thing.parameters()}
-                self._as_made |= {id(part): part.training for part in thing.modules()}
+                self.note_flags(thing)
+
+    def note_flags(self, module: torch.nn.Module) -> None:
+        """Take the flags of a module for those that the script has made."""
+        self._as_made |= {id(p): p.requires_grad for p in module.parameters()}
+        self._as_made |= {id(part): part.training for part in module.modules()}
+
+    def as_made(self, thing: object, flag: bool) -> bool:
+        """Return the flag of a module's part or parameter as the script has made it; `flag`, which
+        it has now, for one of a module that was not added."""
+        return self._as_made.get(id(thing), flag)
 
     def settings(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Return the plain settings of an optimizer's groups as the script had made them by `add`;
@@ -47,13 +57,13 @@ class TrainedParameters:
 
     def changes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return whether parameters of a module need gradients, by name, for those of which the
-        loop has changed that since `add`, as it unfreezes layers."""
+        loop has changed that, as it unfreezes layers."""
         flags = module.named_parameters(remove_duplicate=False)
         return self._changed((key, id(p), p.requires_grad) for key, p in flags)
 
     def modes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return whether parts of a module are in training mode, by name, for those of which the
-        loop has changed that since `add`, as it stops the means of batch norm."""
+        loop has changed that, as it stops the means of batch norm."""
         return self._changed((key, id(m), m.training) for key, m in module.named_modules())
 
     def _changed(self, flags: Iterable[tuple[str, int, bool]]) -> dict[str, bool]:

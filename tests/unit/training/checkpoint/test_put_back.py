@@ -602,7 +602,7 @@ def test_layers_stay_frozen_that_the_loop_has_frozen(tmp_path: Path) -> None:
     load_state(tmp_path, result, {"m": loaded})
     loaded[0].requires_grad_(False)
     tree = {"m": result.tree["m"], "x": {}}
-    (note,) = put_back.put_flags_back({"m": loaded, "x": Holds(1)}, tree)
+    (note,) = put_back.put_flags_back({"m": loaded, "x": Holds(1)}, tree, TrainedParameters())
     assert note == "m: 1.weight, … frozen or not as the loop had set it"
     assert [layer.weight.requires_grad for layer in loaded] == [False, False, True]
     trained.add([nn.Linear(1, 1)])
@@ -661,5 +661,5 @@ def test_modes_of_modules_come_back() -> None:
     saved[0].eval()
     tree = state.collect({"m": saved}, trained=trained).tree
     loaded[1].eval()
-    put_back.put_flags_back({"m": loaded}, tree)
+    put_back.put_flags_back({"m": loaded}, tree, TrainedParameters())
     assert [part.training for part in loaded.modules()] == [True, False, False]

@@ -162,6 +162,11 @@ def test_behind_all_loops_the_checkpoint_is_of_no_later_one() -> None:
         assert calls.is_before(position) == is_before, totals
 
 
+def break_off(calls: CallOrder, position: Position) -> None:
+    for _ in loop(calls, position, 9):
+        break
+
+
 def test_two_loops_of_one_total_are_warned_of() -> None:
     lines: list[str] = []
     calls, position = CallOrder(lines.append), Position()
@@ -175,3 +180,8 @@ def test_two_loops_of_one_total_are_warned_of() -> None:
         " run.steps(9) comes twice: a resume in the second one would begin in the first; accepted:"
         " loops of different totals"
     ]
+    for count in range(2):  # by one function, and the second time from the same place
+        break_off(calls, position)
+        assert len(lines) == 2, count
+    break_off(calls, position)
+    assert len(lines) == 3

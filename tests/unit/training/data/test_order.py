@@ -209,4 +209,6 @@ def test_a_new_position_is_before_the_first_step() -> None:
         "loops": 0,
         "loop": None,
         "has_ended": False,
+        "is_behind": False,
+        "passes": 0,
     }

@@ -1,0 +1,86 @@
+"""One iteration over a loader: the training, or a look at some batches."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpc_ddp.training.data.loader import Loader
+
+
+class BatchGroups:
+    """How many batches a script takes for each step: another number than it has said, `accumulate`,
+    is groups that a resume forms otherwise."""
+
+    def __init__(self, accumulate: int) -> None:
+        self._accumulate = accumulate
+        self.since_step = 0  # batches
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the steps before: an epoch begins."""
+        self._last = 0, 0, 0, 0  # batches for the last steps
+
+    def end_step(self) -> str:
+        """Count a step. Return a sentence on batches that are grouped otherwise, '' mostly."""
+        count, batches, self.since_step = self._accumulate, self.since_step, 0
+        self._last = (*self._last[1:], batches)
+        if self._last == (0, count + 1, count, count):  # from the epoch's begin: by a prefetcher
+            return (
+                "a batch is fetched before the step of the one before: a resume leaves it out;"
+                " run.loader fetches ahead by itself, and copies to the device meanwhile: iterate"
+                " it directly"
+            )
+        if self._last[-2] == batches > count:
+            return (
+                f"run.step comes after {batches} batches each: a resume within an epoch groups them"
+                f" otherwise; run.loader(…, accumulate={batches}) does not"
+            )
+        return ""
+
+
+class Iteration:
+    """An iteration over a loader's batches: a look, as long as none of them has had a step."""
+
+    def __init__(self, loader: Loader, is_peek: bool, by_loop: bool) -> None:
+        """`by_loop`: a ``for`` asks for the batches, and not ``next``."""
+        self._loader, self._counts, self.by_loop = loader, not is_peek, by_loop
+        self._on_first_batch = None if is_peek else loader.on_first_batch
+        self._undo: Callable[[], None] | None = None
+        self._batches = 0  # without a step
+        # Of the epoch's iterations this one is a look, if its first batch has no step.
+        self._is_before = loader.is_before_checkpoint
+        self.has_step = False
+
+    def begin(self) -> None:
+        """Called before the first batch."""
+        if self._on_first_batch:
+            self._loader.on_first_batch = None
+            self._undo = self._on_first_batch()
+
+    def add_batch(self) -> None:
+        self._batches += self._counts
+        self._loader.groups.since_step += self._counts
+
+    def end_batch(self, is_trained: bool) -> None:
+        self.has_step |= is_trained
+        self._batches *= not is_trained
+
+    def end(self) -> None:
+        """Undo what came with batches that had no step; of a look it may be all."""
+        self._loader.groups.since_step -= self._batches
+        self._batches = 0
+        if self._undo and self._is_before and not self.has_step:
+            self._undo()
+            self._loader.on_first_batch, self._undo = self._on_first_batch, None
+
+
+def is_of_loop(frame: FrameType) -> bool:
+    """Return whether a frame that asks an iterator for its next element is at a ``for``."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while dis.opname[code[at]] == "CACHE":  # of the instruction before
+        at -= 2
+    return dis.opname[code[at]] == "FOR_ITER"
