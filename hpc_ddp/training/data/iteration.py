@@ -46,7 +46,7 @@ class Iteration:
     """An iteration over a loader's batches: a look, as long as none of them has had a step."""
 
     def __init__(self, loader: Loader, is_peek: bool, by_loop: bool) -> None:
-        """`by_loop`: a ``for`` asks for the batches, and not ``next``."""
+        """`by_loop`: a ``for`` or ``yield from`` asks for the batches, and not ``next``."""
         self._loader, self._counts, self.by_loop = loader, not is_peek, by_loop
         self._on_first_batch = None if is_peek else loader.on_first_batch
         self._undo: Callable[[], None] | None = None
@@ -79,8 +79,9 @@ class Iteration:
 
 
 def is_of_loop(frame: FrameType) -> bool:
-    """Return whether a frame that asks an iterator for its next element is at a ``for``."""
+    """Return whether a frame that asks an iterator for its next element is at a ``for``, or a
+    ``yield from``."""
     code, at = frame.f_code.co_code, frame.f_lasti
     while dis.opname[code[at]] == "CACHE":  # of the instruction before
         at -= 2
-    return dis.opname[code[at]] == "FOR_ITER"
+    return dis.opname[code[at]] in ("FOR_ITER", "SEND", "YIELD_FROM")

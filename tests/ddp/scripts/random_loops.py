@@ -37,7 +37,8 @@ from hpc_ddp.training.stops.signals import NOTICE
 
 SAMPLES = 23
 MOMENTS = ("before the loop", "in an epoch", "before a step", "behind a step", "behind an epoch")
-BEGINS = ("train", "look", "draw", "decay", "schedule")
+BEGINS = ("train", "look", "look at two", "draw", "decay", "schedule", "sync", "reset")
+CHANGES = ("rate", "weights", "rate before the best")  # between two loops
 Row = tuple[Any, ...]
 
 
@@ -79,16 +80,16 @@ class Schedule:
     """A scheduler of the script's own class."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.count = optimizer, 0
+        self.optimizer, self.count = optimizer, torch.zeros(())
 
     def step(self) -> None:
-        self.count += 1
-        self.optimizer.param_groups[0]["lr"] = 0.01 * 0.7**self.count
+        self.count = self.count + 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 * 0.7 ** self.count.item()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         return {"count": self.count}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.count = state["count"]
 
 
@@ -116,12 +117,17 @@ class Loop:
     left_at: int | None  # the epoch or step behind which the loop is
     reloads: bool  # the best weights in the loop, where they get worse
     begins: tuple[str, ...]  # what each epoch does before its batches, of `BEGINS`
-    has_stages: bool  # a second loop behind it
-    skips: bool  # the first one, where the position is behind it
+    stages: int  # loops, one behind the other
+    changes: tuple[str, ...]  # between them
+    skips: bool  # a loop, where the position is behind it
     sets_rate: bool  # the learning rate, before the first loop
     looks_first: bool  # at the model in eval mode, before the first loop
     mixes: bool  # by a tracked generator where batches are made
     quiet_at: int | None  # the step from which there is no dropout
+    keeps: bool  # the iterators of its looks
+    looks_behind: bool  # at a batch, behind run.track
+    asks_first: bool  # for the length of the epoch, before it trains
+    thawed_at: int | None  # the epoch or step at which a weight is that is frozen behind run.track
 
     @classmethod
     def draw(cls, seed: int) -> Loop:
@@ -152,20 +158,29 @@ class Loop:
             left_at=dice.randint(0, 2 if by == "epochs" else 12) if dice.random() < 0.4 else None,
             reloads=dice.random() < 0.3,
             begins=tuple(b for b in BEGINS if has_loader and dice.random() < 0.3),
-            has_stages=dice.random() < 0.4,
+            stages=dice.choice((1, 1, 1, 2, 2, 3)),
+            changes=tuple(c for c in CHANGES if dice.random() < 0.4),
             skips=dice.random() < 0.3,
             sets_rate=dice.random() < 0.3,
             looks_first=by == "epochs" and dice.random() < 0.3,
             mixes=dice.random() < 0.3,
             quiet_at=dice.randint(1, 6) if dice.random() < 0.3 else None,
+            keeps=dice.random() < 0.4,
+            looks_behind=has_loader and dice.random() < 0.3,
+            asks_first=dice.random() < 0.4,
+            thawed_at=dice.randint(1, 4) if dice.random() < 0.3 else None,
         ).with_end(dice.choice((end, "kill behind the loop")), dice.randint(2, 18))
 
     def with_end(self, end: str, late: int) -> Loop:
         """Return the loop with another end, if it is for loops that are left early, and one with a
         second stage with an end at the step `late`; one that mixes has no peeks, which draw."""
         loop = self if self.left_at is None else replace(self, end=end)
-        loop = replace(loop, peeks=()) if loop.mixes else loop
-        return replace(loop, end_at=late) if self.has_stages else loop
+        if loop.thawed_at is not None:  # one weight of two is trained
+            loop = replace(loop, frozen_at=None)
+        if loop.mixes:
+            begins = tuple(begin for begin in loop.begins if "look" not in begin)
+            loop = replace(loop, peeks=(), begins=begins, looks_behind=False)
+        return replace(loop, end_at=late) if self.stages > 1 else loop
 
 
 def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
@@ -188,15 +203,29 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
         data: Any = Noisy(noise) if loop.source == "loader" else Stream(noise)
         options: dict[str, Any] = {"collate_fn": mixed} if loop.mixes else {}
         batches = run.loader(data, loop.batch_size, accumulate=loop.accumulate, **options)
+    looks: list[Any] = []  # that are kept
+
+    def look() -> Any:
+        """Look at a batch."""
+        looks[:] = [iter(batches)]
+        batch = next(looks[0])
+        if not loop.keeps:
+            looks.clear()
+        return batch
+
     own = DataLoader(Noisy(), loop.batch_size, shuffle=True)
     shard = run.shard(Noisy(), loop.batch_size)
     if "before the loop" in loop.peeks:
-        next(iter(batches))
+        look()
+    teacher = nn.Linear(3, 1)
     generator = torch.Generator().manual_seed(5) if loop.has_generator else None
     schedule = Schedule(optimizer)
     more: dict[str, Any] = {"schedule": schedule, "mixture": mixture}
     more |= {"generator": generator} if generator else {}
-    run.track(model=model, optimizer=optimizer, **more)
+    run.track(model=model, optimizer=optimizer, teacher=teacher, **more)
+    if loop.thawed_at is not None:
+        layer.weight.requires_grad_(False)
+    first = look()[1].mean() if loop.looks_behind else torch.zeros(())
     begun_at = run.position.step
     shift = [0.0]  # of the inputs in an epoch
 
@@ -227,7 +256,8 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
         peek("before a step")
         if run.position.step == loop.quiet_at:
             dropout.eval()
-        run.backward(model(inputs + shift[0]).square().mean())
+        target = teacher(inputs).detach() if "sync" in loop.begins else first
+        run.backward((model(inputs + shift[0]) - target).square().mean())
         if not run.ends_step:
             return
         optimizer.step()
@@ -264,7 +294,16 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
         if "train" in loop.begins or loop.looks_first:
             model.train()
         if "look" in loop.begins:
-            next(iter(batches))
+            look()
+        if "look at two" in loop.begins:
+            for number, _ in enumerate(batches):
+                if number == 1:
+                    break
+        if "sync" in loop.begins:
+            teacher.load_state_dict(layer.state_dict())
+        if "reset" in loop.begins:
+            for state in optimizer.state.values():
+                state["momentum_buffer"].mul_(0.5)
         if "draw" in loop.begins:
             shift[0] = torch.rand((), generator=generator).item()
         if "decay" in loop.begins and epoch:
@@ -275,6 +314,8 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
     def freeze(number: int) -> None:
         if number == loop.frozen_at:
             layer.bias.requires_grad_(False)
+        if number == loop.thawed_at:
+            layer.weight.requires_grad_(True)
 
     def judge_weights() -> None:
         if not run.best(run.position.step % 4) and loop.reloads:
@@ -315,10 +356,14 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
                 freeze(epoch)
                 peek("in an epoch")
                 for batch in draw_batches():
+                    is_full = loop.length and run.position.epoch_steps >= loop.length
+                    if is_full and loop.asks_first:
+                        break
                     if is_passed_over(batch):
                         continue
                     train(batch)
-                    if loop.length and run.position.epoch_steps >= loop.length:
+                    is_full = loop.length and run.position.epoch_steps >= loop.length
+                    if is_full and not loop.asks_first:
                         break
                 evaluate()
                 peek("behind an epoch")
@@ -326,18 +371,29 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
                 if epoch == left_at:
                     break
 
+    def change_between() -> None:
+        """Do what stands between two loops."""
+        if "rate" in loop.changes:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if "weights" in loop.changes:
+            with torch.no_grad():
+                layer.bias.zero_()
+
     if loop.looks_first:
         model.eval()
     if loop.sets_rate:
         optimizer.param_groups[0]["lr"] = 0.01
-    done = run.position.epoch if loop.by == "epochs" else run.position.step
-    if not (loop.has_stages and loop.skips and done >= loop.total):
-        train_until(loop.total, loop.left_at)
-        if loop.has_stages:
+    for stage in range(loop.stages):
+        total = loop.total + stage * (2 if loop.by == "epochs" else 6)
+        done = run.position.epoch if loop.by == "epochs" else run.position.step
+        if stage:
+            change_between()
+        if not (loop.skips and stage < loop.stages - 1 and done >= total):
+            train_until(total, None if stage else loop.left_at)
+        if stage < loop.stages - 1:
+            if "rate before the best" in loop.changes:
+                optimizer.param_groups[0]["lr"] *= 0.6
             run.load_best(model)
-    if loop.has_stages:
-        optimizer.param_groups[0]["lr"] = 0.02
-        train_until(loop.total + (2 if loop.by == "epochs" else 6))
     end_behind_the_loop()
     run.finish()
     return begun_at
