@@ -117,6 +117,22 @@ def test_settings_are_put_back_on_ranks_that_are_new(crew: Any) -> None:
     assert output.count("hpc-ddp: optimizer: lr is 0.01") == 1
 
 
+@pytest.mark.parametrize("kind", [(), ("--shard",)])
+def test_weights_that_lines_change_again_are_put_back(
+    make_crew: Callable[[str], Any], kind: tuple[str, ...]
+) -> None:
+    """By each rank alone: one looks at a batch that the other does not look at."""
+    script = "weights_again.py"
+    whole = make_crew("whole").go(2, *kind, script=script)
+    crew = make_crew("stopped")
+    crew.go(2, *kind, "--stop-at", "6", script=script)
+    output = crew.go(2, *kind, script=script)
+    pattern = r"rank \d: weights .*"
+    assert sorted(re.findall(pattern, output)) == sorted(re.findall(pattern, whole))
+    assert output.count("model: its weights are as in the checkpoint again") == 1
+    assert output.count("teacher: its weights are as in the checkpoint again") == 2
+
+
 def test_the_end_of_an_epoch_runs_once(make_crew: Callable[[str], Any]) -> None:
     twice_five = ("--samples", "40", "--epochs", "2", "--step-seconds", "0.11")
     whole = make_crew("whole").go(1, *twice_five)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -367,3 +368,72 @@ def test_a_batch_that_is_fetched_ahead_is_warned_of() -> None:
             next(batches)
             loader.count_batch()
         assert sum("fetched before the step" in line for line in lines) == expected
+
+
+def test_a_look_before_the_loop_is_at_the_first_batch_and_ends_there() -> None:
+    position = Position(epoch=2, samples=8)
+    loader = make_loader(shuffle=False, position=position)
+    loader.is_before_loop = True
+    kept: Any = iter(loader)
+    assert next(kept).tolist() == [0, 1, 2, 3]
+    loader.begin_loop()
+    with pytest.raises(UsageError, match="was begun before the loop"):
+        next(kept)
+    assert next(iter(loader)).tolist() == [8, 9, 10, 11]
+
+
+def on_first_batch(calls: list[str]) -> Callable[[], Callable[[], None]]:
+    """Return a function that notes its call, and returns one that notes its own."""
+
+    def begin() -> Callable[[], None]:
+        calls.append("begin")
+        return lambda: calls.append("undo")
+
+    return begin
+
+
+@pytest.mark.parametrize("asks", ["for", "yield from"])
+def test_a_look_whose_iterator_is_kept_ends_before_the_loop_over_batches(asks: str) -> None:
+    lines, calls = list[str](), list[str]()
+    position = Position()
+    loader = make_loader(cut=BatchPlan(4, 0, 1), position=position, warn=lines.append)
+    loader.on_first_batch = on_first_batch(calls)
+    position.passes = 2  # the checkpoint is in the second iteration of its epoch
+    kept: Any = iter(loader)
+    next(kept)
+    assert calls == ["begin"]
+
+    def batches() -> Iterator[Any]:
+        yield from loader
+
+    for _ in loader if asks == "for" else batches():
+        loader.count_batch()
+    assert calls == ["begin", "undo", "begin"]
+    assert (position.samples, position.passes, lines) == (23, 2, [])
+
+
+def test_a_look_that_goes_on_is_warned_of() -> None:
+    """No statement tells it from the training, which is by ``next``, too."""
+    lines: list[str] = []
+    loader = make_loader(cut=BatchPlan(4, 0, 1), position=Position(), warn=lines.append)
+    look: Any = iter(loader)
+    next(look)
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+        loader.count_batch()
+    assert [line.partition(" is kept")[0] for line in lines] == [
+        "WARNING: an iterator of the training loader"
+    ]
+
+
+@pytest.mark.parametrize(("passes", "expected"), [(1, ["begin"]), (2, ["begin", "undo"])])
+def test_a_limit_before_the_training_is_no_look(passes: int, expected: list[str]) -> None:
+    """The checkpoint's position has the number of the iteration that it is in."""
+    calls: list[str] = []
+    loader = make_loader(position=Position(samples=8, passes=passes))
+    loader.on_first_batch = on_first_batch(calls)
+    for _ in loader:
+        break
+    assert calls == expected
+    assert loader.clear() == (passes == 2)

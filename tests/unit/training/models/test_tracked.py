@@ -12,7 +12,12 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, 
 from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.models.tracked import check_models, inner_optimizer, warn_of_untracked
+from hpc_ddp.training.models.tracked import (
+    check_models,
+    inner_optimizer,
+    warn_of_gradients,
+    warn_of_untracked,
+)
 
 
 class Nested(torch.optim.SGD):
@@ -121,3 +126,16 @@ class Agent:
 def test_an_agent_may_have_the_state_of_its_models() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     check_models({"agent": Agent(net), "opt": torch.optim.SGD(net.parameters())}, [])
+
+
+def test_gradients_that_are_kept_over_a_step_are_warned_of() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    lines: list[str] = []
+    warn_of_gradients([model, optimizer], False, lines.append)
+    model(torch.ones(1)).backward()
+    warn_of_gradients([model, optimizer], True, lines.append)
+    assert lines == []
+    warn_of_gradients([model, optimizer], False, lines.append)
+    assert len(lines) == 1
+    assert lines[0].startswith("WARNING: run.step without an optimizer's step")
