@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training import start
 from hpc_ddp.training.checkpoint import put_back as checkpoint
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
@@ -217,7 +218,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
     shard = run.shard(Noisy(), loop.batch_size)
     if "before the loop" in loop.peeks:
         look()
-    teacher = nn.Linear(3, 1)
+    teacher = nn.Linear(3, 1).to(run.device)
     generator = torch.Generator().manual_seed(5) if loop.has_generator else None
     schedule = Schedule(optimizer)
     more: dict[str, Any] = {"schedule": schedule, "mixture": mixture}
@@ -225,7 +226,7 @@ def play(loop: Loop, rows: list[Row], end_at: int | None = None) -> int:
     run.track(model=model, optimizer=optimizer, teacher=teacher, **more)
     if loop.thawed_at is not None:
         layer.weight.requires_grad_(False)
-    first = look()[1].mean() if loop.looks_behind else torch.zeros(())
+    first = look()[1].mean() if loop.looks_behind else torch.zeros((), device=run.device)
     begun_at = run.position.step
     shift = [0.0]  # of the inputs in an epoch
 
@@ -495,7 +496,11 @@ if __name__ == "__main__":
         os.environ.pop(name, None)
     os.chdir(tempfile.mkdtemp(dir="."))
     for seed in range(int(first), int(first) + int(count)):
-        wrong = judge(seed)
+        try:
+            wrong = judge(seed)
+        except UsageError as error:
+            wrong = f"a right loop is refused: {error}; {Loop.draw(seed)}"
+            dist.destroy_process_group()
         gc.collect()  # process groups and their sockets
         if wrong:
             print(f"SEED {seed}: {wrong}", flush=True)

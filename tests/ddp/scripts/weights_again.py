@@ -16,7 +16,7 @@ stop_at = int(sys.argv[-1]) if "--stop-at" in sys.argv else 0
 run = start()
 plain = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
 model = run.fully_shard(plain, plain) if "--shard" in sys.argv else run.wrap(plain)
-teacher = nn.Linear(4, 4)
+teacher = nn.Linear(4, 4).to(run.device)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
 batches = run.loader(TensorDataset(inputs), global_batch_size=8)
