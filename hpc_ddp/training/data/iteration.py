@@ -8,7 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpc_ddp.training.data.loader import Loader
+    from hpc_ddp.training.data.loader import Batch, Loader
 
 
 class BatchGroups:
@@ -50,10 +50,11 @@ class Iteration:
         self._loader, self._counts, self.by_loop = loader, not is_peek, by_loop
         self._on_first_batch = None if is_peek else loader.on_first_batch
         self._undo: Callable[[], None] | None = None
+        self._batch: Batch | None = None  # the last one
         self._batches = 0  # without a step
         # Of the epoch's iterations this one is a look, if its first batch has no step.
         self._is_before = loader.is_before_checkpoint
-        self.has_step = False
+        self._had_step = False
 
     def begin(self) -> None:
         """Called before the first batch."""
@@ -61,17 +62,24 @@ class Iteration:
             self._loader.on_first_batch = None
             self._undo = self._on_first_batch()
 
-    def add_batch(self) -> None:
+    def add_batch(self, batch: Batch) -> None:
+        """Take the next batch; the step of the one before is done, or left out."""
+        self._had_step = self.has_step
+        if self._batch and self._batch.is_trained:
+            self._batches = 0
+        self._batch = batch
         self._batches += self._counts
         self._loader.groups.since_step += self._counts
 
-    def end_batch(self, is_trained: bool) -> None:
-        self.has_step |= is_trained
-        self._batches *= not is_trained
+    @property
+    def has_step(self) -> bool:
+        """Whether a batch has had its step."""
+        return self._had_step or bool(self._batch and self._batch.is_trained)
 
     def end(self) -> None:
         """Undo what came with batches that had no step; of a look it may be all."""
-        self._loader.groups.since_step -= self._batches
+        if not (self._batch and self._batch.is_trained):
+            self._loader.groups.since_step -= self._batches
         self._batches = 0
         if self._undo and self._is_before and not self.has_step:
             self._undo()

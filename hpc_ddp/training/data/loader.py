@@ -205,11 +205,10 @@ class Loader:
                 self.batch = current = Batch(micro_batch, end, is_trained=is_done)
                 self._sync(micro_batch.ends_step)
                 beat()
-                iteration.add_batch()
+                iteration.add_batch(current)
                 self._seeds.warns = False  # the next loader workers get it so
                 yield to_device(content, self._device)
                 self._share_step(current, is_peek and not is_done)
-                iteration.end_batch(current.is_trained)
                 self.batch = current  # a peek has one of its own
                 if not is_done:
                     self._batch_done()

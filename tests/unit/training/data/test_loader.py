@@ -437,3 +437,19 @@ def test_a_limit_before_the_training_is_no_look(passes: int, expected: list[str]
         break
     assert calls == expected
     assert loader.clear() == (passes == 2)
+
+
+def test_a_look_behind_the_step_of_a_batch_by_next_ends_nothing() -> None:
+    lines, calls = list[str](), list[str]()
+    loader = make_loader(
+        cut=BatchPlan(4, 0, 1), position=Position(passes=2), warn=lines.append, shuffle=False
+    )
+    loader.on_first_batch = on_first_batch(calls)
+    batches: Any = iter(loader)
+    for number in range(5):
+        assert next(batches)[0] == 4 * number
+        loader.count_batch()
+        for _ in loader:
+            break
+    assert calls == ["begin"]
+    assert (loader.groups.since_step, lines) == (0, [])
