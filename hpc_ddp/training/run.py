@@ -20,7 +20,7 @@ from hpc_ddp.training.data.own_data import OwnData
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
-from hpc_ddp.training.models.tracked import warn_of_gradients, warn_of_untracked
+from hpc_ddp.training.models.tracked import GradientWatch, warn_of_untracked
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
@@ -132,6 +132,7 @@ class Run(ModelSetup):
             loops = self.position.loops
             self._resume = Resume(objects, self._manager.put_back, self._say, loops)
         is_own = self._loader is None and not per_rank
+        self._gradients = GradientWatch(objects.values(), self._say)
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
         for tracked in objects.values():
             if isinstance(tracked, torch.optim.Optimizer):
@@ -161,8 +162,7 @@ class Run(ModelSetup):
                     self._manager.generators.begin_epoch()
                 yield self.position.epoch
                 self.position.begin_epoch()
-                # Without a batch behind a resume the epoch's beginning ends here.
-                if self._loader is not None and self._loader.clear():
+                if self._loader is not None and self._loader.clear():  # without any batch
                     self._manager.generators.end_beginning()
                 beat()
                 self._consensus.end_pause()
@@ -269,7 +269,7 @@ class Run(ModelSetup):
         if self._is_unchecked:  # the first step of a loop that this attempt has begun
             self._is_unchecked = False
             warn_of_untracked(self._manager.objects.values(), self._say)
-            warn_of_gradients(self._manager.objects.values(), self._has_updated, self._say)
+        self._gradients.end_step()
         self._timer.end_step()
         self._precision.end_step()
         self.position.step += 1
@@ -348,7 +348,7 @@ class Run(ModelSetup):
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Raise UsageError amid accumulating; each tracked optimizer calls it before its step."""
         self._calls.check_update(self.ends_step)
-        self._has_updated = True
+        self._gradients.has_updated = True
 
     def _warn_unless_over(self) -> None:
         """Warn, at rank 0's exit without an exception, of a loop that no `finish` came after."""

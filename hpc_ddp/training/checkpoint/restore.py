@@ -20,7 +20,7 @@ from hpc_ddp.core.journal.events import CheckpointRestored
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import put_back
-from hpc_ddp.training.checkpoint.rank_comparison import start_checksums
+from hpc_ddp.training.checkpoint.rank_comparison import digest, start_checksums
 from hpc_ddp.training.checkpoint.state import collect, unwrap
 from hpc_ddp.training.checkpoint.storage import disk
 from hpc_ddp.training.checkpoint.storage.index import Index, read_index, read_values, reader_of
@@ -76,17 +76,8 @@ class Loaded:
         `models_alone` optimizers. Put back all flags of models. Return a line for each object in
         which something was otherwise. `is_stage` and errors as `put_back.put_back` has them; no
         collective."""
-        sums, reader = self._sum_up(), self._checkpoint.reader
-        modules = {n: o for n, o in self._objects.items() if isinstance(unwrap(o), torch.nn.Module)}
-        places = (place for place in sums if sums[place] != self._sums[place])
-        changed = {place.partition(".")[0] for place in places}
-        if models_alone:
-            changed &= modules.keys()
-        # An optimizer's tensors have the names of the models' parameters.
-        objects = self._objects if changed - modules.keys() else {n: modules[n] for n in changed}
-        tree = {name: self._tree[name] for name in objects}
-        reader.sharing = None
-        put_back.put_back(objects, tree, reader, self._checkpoint.step, is_stage, self._added)
+        with torch.inference_mode(False), torch.no_grad():  # a look may be in another mode
+            changed, modules = self._put_tensors_back(is_stage, models_alone)
         lines = [
             f"{name}: its {'weights are' if name in modules else 'state is'} as in the checkpoint"
             " again: lines behind run.track, between two loops, or at the top of an epoch, have"
@@ -95,14 +86,46 @@ class Loaded:
         ]
         return lines + put_back.put_flags_back(modules, self._tree, self._trained)
 
-    def _sum_up(self) -> dict[str, int]:
-        """Return checksums of this rank's tensors that the checkpoint has, by their places."""
+    def _put_tensors_back(
+        self, is_stage: bool, models_alone: bool
+    ) -> tuple[set[str], dict[str, Any]]:
+        """Load anew as `put_back` does; return the names of what was otherwise, and all models."""
+        sums, reader = self._sum_up(), self._checkpoint.reader
+        modules = {n: o for n, o in self._objects.items() if isinstance(unwrap(o), torch.nn.Module)}
+        changed = {
+            place.partition(".")[0]
+            for place in sums.keys() | self._sums.keys()  # one of an optimizer may be gone
+            if _is_changed(self._sums.get(place), sums.get(place))
+        }
+        if models_alone:
+            changed &= modules.keys()
+        # An optimizer's tensors have the names of the models' parameters.
+        objects = self._objects if changed - modules.keys() else {n: modules[n] for n in changed}
+        tree = {name: self._tree[name] for name in objects}
+        reader.sharing = None
+        put_back.put_back(objects, tree, reader, self._checkpoint.step, is_stage, self._added)
+        sums = self._sum_up() if changed else sums
+        of_models = {place for place in sums if place.partition(".")[0] in modules}
+        self._sums |= {place: sums[place] for place in of_models}  # perhaps of another type
+        return changed, modules
+
+    def _sum_up(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Return the types and digests of this rank's tensors that the checkpoint has, by their
+        places."""
         tensors = {}
         local: Any  # a DTensor, perhaps
         for place, local in collect(self._objects, trained=self._trained).tensors.items():
             if place in self._checkpoint.reader:
                 tensors[place] = local.to_local() if is_sharded(local) else local
-        return start_checksums(tensors)()
+        sums = start_checksums(tensors, digest)()
+        return {place: (tensors[place].dtype, sums[place]) for place in sums}
+
+
+def _is_changed(
+    earlier: tuple[torch.dtype, int] | None, now: tuple[torch.dtype, int] | None
+) -> bool:
+    """Return whether a tensor has other numbers; one of another type may have the same."""
+    return earlier != now and (earlier is None or now is None or earlier[0] == now[0])
 
 
 def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ class CallOrder:
         self.is_checkpoints = False  # whether the checkpoint is of that loop, or of its end
         self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
         self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
+        self._is_left_by_break = False  # and not by an exception
         self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
         self._is_abandoned = False  # whether an attempt before has left that loop for good
         # The exception in whose ``except`` block `start`, or the last loop, was called.
@@ -59,7 +62,8 @@ class CallOrder:
         if not self.has_looped:
             self._abandoned = position.abandoned
         before, self._site = self._site, _site_of_script()
-        is_other = self.number in self._broken and self._site != before and not sys.exc_info()[1]
+        is_other = self.number in self._broken and self._site != before
+        is_other = is_other and self._is_left_by_break and not sys.exc_info()[1]
         if is_other and (loop, total) == (self._kind, self.total):
             self._say(
                 f"WARNING: run.{loop}({total}) comes twice: a resume in the second one would begin"
@@ -83,6 +87,7 @@ class CallOrder:
             yield is_over
         except GeneratorExit:
             self._broken[number] = (loop, total)
+            self._is_left_by_break = _is_at_break()
             raise
         finally:
             self.loop = None
@@ -189,6 +194,19 @@ def _site_of_script() -> list[tuple[Any, int]]:
         site.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return site
+
+
+def _is_at_break() -> bool:
+    """Return whether the script leaves its loop by ``break`` or ``return``, which pop the loop's
+    iterator, and not by an exception; called in a generator that is closed by that."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame and (_is_generator(frame) or frame.f_globals is contextmanager.__globals__):
+        frame = frame.f_back
+    return frame is None or dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("POP_")
+
+
+def _is_generator(frame: FrameType) -> bool:
+    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
 
 
 def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:

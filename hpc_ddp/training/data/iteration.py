@@ -30,9 +30,9 @@ class BatchGroups:
         self._last = (*self._last[1:], batches)
         if self._last == (0, count + 1, count, count):  # from the epoch's begin: by a prefetcher
             return (
-                "a batch is fetched before the step of the one before: a resume leaves it out;"
-                " run.loader fetches ahead by itself, and copies to the device meanwhile: iterate"
-                " it directly"
+                "an epoch's first step has come after a batch more than the others: if a batch is"
+                " fetched before the step of the one before, a resume leaves it out; run.loader"
+                " fetches ahead by itself, and copies to the device meanwhile: iterate it directly"
             )
         if self._last[-2] == batches > count:
             return (
@@ -52,8 +52,9 @@ class Iteration:
         self._undo: Callable[[], None] | None = None
         self._batch: Batch | None = None  # the last one
         self._batches = 0  # without a step
-        # Of the epoch's iterations this one is a look, if its first batch has no step.
-        self._is_before = loader.is_before_checkpoint
+        # Of the epoch's iterations this one is a look, if its first batch has no step: one by
+        # `next` may come in each process once.
+        self._is_look = loader.is_before_checkpoint or not by_loop
         self._had_step = False
 
     def begin(self) -> None:
@@ -81,7 +82,7 @@ class Iteration:
         if not (self._batch and self._batch.is_trained):
             self._loader.groups.since_step -= self._batches
         self._batches = 0
-        if self._undo and self._is_before and not self.has_step:
+        if self._undo and self._is_look and not self.has_step:
             self._undo()
             self._loader.on_first_batch, self._undo = self._on_first_batch, None
 

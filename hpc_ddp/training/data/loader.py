@@ -213,7 +213,8 @@ class Loader:
                 if not is_done:
                     self._batch_done()
             iteration.end()
-            self._position.has_ended |= self.samples is None and not is_peek
+            is_stream = self.samples is None
+            self._position.has_ended |= is_stream and iteration.has_step and not is_peek
             if self.rolls and not is_peek:
                 self._position.begin_epoch()
         except GeneratorExit:

@@ -52,10 +52,11 @@ class Resume:
 
     def put_back(self, accepts_settings: bool = False) -> None:
         """Put all back, but with `accepts_settings` models alone."""
-        for line in self._put_tensors_back(accepts_settings):
-            self._say(line)
         settings = self._settings
         (settings.accept_changes if accepts_settings else settings.put_back)(self._say)
+        for line in self._put_tensors_back(accepts_settings):
+            self._say(line)
+            settings.put_back(lambda line: None)  # an optimizer's came along
 
     def go_behind_loop(self, position: Position) -> None:
         """Called before a save behind a loop: note that in `position`. Where the checkpoint is of
@@ -78,10 +79,10 @@ class Settings:
         """Put the settings back, and call `say` with a line for each object of which some were
         changed."""
         for name, key, earlier, current in self._changes():
-            _put_settings(self._objects[name], {**current, **earlier})
+            _put_settings(self._objects[name], copy.deepcopy({**current, **earlier}))
             say(
-                f"{name}: {key} is {earlier[key]} again, as in the checkpoint: lines between two"
-                " loops, or at the top of an epoch, have run a second time"
+                f"{name}: {key} is {earlier[key]!s:.60} again, as in the checkpoint: lines between"
+                " two loops, or at the top of an epoch, have run a second time"
             )
 
     def accept_changes(self, say: Callable[[str], None]) -> None:
@@ -90,8 +91,8 @@ class Settings:
         for name, key, earlier, current in self._changes():
             self._settings[name] = current
             say(
-                f"WARNING: {name}: {key} is {current.get(key)}, and {earlier[key]} in the"
-                " checkpoint: lines behind run.track have set it"
+                f"WARNING: {name}: {key} is {current.get(key)!s:.60}, and {earlier[key]!s:.60} in"
+                " the checkpoint: lines behind run.track have set it"
             )
 
     def _changes(self) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:

@@ -22,7 +22,7 @@ from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
-from hpc_ddp.training.models.tracked import check_copies, check_models
+from hpc_ddp.training.models.tracked import GradientWatch, check_copies, check_models
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.worker import Worker
@@ -46,7 +46,7 @@ class ModelSetup(Worker):
         self._calls = CallOrder(self._say)
         self._is_unchecked = False  # until a loop's first step
         self._resume = Resume()
-        self._has_updated = False  # an optimizer, in the present loop
+        self._gradients = GradientWatch()
         self._no_loader = Batch()  # of a script without a loader of the run
 
     @property
@@ -336,7 +336,6 @@ class ModelSetup(Worker):
             is_in_epoch=is_in_epoch,
         )
         self._manager.note_flags()
-        self._has_updated = False
         if self._resume.begin_loop(calls, position, is_over) and is_in_epoch and loader is not None:
             loader.on_first_batch = self._end_beginning
         is_new = position.step == 0 or calls.number > 1

@@ -125,18 +125,38 @@ def warn_of_untracked(
             warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
 
 
-def warn_of_gradients(
-    objects: Iterable[Any], has_updated: bool, warn: Callable[[str], None]
-) -> None:
-    """Warn of gradients in the tracked `objects` behind a step for which no optimizer `has_updated`
-    the weights: the script accumulates them by hand. Called after a step."""
-    optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
-    weights = (weight for optimizer in optimizers for weight in parameters_of(optimizer))
-    if not has_updated and any(weight.grad is not None for weight in weights):
-        warn(
-            "WARNING: run.step without an optimizer's step: a resume loses gradients that are kept"
-            " over it; run.loader(…, accumulate=N) has N batches for a step, and run.ends_step"
-        )
+# Steps of an attempt in which `GradientWatch` looks.
+_EARLY = 64
+
+
+class GradientWatch:
+    """Warns, once, of gradients in the tracked `objects` that a script accumulates by hand over
+    ``run.step``: an early step of a loop without an optimizer's update, behind one that had it."""
+
+    def __init__(self, objects: Iterable[Any] = (), warn: Callable[[str], None] = print) -> None:
+        self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+        self._warn, self._steps_left = warn, _EARLY if self._optimizers else 0
+        self.has_updated = False  # an optimizer, in this step
+        self._had_update = False  # in a step before
+
+    def end_step(self) -> None:
+        """Called behind each step."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        is_without = self._had_update and not self.has_updated
+        self._had_update, self.has_updated = self._had_update or self.has_updated, False
+        weights = (weight for one in self._optimizers for weight in parameters_of(one))
+        if is_without and any(weight.grad is not None for weight in weights):
+            self._steps_left = 0
+            if not any(
+                scaler.is_enabled() for scaler in find_living(GradScaler)
+            ):  # it may skip one
+                self._warn(
+                    "WARNING: run.step without an optimizer's step: a resume loses gradients that"
+                    " are kept over it; run.loader(…, accumulate=N) has N batches for a step, and"
+                    " run.ends_step"
+                )
 
 
 def _find_untracked(within: Collection[Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from hpc_ddp.training.checkpoint.rank_comparison import (
     Inventory,
     checksum,
     different_objects,
+    digest,
     find_fault,
     fit_together,
     has_equal_objects,
@@ -172,3 +174,12 @@ def test_other_objects_that_differ_are_named_and_make_a_whole() -> None:
     assert _fit(one, replace(other, written={}))
     assert rank(0, {"x": 1, "y": {"a", "b"}}, 0) == rank(0, {"y": {"b", "a"}, "x": 1}, 0)
     assert rank(0, [{"x": (1,)}], 0) != rank(0, [{"x": (2,)}], 0)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3000), (1024, 2)])
+def test_a_digest_sees_what_has_changed_places(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    for other in (tensor.flip(0), tensor.roll(1, -1), tensor + 1):
+        assert digest(other) != digest(tensor)
+    assert digest(tensor.flip(0).flip(0)) == digest(tensor)
+    assert digest(torch.zeros(0)) == 0

@@ -167,6 +167,11 @@ def break_off(calls: CallOrder, position: Position) -> None:
         break
 
 
+def fail(calls: CallOrder, position: Position) -> None:
+    for _ in loop(calls, position, 9):
+        _ = 1 / 0
+
+
 def test_two_loops_of_one_total_are_warned_of() -> None:
     lines: list[str] = []
     calls, position = CallOrder(lines.append), Position()
@@ -185,3 +190,8 @@ def test_two_loops_of_one_total_are_warned_of() -> None:
         assert len(lines) == 2, count
     break_off(calls, position)
     assert len(lines) == 3
+    with pytest.raises(ZeroDivisionError):
+        fail(calls, position)
+    assert len(lines) == 4
+    break_off(calls, position)  # tried again, behind an error
+    assert len(lines) == 4

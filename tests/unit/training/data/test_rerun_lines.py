@@ -132,3 +132,15 @@ def test_changes_before_the_first_loop_count() -> None:
     optimizer.param_groups[0]["lr"] = 0.3
     settings.put_back(lines.append)
     assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_what_is_put_back_is_a_copy() -> None:
+    holder = Warmup()
+    count: Any = [1]
+    holder.count = count
+    settings = Settings({"meter": holder})
+    for _ in range(2):
+        cleared: Any = holder.count
+        cleared.clear()
+        settings.put_back(lambda line: None)
+        assert str(holder.count) == "[1]"

@@ -13,9 +13,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models.tracked import (
+    GradientWatch,
     check_models,
     inner_optimizer,
-    warn_of_gradients,
     warn_of_untracked,
 )
 
@@ -128,14 +128,25 @@ def test_an_agent_may_have_the_state_of_its_models() -> None:
     check_models({"agent": Agent(net), "opt": torch.optim.SGD(net.parameters())}, [])
 
 
-def test_gradients_that_are_kept_over_a_step_are_warned_of() -> None:
+@pytest.mark.parametrize(
+    ("updates", "count"),
+    [([0, 1, 0, 1], 1), ([1, 0, 1, 0], 1), ([0, 0, 1, 1], 0), ([1, 1, 1, 1], 0), ([0, 0, 0, 0], 0)],
+)
+def test_gradients_that_are_kept_over_a_step_are_warned_of(updates: list[int], count: int) -> None:
+    """A scaler of gradients may leave out the first updates."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     lines: list[str] = []
-    warn_of_gradients([model, optimizer], False, lines.append)
-    model(torch.ones(1)).backward()
-    warn_of_gradients([model, optimizer], True, lines.append)
-    assert lines == []
-    warn_of_gradients([model, optimizer], False, lines.append)
-    assert len(lines) == 1
-    assert lines[0].startswith("WARNING: run.step without an optimizer's step")
+    watch = GradientWatch([model, optimizer], lines.append)
+    for has_updated in updates:
+        model(torch.ones(1)).backward()
+        watch.has_updated = bool(has_updated)
+        watch.end_step()
+    assert len(lines) == count
+    assert all(line.startswith("WARNING: run.step without an optimizer's") for line in lines)
+    watch = GradientWatch([model, optimizer], lines.append)
+    model.zero_grad()  # as GAN's, whose optimizers take turns
+    for has_updated in updates:
+        watch.has_updated = bool(has_updated)
+        watch.end_step()
+    assert len(lines) == count
