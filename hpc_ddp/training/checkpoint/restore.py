@@ -95,7 +95,7 @@ class Loaded:
         changed = {
             place.partition(".")[0]
             for place in sums.keys() | self._sums.keys()  # one of an optimizer may be gone
-            if _is_changed(self._sums.get(place), sums.get(place))
+            if self._sums.get(place) != sums.get(place)
         }
         if models_alone:
             changed &= modules.keys()
@@ -109,23 +109,14 @@ class Loaded:
         self._sums |= {place: sums[place] for place in of_models}  # perhaps of another type
         return changed, modules
 
-    def _sum_up(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Return the types and digests of this rank's tensors that the checkpoint has, by their
-        places."""
+    def _sum_up(self) -> dict[str, int]:
+        """Return digests of this rank's tensors that the checkpoint has, by their places."""
         tensors = {}
         local: Any  # a DTensor, perhaps
         for place, local in collect(self._objects, trained=self._trained).tensors.items():
             if place in self._checkpoint.reader:
                 tensors[place] = local.to_local() if is_sharded(local) else local
-        sums = start_checksums(tensors, digest)()
-        return {place: (tensors[place].dtype, sums[place]) for place in sums}
-
-
-def _is_changed(
-    earlier: tuple[torch.dtype, int] | None, now: tuple[torch.dtype, int] | None
-) -> bool:
-    """Return whether a tensor has other numbers; one of another type may have the same."""
-    return earlier != now and (earlier is None or now is None or earlier[0] == now[0])
+        return start_checksums(tensors, digest)()
 
 
 def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
