@@ -213,9 +213,9 @@ class Loader:
                 if not is_done:
                     self._batch_done()
             iteration.end()
-            is_stream = self.samples is None
-            self._position.has_ended |= is_stream and iteration.has_step and not is_peek
-            if self.rolls and not is_peek:
+            trains = not is_done and (iteration.has_step or not is_peek)
+            self._position.has_ended |= self.samples is None and trains and iteration.has_step
+            if self.rolls and trains:
                 self._position.begin_epoch()
         except GeneratorExit:
             if self.batch is current and (is_done or not current.is_trained):

@@ -453,3 +453,17 @@ def test_a_look_behind_the_step_of_a_batch_by_next_ends_nothing() -> None:
             break
     assert calls == ["begin"]
     assert (loader.groups.since_step, lines) == (0, [])
+
+
+def test_a_loop_by_steps_goes_on_beside_a_look_that_is_kept() -> None:
+    position = Position()
+    loader = make_loader(cut=BatchPlan(4, 0, 1), position=position)
+    loader.rolls = True
+    look: Any = iter(loader)
+    next(look)
+    for epoch in range(2):
+        assert position.epoch == epoch
+        batches = iter(loader)
+        while next(batches, None) is not None:
+            loader.count_batch()
+    assert (position.epoch, position.samples) == (2, 0)
