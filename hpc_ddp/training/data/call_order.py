@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data.iteration import instruction_of
 
 if TYPE_CHECKING:
     from hpc_ddp.training.data.loader import Loader
@@ -202,7 +202,7 @@ def _is_at_break() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame and (_is_generator(frame) or frame.f_globals is contextmanager.__globals__):
         frame = frame.f_back
-    return frame is None or dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("POP_")
+    return frame is None or instruction_of(frame).startswith("POP_")
 
 
 def _is_generator(frame: FrameType) -> bool:

@@ -90,7 +90,12 @@ class Iteration:
 def is_of_loop(frame: FrameType) -> bool:
     """Return whether a frame that asks an iterator for its next element is at a ``for``, or a
     ``yield from``."""
+    return instruction_of(frame) in ("FOR_ITER", "SEND", "YIELD_FROM")
+
+
+def instruction_of(frame: FrameType) -> str:
+    """Return the name of the bytecode instruction that a frame is at."""
     code, at = frame.f_code.co_code, frame.f_lasti
     while dis.opname[code[at]] == "CACHE":  # of the instruction before
         at -= 2
-    return dis.opname[code[at]] in ("FOR_ITER", "SEND", "YIELD_FROM")
+    return dis.opname[code[at]]

@@ -149,9 +149,8 @@ class GradientWatch:
         weights = (weight for one in self._optimizers for weight in parameters_of(one))
         if is_without and any(weight.grad is not None for weight in weights):
             self._steps_left = 0
-            if not any(
-                scaler.is_enabled() for scaler in find_living(GradScaler)
-            ):  # it may skip one
+            scales = any(scaler.is_enabled() for scaler in find_living(GradScaler))
+            if not scales:  # a scaler leaves out a step now and then
                 self._warn(
                     "WARNING: run.step without an optimizer's step: a resume loses gradients that"
                     " are kept over it; run.loader(…, accumulate=N) has N batches for a step, and"
