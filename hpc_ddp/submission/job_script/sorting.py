@@ -132,12 +132,12 @@ class Sorter:
         lines = " ".join(text for key in _OF_LINES & lists.keys() for text in lists[key])
         code = re.sub(r"(?<!\\)'[^']*'", " ", lines)
         names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", code), *lists.get("expand", ())}
-        is_set, of_itself = {*re.findall(r"\b(\w+)=", lines), *lists.get("env-names", ())}, set()
+        is_set, of_itself = {*lists.get("env-names", ())}, set()
         for statement in self._statements:  # one that only adds to a value needs that
             if statement.name not in is_set and statement.name in names_in(statement.text):
                 of_itself.add(statement.name)
             is_set |= {statement.name, *statement.sets}
-        names -= (is_set | self._kept) - of_itself
+        names -= (is_set | self._kept | {*re.findall(r"\b(\w+)=", lines)}) - of_itself
         self._defaults |= {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
         for statement in outer:
             for name in sorted({statement.name, *statement.sets} & used - self._kept):

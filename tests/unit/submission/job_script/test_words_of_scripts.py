@@ -319,3 +319,11 @@ def test_a_key_of_a_table_is_no_secret(text: str, is_one: bool) -> None:
 )
 def test_a_secret_is_known_in_headers_and_in_files(text: str, is_one: bool) -> None:
     assert looks_secret(text) is is_one
+
+
+def test_a_variable_that_adds_to_its_own_value_is_the_shells() -> None:
+    assert any(
+        note.startswith("$DATA: ") for _, note in of_text("export DATA=$DATA/a", TRAIN).notes
+    )
+    lines = ("export DATA=/a", "export DATA=$DATA/b", "export PATH=$PATH:/c", TRAIN)
+    assert not any("variables of your shell" in note for _, note in of_text(*lines).notes)
