@@ -26,6 +26,8 @@ COMMUNICATION_ERROR = re.compile(
 MISMATCH = re.compile(
     r"collective mismatch|mismatch between collectives|op\.preamble\.length <= op\.nbytes"
 )
+# As the journal has a rank that leaves the loop by itself, with any exit code.
+EARLY_EXIT = "the script ended without run.finish()"
 # What argparse and click print of a wrong call, and hpc-ddp of its own errors, without a traceback.
 ERROR_LINE = re.compile(r"^(?:\S+: )?[Ee]rror: (?P<text>.+)(\nhint: (?P<hint>.+))?", re.M)
 

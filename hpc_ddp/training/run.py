@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.errors import EARLY_EXIT, UsageError
 from hpc_ddp.core.journal.events import Finished
 from hpc_ddp.training.data.call_order import check_tracked
 from hpc_ddp.training.data.loader import Loader
@@ -33,11 +33,10 @@ class Run(ModelSetup):
     """One worker's view of a run; `start` makes it. A context manager that finishes the run."""
 
     def __init__(self, options: Options) -> None:
-        """Do as `start` says, and have rank 0 warn at an exit without `finish`."""
+        """Do as `start` says, and note an exit without `finish`."""
         super().__init__(options)
         self._decision = Decision()  # which the end of a batch, a step or an epoch carries out
-        if self.rank == 0:
-            atexit.register(self._warn_unless_over)
+        atexit.register(self._note_early_exit)
 
     def loader(
         self,
@@ -328,7 +327,7 @@ class Run(ModelSetup):
             # JSON has neither NaN nor infinity.
             numbers = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
             self._end(Finished(self.position.step, numbers or None))
-            atexit.unregister(self._warn_unless_over)  # it would keep the model in memory
+            atexit.unregister(self._note_early_exit)  # it would keep the model in memory
 
     def __enter__(self) -> Run:
         return self
@@ -350,12 +349,12 @@ class Run(ModelSetup):
         self._calls.check_update(self.ends_step)
         self._gradients.has_updated = True
 
-    def _warn_unless_over(self) -> None:
-        """Warn, at rank 0's exit without an exception, of a loop that no `finish` came after."""
+    def _note_early_exit(self) -> None:
+        """Journal, at an exit without an exception, a loop that no `finish` came after; on rank 0
+        print it."""
         if self._calls.has_looped and not self._over:
-            self._say(
-                "the script ended without run.finish(): what came after the last checkpoint is lost"
-            )
+            self._hook.note_early_exit()
+            self._say(f"{EARLY_EXIT}: what came after the last checkpoint is lost")
 
     def _measure(self, values: dict[str, Any]) -> None:
         """Journal a step's values, tell the profiler; raises as `_check_values`, `Metrics.add`."""

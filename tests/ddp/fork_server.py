@@ -7,6 +7,7 @@ ends with its last client. Requests and answers are JSON lines: ``{"workers": [{
 negative after a signal; ``{"import": […]}`` loads more modules for the workers from then on.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -116,6 +117,7 @@ if __name__ == "__main__":
             runpy.run_path(argv[0], run_name="__main__")
         except SystemExit as left:
             code = left.code or 0
+        atexit._run_exitfuncs()
     stand_in: Any = sys.modules.get("sim.backend")  # of tests/device
     if argv is not None and stand_in:
         stand_in.show_reports()

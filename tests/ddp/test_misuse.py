@@ -77,6 +77,13 @@ def test_without_a_finish_it_is_said(crew: Any) -> None:
     assert not crew.events("finished")
 
 
+def test_a_rank_that_leaves_the_loop_is_in_the_journal(crew: Any) -> None:
+    launch = crew.launch(2, "early exit", script="misuse.py")
+    assert launch.wait() == [1, 0], launch.output()
+    (left,) = [event for event in crew.events("failed") if event["rank"] == 1]
+    assert (left["error"], left["step"]) == ("the script ended without run.finish()", 1)
+
+
 def test_a_best_checkpoint_that_could_not_be_saved_has_no_step(crew: Any) -> None:
     output = crew.go(1, "full disk", script="misuse.py")
     assert "SAVED False BEST None" in output

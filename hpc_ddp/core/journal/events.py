@@ -313,7 +313,7 @@ class Finished(JournalEvent):
 
 @dataclass(frozen=True)
 class RankFailed(JournalEvent):
-    """An exception has ended a rank."""
+    """An exception has ended a rank, or its script has left the loop too early (`EARLY_EXIT`)."""
 
     event = "failed"
     writer = ANY_RANK

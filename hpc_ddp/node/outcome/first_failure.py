@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR, ERROR_LINE, MISMATCH
+from hpc_ddp.core.errors import (
+    CAN_GO_ON,
+    COMMUNICATION_ERROR,
+    EARLY_EXIT,
+    ERROR_LINE,
+    MISMATCH,
+)
 from hpc_ddp.core.file_io import read_tail
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
-from hpc_ddp.core.journal.events import RankFailed, parse_event
+from hpc_ddp.core.journal.events import JournalEvent, RankFailed, WorkerStarted, parse_event
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.workers.worker import AGAIN
 
@@ -111,17 +118,34 @@ def from_record(record: dict[str, Any]) -> list[Failure]:
     return failures
 
 
-def first_cause(failures: Iterable[Failure]) -> Failure | None:
+def early_exits(events: Iterable[JournalEvent], attempt: int) -> list[Failure]:
+    """Return the ranks that have ended by themselves amid the training, as by ``sys.exit(0)``,
+    since its last start in an attempt by a run's `events`; each with exit code 0."""
+    events_here = [event for event in events if event.attempt == attempt]
+    start = last_event(events_here, WorkerStarted)
+    return [
+        Failure(event.rank, event.node, 0, event.time, f"{event.error}, at step {event.step}")
+        for event in events_here
+        if isinstance(event, RankFailed)
+        and event.error == EARLY_EXIT
+        and not (start and event.time < start.time)
+    ]
+
+
+def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> Failure | None:
     """Return the failure that the others follow from, None without any.
 
-    A worker whose peer has died says that a connection closed, and one that was ended by the agent
-    died of SIGTERM: neither is a cause where there is another one. A rank that hangs with Python's
-    lock exits without a word, and its peers say why: ``hang`` comes before ``exit``. Among equals
-    the earliest counts; clocks of nodes differ, so time comes last.
+    `exits`, of `early_exits`, count beside failures of other ranks. A worker whose peer has died
+    says that a connection closed, and one that was ended by the agent died of SIGTERM: neither is a
+    cause where there is another one. A rank that hangs with Python's lock exits without a word, and
+    its peers say why: ``hang`` comes before ``exit``. Among equals the earliest counts; clocks of
+    nodes differ, so time comes last.
     """
     first = dict.fromkeys(("exception", "signal", "disk"), 0)
     order = {**first, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
-    return min(failures, key=lambda f: (order[f.kind], f.time), default=None)
+    ranks = {failure.rank for failure in failures}
+    causes = [*failures, *(early for early in exits if failures and early.rank not in ranks)]
+    return min(causes, key=lambda f: (order[f.kind], f.time), default=None)
 
 
 def reason_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:
@@ -229,7 +253,9 @@ def journaled_error(journal: Path, since: float, attempt: int) -> str:
     """
     for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
         event = parse_event(line)
-        if isinstance(event, RankFailed) and event.attempt == attempt and event.time >= since:
+        if not isinstance(event, RankFailed) or event.error == EARLY_EXIT:
+            continue  # such a rank may have printed why it ended
+        if event.attempt == attempt and event.time >= since:
             kind, _, message = event.error.partition(": ")
             return (message if kind.startswith("hpc_ddp.") else event.error)[:500]
     return ""

@@ -49,7 +49,7 @@ from hpc_ddp.core.journal.events import (
     WorkerStarted,
 )
 from hpc_ddp.core.journal.journal import last_event, last_step
-from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
+from hpc_ddp.node.outcome.first_failure import Failure, early_exits, first_cause, from_record
 from hpc_ddp.slurm_text import Job
 
 E = TypeVar("E", bound=JournalEvent)
@@ -155,9 +155,10 @@ class AttemptFacts:
 
     @property
     def failure(self) -> Failure | None:
-        """The failure, of a worker or torchrun, that the others follow from; None where no node
+        """The failure, of a worker or torchrun, that the others follow from; None where no node has
         recorded one. Raise KeyError or TypeError for a damaged record."""
-        return first_cause(failure for record in self.ends for failure in from_record(record))
+        failures = [failure for record in self.ends for failure in from_record(record)]
+        return first_cause(failures, early_exits(self.events, self.attempt))
 
     @property
     def unfit(self) -> PreflightEnded | None:

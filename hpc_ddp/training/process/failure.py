@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.errors import EARLY_EXIT, HpcDdpError
 from hpc_ddp.core.journal.events import RankFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training.checkpoint.save import SupersededError
@@ -108,18 +108,28 @@ class FailureHook:
         sys.stdout.flush()
         sys.stderr.flush()
 
+    def note_early_exit(self) -> None:
+        """Journal that the rank's script has ended too early, by itself, and wait for the disk."""
+        self._journal_failure(EARLY_EXIT, "")
+
     def _write(self, error: BaseException, text: str) -> None:
         """Journal an error, and wait for the disk; `text` is its traceback. Nothing without a
         journal, or for a SupersededError."""
         # A superseded attempt writes nothing: the files belong to its successor.
-        if self.journal is None or isinstance(error, SupersededError):
+        if isinstance(error, SupersededError):
             return
         line = traceback.format_exception_only(error)[-1].strip()
         if "in DataLoader worker process" in line:  # the message holds a traceback
             line = line.splitlines()[-1]
-        step = self.position.step if self.position else None
-        self.journal.write(RankFailed(self.info.rank, self.node, step, line, text))
-        self.journal.drain()
+        self._journal_failure(line, text)
+
+    def _journal_failure(self, line: str, text: str) -> None:
+        """Journal the rank's failure by a line and a traceback, and wait for the disk; nothing
+        without a journal."""
+        if self.journal is not None:
+            step = self.position.step if self.position else None
+            self.journal.write(RankFailed(self.info.rank, self.node, step, line, text))
+            self.journal.drain()
 
     def _show(self, error: BaseException, text: str) -> None:
         """Print an error to stderr: an HpcDdpError's message and hint, else the traceback

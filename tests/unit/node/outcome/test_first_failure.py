@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.errors import EARLY_EXIT
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.first_failure import (
     Failure,
     abort_reason,
+    early_exits,
     first_cause,
     from_record,
     journaled_error,
@@ -21,7 +23,8 @@ from hpc_ddp.node.outcome.first_failure import (
     reason_of,
 )
 from hpc_ddp.node.workers.worker import AGAIN
-from tests.raw_events import raw
+from tests.raw_events import changed, raw
+from unit.node.outcome.fakes import event_of
 
 
 def _failure(rank: int, code: int = 1, error: str = "", time: float = 0.0) -> Failure:
@@ -50,6 +53,23 @@ def test_the_earliest_of_equal_failures_is_the_cause() -> None:
     early = _failure(1, error="KeyError: 1", time=1.0)
     assert first_cause([CAUSE, early]) == early
     assert first_cause([]) is None
+
+
+def test_a_rank_that_leaves_by_itself_is_the_cause_beside_failures_of_others() -> None:
+    exit_event = event_of("failed", rank=1, node="n", step=5, error=EARLY_EXIT)
+    exits = early_exits([exit_event], 0)
+    lost = _failure(0, error="RuntimeError: Connection closed by peer")
+    cause = first_cause([lost], exits)
+    assert str(cause) == f"rank 1 on n: {EARLY_EXIT}, at step 5"
+    assert cause is not None
+    assert (cause.kind, cause.exit_code) == ("exception", 1)
+    refused = _failure(1, code=3)
+    assert first_cause([lost, refused], exits) == refused  # it has an exit code of its own
+    assert first_cause([], exits) is None  # all ranks have left
+    again = changed(event_of("worker", began=0.0, called=0.0), time=1.0)
+    assert early_exits([exit_event, again], 0) == []  # before the last start
+    assert early_exits([exit_event], 1) == []
+    assert early_exits([changed(exit_event, error="ValueError: boom")], 0) == []
 
 
 HANG = _failure(0, error="HangError: no step for 9 s at step 3; stacks in /gloo/s", time=2.0)
@@ -188,6 +208,8 @@ def test_an_explained_error_is_in_the_journal(tmp_path: Path) -> None:
     assert journaled_error(journal.path, 0.0, 0) == "3 saves failed: why"
     assert journaled_error(journal.path, time.time() + 60, 0) == ""  # of an earlier start
     assert journaled_error(journal.path, 0.0, 1) == ""  # of an earlier attempt
+    journal.write(raw("failed", error=EARLY_EXIT))  # by sys.exit("why"), which the log has
+    assert journaled_error(journal.path, 0.0, 0) == "3 saves failed: why"
     journal.write(raw("failed", error="ValueError: boom"))
     with open(journal.path, "a") as file:
         file.write('{"event": "failed", "tim')

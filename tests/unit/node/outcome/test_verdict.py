@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.errors import EARLY_EXIT
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import JournalEvent
@@ -43,6 +44,14 @@ def test_a_loop_without_a_finish_is_not_finished() -> None:
     verdict = decide_by(events=events)
     assert (verdict.cause, verdict.action, verdict.exit_code) == ("failed", "give up", 1)
     assert "without run.finish()" in verdict.why
+
+
+def test_a_rank_that_leaves_its_peers_is_named() -> None:
+    records = (record_of("n1", error="RuntimeError: Connection closed by peer"), record_of("n2"))
+    left = event_of("failed", rank=1, node="n2", step=5, error=EARLY_EXIT)
+    verdict = decide_by(records=records, events=(*BASE.events, left))
+    assert verdict.why == f"rank 1 on n2: {EARLY_EXIT}, at step 5"
+    assert decide_by(events=(event_of("training", step=0), left)).action == "give up"
 
 
 def test_a_notice_in_the_last_moment_leaves_a_run_finished() -> None:
