@@ -263,14 +263,11 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     assert "No module named 'torch' (the same on all nodes); given up" in last
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("launcher", "hold"),
     [
-        pytest.param(
-            "srun",
-            "import socket; server = socket.create_server(('', port))",
-            marks=pytest.mark.more,
-        ),
+        ("srun", "import socket; server = socket.create_server(('', port))"),
         # Of another dry run, say: torchrun's agent could join it.
         (
             "torchrun",

@@ -77,9 +77,8 @@ def files_with(secret: str, folder: Path) -> list[Path]:
     return [path for path in paths if secret.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize(
-    "script", ["tracked.py", pytest.param("tracked_run.py", marks=pytest.mark.more)]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("script", ["tracked.py", "tracked_run.py"])
 def test_weights_and_biases_offline_is_one_run(tmp_path: Path, script: str) -> None:
     def steps(run: Path) -> list[int]:
         return recorded_offline(run).get(f"{run.parent.name}-{run.name}", [])

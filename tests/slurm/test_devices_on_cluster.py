@@ -19,9 +19,8 @@ STAND_IN = (
 )
 
 
-@pytest.mark.parametrize(
-    "backend", ["slurm", *(pytest.param(name, marks=pytest.mark.more) for name in BACKENDS[1:])]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_preempted_once_it_ends_with_the_cpus_weights(hpc: Hpc, walked: Job, backend: str) -> None:
     needs_stand_in()
     words = ("--backend", backend, "--preflight", *ONE_BY_TWO, *STAND_IN)

@@ -29,10 +29,8 @@ from harness import (
 LAUNCHERS = ("torchrun", "srun")
 
 
-@pytest.mark.parametrize(
-    ("backend", "proctrack"),
-    [pytest.param("slurm", "linuxproc", marks=pytest.mark.more), ("submitit", "cgroup")],
-)
+@pytest.mark.more
+@pytest.mark.parametrize(("backend", "proctrack"), [("slurm", "linuxproc"), ("submitit", "cgroup")])
 def test_a_task_for_each_worker(
     hpc: Hpc, cluster: Cluster, walked: Job, backend: str, proctrack: Proctrack
 ) -> None:

@@ -48,13 +48,8 @@ def test_three_times_in_a_row(
     assert same_weights(job, walked)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        "HUP",  # which torchrun handles, and the ranks
-        *(pytest.param(number, marks=pytest.mark.more) for number in ("USR1", "USR2", "INT")),
-    ],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("number", ["HUP", "USR1", "USR2", "INT"])
 def test_signals_of_scancel_are_notices(
     hpc: Hpc, cluster: Cluster, walked: Job, number: str
 ) -> None:

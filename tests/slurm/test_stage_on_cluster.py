@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from harness import SCRIPTS, Hpc
 
 
+@pytest.mark.more
 def test_a_requeued_job_starts_from_the_parcel(hpc: Hpc, tmp_path: Path) -> None:
     (near := tmp_path / "near").mkdir()
     words = ("--stage", "--launcher", "srun", "--nodes", "2", "--python", sys.executable)

@@ -114,22 +114,6 @@ def test_every_word_arrives_in_the_worker(hpc: Hpc, tmp_path: Path) -> None:
     assert not Path("x").exists()
 
 
-def test_runs_may_lie_in_a_folder_of_any_name(hpc: Hpc, tmp_path: Path) -> None:
-    hpc.runs = tmp_path / 'it\'s "b" per%j cent $(touch x);é'
-    job = hpc.submit("--nodes", "1", "--job-name", "a b", str(SCRIPTS / "words.py"))
-    assert job.end() == "COMPLETED", job.output()
-    assert "done" in job.output()
-    assert not Path("x").exists()
-
-
-def test_two_jobs_on_one_node(hpc: Hpc, cluster: Cluster) -> None:
-    node = cluster.nodes[0]
-    words = ("--nodes", "1", "--nproc-per-node", "1", "--nodelist", node)
-    jobs = [hpc.submit(*words, str(SCRIPTS / "words.py")) for _ in range(2)]
-    assert [job.end() for job in jobs] == ["COMPLETED"] * 2
-    assert [job.nodes() for job in jobs] == [node] * 2
-
-
 def test_a_taken_port_is_no_failure(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     """The port is taken after it was looked up: the set-up line stands in for the other job."""
     template = tmp_path / "own.j2"
@@ -173,15 +157,20 @@ def test_what_a_profile_or_an_outer_job_left_does_not_matter(
     assert "DelayBoot=00:01:10" in shown
 
 
-def test_a_sweep_has_a_run_for_each_point(hpc: Hpc) -> None:
-    script = str(SCRIPTS / "words.py")
-    job = hpc.submit("--nodes", "1", script, "a word", sets=("name=x,y z",))
+def test_a_sweep_has_a_run_for_each_point(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
+    """Both on one node, at the same time; in a folder of any name."""
+    hpc.runs = tmp_path / 'it\'s "b" per%j cent $(touch x);é'
+    node = cluster.nodes[0]
+    words = ("--nodes", "1", "--nproc-per-node", "1", "--nodelist", node, "--job-name", "a b")
+    job = hpc.submit(*words, str(SCRIPTS / "words.py"), "a word", sets=("name=x,y z",))
     job.until(lambda: "2 of 2 tasks" in hpc("status", job.id).stdout, "end of both tasks")
     printed = job.output()
     assert printed.count('"a word"') == 2
     assert '"--name=x"]' in printed
     assert '"--name=y z"]' in printed
     assert "2 tasks: 2 finished" in hpc("status", job.id).stdout
+    assert job.nodes() == node
+    assert not Path("x").exists()
 
 
 def test_a_refused_submit_leaves_nothing_behind(hpc: Hpc) -> None:
@@ -192,6 +181,7 @@ def test_a_refused_submit_leaves_nothing_behind(hpc: Hpc) -> None:
     assert not list(hpc.runs.glob("digits/*"))
 
 
+@pytest.mark.more
 def test_from_the_wheel_with_a_torch_from_elsewhere(
     cluster: Cluster, wheel_env: Path, torch_env: Path, tmp_path: Path
 ) -> None:
