@@ -77,7 +77,7 @@ TOOL_WORDS = $(if $(REPORT),--report) $(if $(DIRTY),--dirty)
 test-more: $(VENV)/ready
 	@$(TOOL) tools.suites test-more $(TOOL_WORDS)
 
-# Every row of docs/bad-days.md, with 200 kills at random moments, of which `make test` does a dozen
+# Every row of docs/bad-days.md, with 200 kills at random moments, of which `make test` does eight
 # (another HPC_DDP_SOAK_SEED, other moments); and the Slurm tests with each other version.
 soak: $(VENV)/ready
 	@$(TOOL) tools.suites soak $(TOOL_WORDS)

@@ -36,10 +36,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that wait most, on Slurm, and end with the short ones: several processes
-    take tests from this list, and none of them is to begin a long one as the last."""
-    order = ("slurm", "cli", "ddp", "unit")
-    items.sort(key=lambda item: order.index(item.path.relative_to(REPO / "tests").parts[0]))
+    """Spread the tests on Slurm, which wait half of their time, among those that start processes
+    and compute, and end with the short ones: several processes take tests from this list, and none
+    of them is to begin a long one as the last."""
+    by_folder: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_folder.setdefault(item.path.relative_to(REPO / "tests").parts[0], []).append(item)
+    on_slurm, short = by_folder.pop("slurm", []), by_folder.pop("unit", [])
+    groups = on_slurm, [item for tests in by_folder.values() for item in tests]
+    places = {item: n / len(group) for group in groups for n, item in enumerate(group)}
+    items[:] = [*sorted(places, key=places.__getitem__), *short]
 
 
 @pytest.hookimpl(wrapper=True)

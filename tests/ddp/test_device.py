@@ -252,7 +252,7 @@ def test_a_model_is_shared_out_before_a_device_has_it(
     "words",
     [
         pytest.param(("--offload",), marks=pytest.mark.more),  # --meta --offload has it, too
-        ("--average",),
+        pytest.param(("--average",), marks=pytest.mark.more),
         pytest.param(("--meta", "--tp", "2"), marks=pytest.mark.more),  # twenty seconds
         ("--offload", "--meta"),
     ],

@@ -65,7 +65,7 @@ LIST = [
         0.05,
     ),
 ]
-LATER = ("mnist",)  # only in `make test-more`
+LATER = ("mnist", "convnet_amp")  # only in `make test-more`
 each_job = pytest.mark.parametrize(
     "job",
     [

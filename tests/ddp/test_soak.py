@@ -1,4 +1,4 @@
-"""Kills at random moments. A dozen here; ``make soak`` makes it 200 (HPC_DDP_SOAK)."""
+"""Kills at random moments. Eight here; ``make soak`` makes it 200 (HPC_DDP_SOAK)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-KILLS = int(os.environ.get("HPC_DDP_SOAK", "12"))
+KILLS = int(os.environ.get("HPC_DDP_SOAK", "8"))
 RANKS = 2
 JOB = ("--samples", "480", "--epochs", "2", "--width", "128", "--layers", "3")
 SAVES = ("--save-every-steps", "3", "--step-seconds", "0.01")

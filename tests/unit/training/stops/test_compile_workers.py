@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # The device "meta" is no CPU, and needs no driver.
 SCRIPT = """
 import operator, os, signal, time
@@ -27,6 +29,7 @@ print(job.result(20), pool.submit(operator.add, 1, 2).result(20), time.monotonic
 """
 
 
+@pytest.mark.more
 def test_a_compilation_outlives_a_signal_of_the_cluster() -> None:
     """And the end of the process waits for no worker that is deaf to torch's SIGTERM."""
     script = f"{SCRIPT}import atexit; atexit._run_exitfuncs(); print(time.monotonic())"
