@@ -16,8 +16,9 @@ BIN := $(VENV)/bin
 # list, each with a cluster of its own.
 PARALLEL := --numprocesses=5 --maxschedchunk=1
 
-# Hundreds of processes start in the tests: each would compile what it imports.
-unexport PYTHONDONTWRITEBYTECODE
+# Hundreds of processes start in the tests: each would compile what it imports. And Python is to
+# print here as it does for users.
+unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: demo test bytecode test-slurm test-device test-gpu lint types cluster docs bench test-more soak rehearse mutants flakes \
 	device-faults programs constraints clean size coverage versions version

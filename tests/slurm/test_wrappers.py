@@ -18,15 +18,16 @@ IN_A_NAMESPACE = f'exec {ENTER} {sys.executable} "$@"'  # apptainer exec --pid, 
 NOT_BY_EXEC = f'{sys.executable} "$@"'  # conda run, tykky
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("wrapper", "backend", "launcher", "proctrack"),
     [
         # The batch script starts the supervisor by the wrapper, submitit by its own Python.
         (IN_A_NAMESPACE, "slurm", "torchrun", "linuxproc"),
-        pytest.param(IN_A_NAMESPACE, "submitit", "torchrun", "cgroup", marks=pytest.mark.more),
-        pytest.param(NOT_BY_EXEC, "submitit", "torchrun", "linuxproc", marks=pytest.mark.more),
-        pytest.param(NOT_BY_EXEC, "submitit", "srun", "linuxproc", marks=pytest.mark.more),
-        pytest.param(IN_A_NAMESPACE, "slurm", "srun", "linuxproc", marks=pytest.mark.more),
+        (IN_A_NAMESPACE, "submitit", "torchrun", "cgroup"),
+        (NOT_BY_EXEC, "submitit", "torchrun", "linuxproc"),
+        (NOT_BY_EXEC, "submitit", "srun", "linuxproc"),
+        (IN_A_NAMESPACE, "slurm", "srun", "linuxproc"),
     ],
     ids=["slurm-namespace", "submitit-namespace", "child", "worker", "srun-namespace"],
 )

@@ -109,7 +109,8 @@ def inventory_of(
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's bytes as 64-bit integers: a scalar, on the tensor's device.
 
-    It is exact, so in any order the same, and takes about the time of reading the tensor.
+    It is exact, so in any order the same: ranks may lay a tensor out differently. It takes about
+    the time of reading the tensor.
     """
     memory, tail = words(tensor)
     return memory.sum() + tail.sum(dtype=torch.int64)

@@ -106,6 +106,7 @@ def test_a_package_may_ask_for_gpus(tmp_path: Path) -> None:
     text += "\nimport ctypes\nctypes.CDLL('libnvidia-ml.so.1').nvmlInit()"
     (tmp_path / "keeper.py").write_text(text)
     paths = {"PYTHONPATH": f"{tmp_path}:{REPO}", "LD_LIBRARY_PATH": str(tmp_path)}
+    paths["PYTHONUNBUFFERED"] = ""  # what the first import prints is not to go to the second's file
     twice = f"import torch\n{PROGRAM}\nsys.argv[1] = 'keeper'\n{PROGRAM}"
     argv = [sys.executable, "-c", twice, "package"]
     done = subprocess.run(
