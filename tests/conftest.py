@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib.util
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hpc_ddp.core.job.variables import OF_A_RANK
 from tests import results
 from tests.children import end_children
 
@@ -23,6 +26,15 @@ LOGIN_PACKAGES = (
 )
 # fmt: on
 
+
+# What a profile, an outer job or a launcher has set is none of the tests', but for their switches.
+SWITCHES = r"HPC_DDP_(ACCEPT|CLUSTER|DRY_RUN_DEVICES|FAULT|LOOPS|PROGRAMS|SOAK|TEST)"
+OF_A_JOB = re.compile(
+    rf"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SINFO|PMI\d?|PMIX|OMPI|PET|WANDB|MLFLOW|NCCL)_"
+    rf"|({OF_A_RANK}|OMP_NUM_THREADS)$|(?!{SWITCHES})HPC_DDP_"
+)
+for name in filter(OF_A_JOB.match, list(os.environ)):
+    del os.environ[name]
 
 # No test depends on how fast a machine is: those that run these are noisy.
 settings.register_profile(
