@@ -140,6 +140,9 @@ def take_directives(directives: Directives, result: Conversion) -> None:
             result.append("sbatch", text, line)
         if "singleton" in operand:
             result.notes.append((line, f"{text}: a run goes on by itself, by one submit"))
+        if name in ("output", "error") and "%x" in operand and "job-name" not in directives.options:
+            text = "%x is the program's name, and Slurm's was this file's: job-name = NAME"
+            result.notes.append((line, text))
     for line, mark in directives.marks.items():
         result.mark(line, line, *mark)
     for line, reason in directives.replaced:

@@ -26,6 +26,13 @@ NO_COMPONENTS = "hpc-ddp has no heterogeneous jobs"
 # A number of nodes or tasks that need not be reported: also a range, or Slurm's own number.
 _KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
 
+# The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
+_VARIABLE = re.compile(
+    r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|mixed_precision|use_fsdp"
+    r"|(?P<zero>zero_stage|offload_(optimizer|param)_device|zero3_init|zero3_save_16bit_model)"
+    r"(?:_flag)?|gradient_(accumulation_steps|clipping)|use_deepspeed|deepspeed_config_file"
+)
+
 
 class Options(NamedTuple):
     """The options of a launcher."""
@@ -100,8 +107,9 @@ class Launch:
         return bool(match)
 
     def take_program(self, words: Sequence[Word]) -> None:
-        """Take the words behind a launcher's options: a program and its arguments."""
-        if words:
+        """Take the words behind a launcher's options: a program and its arguments. A blank at
+        its begin stands behind a backslash that was to end a line: it is none."""
+        if words and words[0].text[:1].strip():
             self.program, self.args = words[0], list(words[1:])
 
     def take_options(self, words: Sequence[Word], rules: Options, scope: Scope) -> list[Word]:
@@ -218,6 +226,37 @@ class Statement:
     def names(self) -> set[str]:
         """The variables and functions that it may need, with some other words beside."""
         return syntax.names_needed(self.text, self.name)
+
+
+def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
+    """Return the variable by which ``accelerate launch`` passes on one of its options or keys, and
+    its value; None for one that it does not pass on so."""
+    name = name.replace("-", "_")
+    if name == "num_cpu_threads_per_process":
+        return "OMP_NUM_THREADS", operand
+    match = _VARIABLE.fullmatch(name)
+    if not match:
+        return None
+    name = match["fsdp"] or match["zero"] or match[0]
+    name = name.replace("transformer_layer_cls", "transformer_cls").upper()
+    start = "" if match["fsdp"] else "ACCELERATE_DEEPSPEED_" if match["zero"] else "ACCELERATE_"
+    return start + name, operand.lower() if operand in ("True", "False") else operand
+
+
+def is_command(assigned: Value) -> bool:
+    """Return whether a value is a text of several words that does not begin with code."""
+    if not isinstance(assigned, Word) or not assigned.parts or assigned.parts[0].is_code:
+        return False
+    text = "".join("$" if part.is_code else part.text for part in assigned.parts)
+    return bool(re.search(r"\S\s+\S", text))
+
+
+def is_known(assigned: Value) -> bool:
+    """Return whether a value is written where its variable is used: it is text and names, or a
+    command (`is_command`); of an array, one word at least is text."""
+    if isinstance(assigned, Word):
+        return is_command(assigned) or all(part.name for part in assigned.code)
+    return assigned is not None and any(word.is_static for word in assigned)
 
 
 def is_of_pyxis(name: str) -> bool:

@@ -12,8 +12,15 @@ from collections.abc import Callable, Sequence
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
-from hpc_ddp.submission.job_script.launch import FLAGS, NO_COMPONENTS, Launch, Options, option_name
-from hpc_ddp.submission.job_script.shell import Scope, Word, joined, literal
+from hpc_ddp.submission.job_script.launch import (
+    FLAGS,
+    NO_COMPONENTS,
+    Launch,
+    Options,
+    accelerate_variable,
+    option_name,
+)
+from hpc_ddp.submission.job_script.shell import Part, Scope, Word, joined, literal
 
 _SRUN_USES = {
     "container-image": "=image",
@@ -49,9 +56,12 @@ _IMAGE_FLAGS = re.compile(
 )
 _IMAGE_LETTERS = {"c": "contain", "C": "containall", "e": "cleanenv", "f": "fakeroot", "i": "ipc",
                   "p": "pid", "u": "userns", "w": "writable"}  # fmt: skip
-_IMAGE_USES = {"nv|rocm": "ours", "env": "env", ".*": "&container-options"}
+_IMAGE_USES = {"env": "env", ".*": "&container-options"}
 _IMAGE = Options(_IMAGE_USES, _IMAGE_FLAGS, _IMAGE_LETTERS)
-_SHIFTER = Options({"image": "=image", ".*": "+container-options"}, re.compile("gpu"))
+_SHIFTER_LETTERS = {"i": "image", "V": "volume", "e": "env", "E": "clearenv", "w": "workdir",
+                    "m": "module", "v": "verbose"}  # fmt: skip
+_SHIFTER_USES = {"image": "=image", ".*": "+container-options"}
+_SHIFTER = Options(_SHIFTER_USES, re.compile("gpu|clearenv|verbose"), _SHIFTER_LETTERS)
 _ENV_LETTERS = {"u": "unset", "C": "chdir", "S": "split-string", "i": "ignore-environment",
                 "a": "argv0", "0": "null", "v": "debug"}  # fmt: skip
 _ENV_WITH_VALUE = ("unset", "chdir", "argv0")
@@ -74,7 +84,12 @@ _TORCHRUN = {
     ): "ours",
     ".*": "+torchrun",
 }
-_TORCHRUN_FLAGS = re.compile("standalone|module|m|no-python|run-path|use-env|v|verbose")
+_TORCHRUN_FLAGS = re.compile(
+    "standalone|module|m|no-python|run-path|use-env|v|verbose"
+    # Of composer and deepspeed.
+    "|module-mode|command-mode|c|no-ssh(-check)?|no-local-rank|force-multi|save-pid"
+    "|bind-cores-to-rank|elastic-training"
+)
 _ACCELERATE_USES = {
     "module|m": "!module",
     "no-python": "!no-python",
@@ -90,21 +105,16 @@ _ACCELERATE_FLAGS = re.compile(
     "|no-python|debug|quiet"
 )
 _ACCELERATE = Options(_ACCELERATE_USES, _ACCELERATE_FLAGS)
-# The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
-_VARIABLE = re.compile(
-    r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|mixed_precision|use_fsdp"
-    r"|(?P<zero>zero_stage|offload_(optimizer|param)_device|zero3_init|zero3_save_16bit_model)"
-    r"(?:_flag)?|gradient_(accumulation_steps|clipping)|use_deepspeed|deepspeed_config_file"
-)
 _NO_TRAINING = re.compile(
     r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
     r"|env|printenv|pkill|kill|chmod|ln|true|test|find|lscpu|ip|ifconfig|which|df|sbcast|enroot|nvcc)"
 )
-
 _NO_MODULE = re.compile(
     r"pip|venv|virtualenv|ensurepip|site|sysconfig|compileall|py_compile|json\.tool|http\.server"
     r"|zipfile|tarfile|torch\.utils\.collect_env|.*\.info|ipykernel.*|jupyter.*"
 )
+# Managers of environments, which run a program with ``run``.
+_MANAGERS = ("uv", "poetry", "pixi", "pdm", "pipenv", "hatch", "conda", "mamba", "micromamba")
 # Takes the words of a launcher into a launch, and returns the words behind its own.
 Handler = Callable[[list[Word], Launch, Scope], list[Word]]
 
@@ -254,9 +264,10 @@ def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take a tool before the program, as numactl or ``uv run``: in a task it is the program, before
-    a launcher it is lost, and elsewhere it is no launch."""
-    if launch.step and (words[0].text != "uv" or [w.text for w in words[1:2]] == ["run"]):
+    """Take a tool before the program, as numactl or ``poetry run``: in a task it is the program,
+    before a launcher it is lost, and elsewhere it is no launch."""
+    name = words[0].text.rsplit("/", 1)[-1]
+    if launch.step and (name not in _MANAGERS or [w.text for w in words[1:2]] == ["run"]):
         _command(words, launch)
         launch.weight = 3
     at = next((i for i, word in enumerate(words) if i and _is_launcher(word.text)), len(words))
@@ -273,8 +284,7 @@ def _env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         word = remaining.pop(0)
         if word.text == "--":
             break
-        long_names = " ".join(_ENV_LETTERS.values())
-        name, operand = option_name(word, _ENV_LETTERS, long_names)
+        name, operand = option_name(word, _ENV_LETTERS, " ".join(_ENV_LETTERS.values()))
         if name == "split-string":
             return []
         if operand is None and name in _ENV_WITH_VALUE and remaining:
@@ -290,11 +300,21 @@ def _env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     return remaining
 
 
+def _take_python_beside(launcher: Word, launch: Launch) -> None:
+    """Take the Python in the folder of a launcher that is named by its path: its environment's."""
+    *before, last = launcher.parts
+    folder, slash, _ = last.text.rpartition("/")
+    if slash and not (last.is_code or folder.endswith(".local/bin")):
+        python = Word((*before, Part(f"{folder}/python")), launcher.line)
+        launch.settings.setdefault("python", [python])
+
+
 def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take torchrun, ``torch.distributed.launch``, composer or deepspeed, whose options are alike;
     the program follows. Options that hpc-ddp has no key for are marked; variables and arguments
     that composer and the older launchers give to their programs are added."""
     launch.kind, launch.weight = "torchrun", 4
+    _take_python_beside(words[0], launch)
     name, line = words[0].text.rsplit("/", 1)[-1], words[0].line
     uses = _TORCHRUN | ({".*": "lost"} if name in ("composer", "deepspeed") else {})
     if name not in ("torchrun", "run", "launch", *_HANDLERS):
@@ -331,26 +351,15 @@ def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     if [word.text for word in words[1:2]] != ["launch"]:
         return []
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
+    _take_python_beside(words[0], launch)
     launch.take_program(launch.take_options(words[1:], _ACCELERATE, scope))
     for name, (operand, line) in launch.options.items():
         if variable := accelerate_variable(name, operand.text if operand else "true"):
-            setting = operand if operand and operand.code else literal(variable[1], line)
-            launch.env[variable[0]] = setting
+            constant = literal(variable[1], line)
+            launch.env[variable[0]] = operand if operand and operand.code else constant
         elif name != "config-file" and (line, OURS, f"launch --{name}") not in launch.marks:
             launch.mark(line, LOST, f"accelerate --{name}: set it in Accelerator(…)")
     return []
-
-
-def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
-    """Return the variable by which ``accelerate launch`` passes on one of its options or keys, and
-    its value; None for one that it does not pass on so."""
-    match = _VARIABLE.fullmatch(name.replace("-", "_"))
-    if not match:
-        return None
-    name = match["fsdp"] or match["zero"] or match[0]
-    name = name.replace("transformer_layer_cls", "transformer_cls").upper()
-    start = "" if match["fsdp"] else "ACCELERATE_DEEPSPEED_" if match["zero"] else "ACCELERATE_"
-    return start + name, operand.lower() if operand in ("True", "False") else operand
 
 
 def _python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -387,5 +396,5 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("bash", "sh"), _shell),
     **dict.fromkeys(("singularity", "apptainer", "shifter"), _image),
     "singularity_wrapper": _wrapper,
-    **dict.fromkeys(("numactl", "nsys", "taskset", "uv", "timeout", "stdbuf", "nice"), _tool),
+    **dict.fromkeys(("numactl", "nsys", "taskset", "timeout", "stdbuf", "nice", *_MANAGERS), _tool),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
-from hpc_ddp.submission.job_script.launch import Launch, Statement, is_of_pyxis
-from hpc_ddp.submission.job_script.launchers import accelerate_variable
+from hpc_ddp.submission.job_script.launch import Launch, Statement, accelerate_variable, is_of_pyxis
 from hpc_ddp.submission.job_script.shell import Word, joined, literal
 from hpc_ddp.submission.job_script.statements import Reader
 from hpc_ddp.submission.job_script.syntax import uses_arguments
@@ -119,6 +119,7 @@ def take(
     """
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
+    gpus = _take_gpus(launch, result, directives, reader.scope.numbers)
     outer = (s for s in reader.statements if not s.inside)
     names = {name for s in outer for name in (s.name, *s.sets)}
     of_tasks = {s.name for s in reader.statements if s.name and s.inside} - names
@@ -185,7 +186,7 @@ def take(
         result.marks[at] = of_launch if at in busy else [*lost, (OURS, reason)]
     if config := launch.options.get("config-file", (None, 0))[0]:
         _take_yaml(launch, config, result, cwd)
-    _take_sizes(launch, result, directives, reader.scope.numbers)
+    _take_sizes(launch, result, directives, reader.scope.numbers, gpus)
 
 
 def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> None:
@@ -266,6 +267,10 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
     if image and "image" not in launch.settings:
         launch.settings["image"] = [image]
         launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])
+    step_options = [word.text for word in launch.settings.get("srun", [])]
+    names_image = any(text.startswith("--environment=") for text in step_options)
+    if names_image or "environment" in directives.options:  # in the file that it names, at CSCS
+        launch.add("srun", *launch.settings.pop("container-options", []))
     if not any(word.text for word in launch.settings.get("image", [])):
         for key in {"image", "container-tool", "container-options"} & launch.settings.keys():
             at = launch.settings.pop(key)[0].line or launch.line
@@ -316,40 +321,63 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
     launch.processes = launch.processes or (count if isinstance(count, int) else None)
 
 
+def _tasks_of_node(launch: Launch, numbers: Mapping[str, int]) -> int:
+    """Return the number of tasks on a node: of the launch's in all, which come before those of a
+    node for Slurm, else the job's. `numbers` as `sizes` has them."""
+    of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
+    return of_launch or launch.tasks_per_node or numbers.get("SLURM_NTASKS_PER_NODE", 1)
+
+
+def _take_gpus(
+    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
+) -> int:
+    """Put the number of a node's GPUs into `result`, of the directives, else of the launch, and
+    return it, 0 without one. Options by which a container gets GPUs are hpc-ddp's where there is
+    one, and taken out of the launch's settings."""
+    count = numbers.get("SLURM_GPUS_ON_NODE", 0)
+    wanted = {name: operand for name, (operand, _) in directives.options.items()}
+    wanted = wanted if count else launch.gpus
+    count = count or read_gpus(wanted, ("gpus-per-node", "gres"))
+    count = count or read_gpus(wanted, ("gpus-per-task",)) * _tasks_of_node(launch, numbers)
+    if not (count and (request := gpu_request(wanted, count))):
+        return count
+    at = directives.line(*GPUS) or launch.line
+    result.values["gpus-per-node"] = request[0], at
+    if request[1] != "gpus-per-node":
+        result.values["gpu-request"] = request[1], at
+    for name in {"gpus-per-node", "gres"} & directives.options.keys():
+        if read_gpus(wanted, (name,)) not in (0, count):
+            at, text = directives.line(name), f"--{name}={wanted[name]} beside {count} GPUs"
+            result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
+    options = launch.settings.get("container-options", [])
+    for word in [word for word in options if word.text in ("--nv", "--rocm")]:
+        options.remove(word)
+        launch.mark(word.line, OURS, f"exec {word.text}")
+    return count
+
+
 def _take_sizes(
-    launch: Launch, result: Conversion, directives: Directives, numbers: dict[str, int]
+    launch: Launch, result: Conversion, directives: Directives, numbers: dict[str, int], gpus: int
 ) -> None:
-    """Put the numbers of nodes, GPUs, CPUs and workers into `result`: those of the directives
-    (`numbers`, as `sizes` has them) with their lines, else the launch's with its line; and the
-    command that starts the tasks, unless it is srun with a launcher of workers in them."""
+    """Put the numbers of nodes, CPUs and workers into `result`: those of the directives (`numbers`,
+    as `sizes` has them) with their lines, else the launch's with its line, or as many workers as a
+    node has `gpus`; and the command that starts the tasks, unless it is srun with a launcher of
+    workers in them."""
     line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes
     is_range = "SLURM_NNODES" not in numbers and "nodes" in directives.options
     at = directives.line("nodes", "ntasks") or line
     result.values.setdefault("nodes", (directives.get("nodes") if is_range else nodes or 1, at))
     if not is_range and not nodes:
         result.notes.append((0, "the script has no number of nodes: 1 is taken; --nodes N"))
-    tasks = launch.tasks_per_node or (launch.tasks or 0) // (nodes or 1)
-    per_node = tasks or numbers.get("SLURM_NTASKS_PER_NODE", 1)
-    count = numbers.get("SLURM_GPUS_ON_NODE", 0)
-    wanted = {name: operand for name, (operand, _) in directives.options.items()}
-    wanted = wanted if count else launch.gpus
-    count = count or read_gpus(wanted, ("gpus-per-node", "gres"))
-    count = count or read_gpus(wanted, ("gpus-per-task",)) * per_node
-    if count and (request := gpu_request(wanted, count)):
-        at = directives.line(*GPUS) or line
-        result.values["gpus-per-node"] = request[0], at
-        if request[1] != "gpus-per-node":
-            result.values["gpu-request"] = request[1], at
-        for name in {"gpus-per-node", "gres"} & directives.options.keys():
-            if read_gpus(wanted, (name,)) not in (0, count):
-                at, text = directives.line(name), f"--{name}={wanted[name]} beside {count} GPUs"
-                result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
-    workers = per_node if launch.step else 1
+    workers = _tasks_of_node(launch, numbers) if launch.step else 1
+    if launch.step and not launch.kind and (launch.tasks or 0) % (nodes or 1):
+        text = f"{launch.tasks} tasks on {nodes} nodes: each node has as many: nproc-per-node = N"
+        result.mark(line, line, LOST, text)
     if launch.kind:
-        workers = launch.workers or (launch.processes or 0) // (nodes or 1) or count or 1
-    if launch.kind == "torchrun" and launch.workers is None and not count:
+        workers = launch.workers or (launch.processes or 0) // (nodes or 1) or gpus or 1
+    if launch.kind == "torchrun" and launch.workers is None and not gpus:
         result.notes.append((line, "the number of workers is not known here: --nproc-per-node N"))
-    if workers != (count or 1):
+    if workers != (gpus or 1):
         result.values["nproc-per-node"] = workers, line
     if launch.step and not (launch.kind and launch.step == "srun"):
         result.values["step-launcher" if launch.kind else "launcher"] = launch.step, line

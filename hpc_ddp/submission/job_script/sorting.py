@@ -7,9 +7,15 @@ import re
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import NO_COMPONENTS, Launch, Statement
+from hpc_ddp.submission.job_script.launch import (
+    NO_COMPONENTS,
+    Launch,
+    Statement,
+    is_command,
+    is_known,
+)
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
-from hpc_ddp.submission.job_script.shell import OF_A_JOB, Value, Word
+from hpc_ddp.submission.job_script.shell import OF_A_JOB, Word
 from hpc_ddp.submission.job_script.statements import Reader
 from hpc_ddp.submission.job_script.syntax import names_in
 
@@ -18,7 +24,8 @@ _BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 # Bash's own, ours, and those that modules and Conda set.
 _OF_BASH = re.compile(
     r"PWD|OLDPWD|RANDOM|SECONDS|E?UID|BASH|FUNCNAME|LINENO|IFS|PIPESTATUS|OPT|REPLY|SHELL|LANG|LC_"
-    r"|EPOCH|ARGUMENTS_|VALUE_|\w*PATH|CUDA|CONDA|ROCM|HPC_DDP"
+    r"|EPOCH|ARGUMENTS_|VALUE_|CUDA|CONDA|ROCM|EBROOT|EBVERSION|HPC_DDP"
+    r"|((LD_)?(LIBRARY|RUN)_|(CPLUS_|C_)?INCLUDE_|CMAKE_PREFIX_|PKG_CONFIG_|PYTHON|MAN|C|MODULE)?PATH$"
 )
 _OF_PATHS = re.compile(r"(\w*PATH|\w*_(HOME|ROOT|DIR|PREFIX|LIB)|LD_\w+)")
 # A line that names a file from the folder where it runs; an environment's name is none.
@@ -36,8 +43,10 @@ _PYTHON = (
 _TRAINS = "it may start a training: name its program in script, or submit it as its own job"
 # Lines of a task that do the same inside of its container.
 _IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
+_BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
-_REQUEUES = r"scontrol\s+requeue|sbatch\s.*(\$0|BASH_SOURCE)|\bsbatch\b.*--dependency"
+_SBATCH = r"(?:(?:^|[;&|(`{\n!]|\b(?:then|do|else|exec|eval)\s|\btrap\s+[\"'])\s*sbatch\s)"
+_REQUEUES = rf"scontrol\s+requeue|{_SBATCH}.*(\$0|BASH_SOURCE|--dependency)"
 _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
@@ -91,7 +100,7 @@ class Sorter:
         # Assignments of the batch script, and names of those in tasks, and of command lines.
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
         self._inner = {s.name for s in self._statements if s.name and s.inside}
-        self._commands = {s.name for s in self._statements if s.name and _is_command(s.assigned)}
+        self._commands = {s.name for s in self._statements if s.name and is_command(s.assigned)}
         self._at = len(self._statements)  # the index of the launch
         self._defaults = reader.scope.defaults
         self._kept: set[str] = set()  # variables and functions of lines that stay
@@ -206,9 +215,12 @@ class Sorter:
         `unknown` gets the names of these."""
         unknown = dict.fromkeys(self._of_nodes, "a loop")
         outer = {id(s.launch): s.outer for s in self._statements if s.launch}.get(id(self.launch))
+        is_beside = False  # the launch runs in the background there
         for index, statement in enumerate(self._statements):
             if statement.launch and not statement.lost:
+                is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
                 continue
+            is_beside &= not re.match(r"wait\b", statement.text)
             is_decided = statement.lost or _first(_DECIDED, statement, is_after=True)
             if not (self.launch or is_decided or statement.name) and index > self._at:
                 statement.lost = "behind a launch that is not taken over: setup or teardown"
@@ -220,6 +232,10 @@ class Sorter:
                     _STEP.match(statement.text) or re.match(_PYTHON, statement.text, re.S)
                 ):
                     statement.lost = "it may be the launch: script = …, args = […]"
+                    self._at = min(self._at, index)
+                is_work = not (is_decided or statement.name or re.match(_PRINTS, statement.text))
+                if is_beside and is_work:
+                    statement.lost = statement.lost or _BESIDE
                 is_outside = self.launch and self.launch.enters_container and index < self._at
                 is_outside = is_outside and statement.inside and not statement.name
                 if is_outside and not _IN_BOTH.match(statement.text):
@@ -284,7 +300,7 @@ class Sorter:
         return not re.search(r">|\btee\b", statement.text) and any(
             (name in self._in_launch & self._commands)
             or (is_of_hpc_ddp(name) and not name.startswith("SLURM") and name not in self._needed)
-            or (name in values.keys() - self._needed and not _is_known(values[name]))
+            or (name in values.keys() - self._needed and not is_known(values[name]))
             for name in statement.names
         )
 
@@ -355,7 +371,7 @@ class Sorter:
             return self._keep(statement, text, is_after)
         if not statement.of_script:
             return TAKEN, "the launch", ""
-        if _is_known(assigned):
+        if is_known(assigned):
             return TAKEN, "its value, where it is used", ""
         return OURS, "nothing that is left needs it", ""
 
@@ -379,19 +395,3 @@ def _first(rules: Rules, statement: Statement, is_after: bool) -> str:
     (`is_after`); '' without one."""
     fitting = (rule for rule in rules if re.match(rule[0], statement.text, re.S))
     return next((reason for _, places, reason in fitting if is_after in places), "")
-
-
-def _is_command(assigned: Value) -> bool:
-    """Return whether a value is a text of several words that does not begin with code."""
-    if not isinstance(assigned, Word) or not assigned.parts or assigned.parts[0].is_code:
-        return False
-    text = "".join("$" if part.is_code else part.text for part in assigned.parts)
-    return bool(re.search(r"\S\s+\S", text))
-
-
-def _is_known(assigned: Value) -> bool:
-    """Return whether a value is written where its variable is used: it is text and names, or a
-    command (`_is_command`); of an array, one word at least is text."""
-    if isinstance(assigned, Word):
-        return _is_command(assigned) or all(part.name for part in assigned.code)
-    return assigned is not None and any(word.is_static for word in assigned)

@@ -222,7 +222,8 @@ class Reader:
             if part.is_code and (not part.name or is_ours):
                 count = sum(name.startswith("VALUE_") for name in self.scope.values)
                 name = f"VALUE_{count + 1}"
-                self.scope.set(name, None)
+                is_number = part.text.startswith("$((")
+                self.scope.set(name, Word((part,)) if is_number else None)
                 text, place = f'{name}="{part.text}"', self._place
                 self._place = replace(place, inside=False)
                 statement = self._add(node, text, name=name, of_script=False)

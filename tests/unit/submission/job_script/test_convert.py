@@ -164,7 +164,7 @@ def test_mpirun_and_a_container() -> None:
         "nproc-per-node": 2,
         "launcher": "mpirun",
         "mpirun": ["--mca pml ob1"],
-        "container-options": ["-B", "/data:/mnt"],
+        "container-options": ["--nv", "-B", "/data:/mnt"],
         "args": ["/app/main.py", "--lr", "0.1"],
         "env": {"NCCL_DEBUG": "INFO"},
     }

@@ -54,7 +54,44 @@ def of_text(*lines: str) -> Conversion:
         ),
         (
             ("srun apptainer -q exec -B/b --pwd /w --nv a.sif python train.py",),
-            {"image": "a.sif", "container-options": ["-B/b", "--pwd", "/w"]},
+            {"image": "a.sif", "container-options": ["-B/b", "--pwd", "/w", "--nv"]},
+        ),
+        (
+            ("#SBATCH --gpus-per-node=1", "srun apptainer exec --nv a.sif python train.py"),
+            {"image": "a.sif", "container-options": None},
+        ),
+        (
+            ("srun shifter --image=a -V '/a:/b;/c:/d' python train.py",),
+            {"container-options": ["--volume=/a:/b;/c:/d"]},
+        ),
+        (
+            ("srun --environment=/a.toml --container-workdir=/w python train.py",),
+            {"srun": ["--environment=/a.toml", "--container-workdir=/w"], "image": None},
+        ),
+        # Tasks in all come before those of a node.
+        (("srun -n 8 --ntasks-per-node=8 python train.py",), {"nproc-per-node": 4}),
+        (
+            ("#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8", "export N=8",
+             'C="accelerate launch --num_processes $((SLURM_NNODES * N)) a.py"',
+             'srun bash -c "$C"'),
+            {"gpus-per-node": "8", "nproc-per-node": None, "script": "a.py"},
+        ),
+        # Options of deepspeed, and the Python beside a launcher.
+        (
+            ("srun bash -c 'e/bin/deepspeed --no_ssh --node_rank $SLURM_NODEID a.py -x'",),
+            {"script": "a.py", "args": ["--local_rank=$LOCAL_RANK", "-x"],
+             "python": "e/bin/python"},
+        ),
+        (("srun ~/.local/bin/torchrun train.py",), {"script": "train.py", "python": None}),
+        (("poetry run srun torchrun train.py",), {"script": "train.py", "setup": None}),
+        (
+            ("accelerate launch --num_cpu_threads_per_process 4 train.py",),
+            {"env": {"OMP_NUM_THREADS": "4"}},
+        ),
+        # Its own name in a text is no requeue.
+        (
+            ('[ -n "$A" ] || { echo "Usage: sbatch $0"; exit 1; }', TRAIN),
+            {"setup": ['[ -n "$A" ] || { echo "Usage: sbatch $0"; exit 1; }']},
         ),
         # Other names of options, and beginnings of them.
         (("#SBATCH --tasks-per-node=4", TRAIN), {"nproc-per-node": 4}),
@@ -204,6 +241,15 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
             *(3, LOST, "before it enters the container"),
         ),
         (('O="a/$(date +%s)"', 'echo "$O"', TRAIN, "cp a $O"), 4, TAKEN, "setup"),
+        ((f"{TRAIN} &", "while ! curl a; do sleep 1; done", "wait"), 4, LOST, "beside the launch"),
+        ((f"{TRAIN} &", "echo a", "wait", "cp a b"), 6, TAKEN, "teardown"),
+        (("srun python3 <<'P'", "print(1)", "P", "echo a"), 6, LOST, "behind a launch"),
+        (("srun -n 5 python train.py",), 3, LOST, "5 tasks on 2 nodes"),
+        (("poetry run srun torchrun a.py",), 3, LOST, "poetry before the launch"),
+        (("srun torchrun \\ # a", "train.py"), 3, LOST, "it may"),
+        (("trap 'sbatch \"$0\"' USR1", TRAIN), 3, OURS, "requeued until it has finished"),
+        (('x && sbatch "$0"', TRAIN), 3, OURS, "requeued until it has finished"),
+        (('J=$(sbatch --parsable "$0")', TRAIN), 3, OURS, ""),
         ((TRAIN, "for t in a b; do python -m eval $t; done"), 4, LOST, "it may start a training"),
         ((TRAIN, "for t in a b; do python -m pip list; done"), 4, TAKEN, "teardown"),
     ],
