@@ -57,10 +57,12 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """The first of these that applies: ``torn down`` (by SIGTERM); ``exception`` (differing
-        collectives, or an error of the device); ``signal``, unless the error is that a peer is
-        gone; ``hang``; ``disk`` (exit code `CAN_GO_ON`); ``communication`` (a peer is gone);
-        ``exception`` (any other error); ``exit`` (no error)."""
+        """The first of these that applies: ``left`` (`early_exits`); ``torn down`` (by SIGTERM);
+        ``exception`` (differing collectives, or an error of the device); ``signal``, unless the
+        error is that a peer is gone; ``hang``; ``disk`` (exit code `CAN_GO_ON`); ``communication``
+        (a peer is gone); ``exception`` (any other error); ``exit`` (no error)."""
+        if self.error.startswith(EARLY_EXIT):
+            return "left"
         if self.code in _TORN_DOWN:
             return "torn down"
         if MISMATCH.search(self.error) or _OF_DEVICE.match(self.error):
@@ -78,7 +80,7 @@ class Failure:
     @property
     def is_of_clock(self) -> bool:
         """Whether a clock that goes on in a suspension may be to blame, as a watchdog's or torch's:
-        for each kind but ``exception`` and ``signal``, and for all with SIGABRT."""
+        for each kind but ``exception``, ``signal`` and ``left``, and for all with SIGABRT."""
         is_aborted = self.code == -signal.SIGABRT
         return is_aborted or self.kind in ("hang", "communication", "disk", "exit", "torn down")
 
@@ -138,11 +140,11 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
     `exits`, of `early_exits`, count beside failures of other ranks. A worker whose peer has died
     says that a connection closed, and one that was ended by the agent died of SIGTERM: neither is a
     cause where there is another one. A rank that hangs with Python's lock exits without a word, and
-    its peers say why: ``hang`` comes before ``exit``. Among equals the earliest counts; clocks of
-    nodes differ, so time comes last.
+    its peers say why: ``hang`` comes before ``exit``. A rank that leaves by itself has its peers
+    hang, or lose it. Among equals the earliest counts; clocks of nodes differ, so time comes last.
     """
     first = dict.fromkeys(("exception", "signal", "disk"), 0)
-    order = {**first, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
+    order = {**first, "left": 1, "hang": 2, "exit": 3, "communication": 4, "torn down": 5}
     ranks = {failure.rank for failure in failures}
     causes = [*failures, *(early for early in exits if failures and early.rank not in ranks)]
     return min(causes, key=lambda f: (order[f.kind], f.time), default=None)

@@ -350,7 +350,7 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
 def _why_no_retry(facts: AttemptFacts) -> str | None:
     """Return why an attempt that has failed is not made again, None when it is."""
     failure = facts.failure
-    is_of_script = failure and failure.kind in ("exception", "exit")
+    is_of_script = failure and failure.kind in ("exception", "exit", "left")
     if is_of_script and not last_event(facts.events, FirstStep):  # else it may be the node's
         if not facts.is_plain:
             return "it came before the first step, and would come again"

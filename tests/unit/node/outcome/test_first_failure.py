@@ -55,6 +55,9 @@ def test_the_earliest_of_equal_failures_is_the_cause() -> None:
     assert first_cause([]) is None
 
 
+HANG = _failure(0, error="HangError: no step for 9 s at step 3; stacks in /gloo/s", time=2.0)
+
+
 def test_a_rank_that_leaves_by_itself_is_the_cause_beside_failures_of_others() -> None:
     exit_event = event_of("failed", rank=1, node="n", step=5, error=EARLY_EXIT)
     exits = early_exits([exit_event], 0)
@@ -62,7 +65,9 @@ def test_a_rank_that_leaves_by_itself_is_the_cause_beside_failures_of_others() -
     cause = first_cause([lost], exits)
     assert str(cause) == f"rank 1 on n: {EARLY_EXIT}, at step 5"
     assert cause is not None
-    assert (cause.kind, cause.exit_code) == ("exception", 1)
+    assert (cause.kind, cause.exit_code) == ("left", 1)
+    assert first_cause([lost, CAUSE], exits) == CAUSE  # an error behind the loop, say
+    assert first_cause([HANG], exits) == cause
     refused = _failure(1, code=3)
     assert first_cause([lost, refused], exits) == refused  # it has an exit code of its own
     assert first_cause([], exits) is None  # all ranks have left
@@ -70,9 +75,6 @@ def test_a_rank_that_leaves_by_itself_is_the_cause_beside_failures_of_others() -
     assert early_exits([exit_event, again], 0) == []  # before the last start
     assert early_exits([exit_event], 1) == []
     assert early_exits([changed(exit_event, error="ValueError: boom")], 0) == []
-
-
-HANG = _failure(0, error="HangError: no step for 9 s at step 3; stacks in /gloo/s", time=2.0)
 
 
 def test_a_hang_is_the_cause_of_silent_and_broken_ends() -> None:
