@@ -352,7 +352,7 @@ class Run(ModelSetup):
     def _note_early_exit(self) -> None:
         """Journal, at an exit without an exception, a loop that no `finish` came after; on rank 0
         print it."""
-        if self._calls.has_looped and not self._over:
+        if self._calls.has_looped and not (self._over or self._hook.is_forked):
             self._hook.note_early_exit()
             self._say(f"{EARLY_EXIT}: what came after the last checkpoint is lost")
 

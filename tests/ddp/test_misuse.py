@@ -84,6 +84,11 @@ def test_a_rank_that_leaves_the_loop_is_in_the_journal(crew: Any) -> None:
     assert (left["error"], left["step"]) == ("the script ended without run.finish()", 1)
 
 
+def test_a_fork_that_ends_is_no_rank_that_leaves(crew: Any) -> None:
+    assert "without run.finish()" not in crew.go(1, "fork", script="misuse.py")
+    assert not crew.events("failed")
+
+
 def test_a_best_checkpoint_that_could_not_be_saved_has_no_step(crew: Any) -> None:
     output = crew.go(1, "full disk", script="misuse.py")
     assert "SAVED False BEST None" in output

@@ -137,17 +137,28 @@ def early_exits(events: Iterable[JournalEvent], attempt: int) -> list[Failure]:
 def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> Failure | None:
     """Return the failure that the others follow from, None without any.
 
-    `exits`, of `early_exits`, count beside failures of other ranks. A worker whose peer has died
-    says that a connection closed, and one that was ended by the agent died of SIGTERM: neither is a
-    cause where there is another one. A rank that hangs with Python's lock exits without a word, and
-    its peers say why: ``hang`` comes before ``exit``. A rank that leaves by itself has its peers
-    hang, or lose it. Among equals the earliest counts; clocks of nodes differ, so time comes last.
+    `exits`, of `early_exits`, count beside failures: also of the same rank, if it was torn down at
+    its exit; one that has an exit code of its own has left when it began to exit. A worker whose
+    peer has died says that a connection closed, and one that was ended by the agent died of
+    SIGTERM: neither is a cause where there is another one. A rank that hangs with Python's lock
+    exits without a word, and its peers say why: ``hang`` comes before ``exit``. A rank that leaves
+    by itself has its peers hang, or lose it. Among equals the earliest counts; clocks of nodes
+    differ, so time comes last.
     """
     first = dict.fromkeys(("exception", "signal", "disk"), 0)
     order = {**first, "left": 1, "hang": 2, "exit": 3, "communication": 4, "torn down": 5}
-    ranks = {failure.rank for failure in failures}
-    causes = [*failures, *(early for early in exits if failures and early.rank not in ranks)]
-    return min(causes, key=lambda f: (order[f.kind], f.time), default=None)
+    kinds = {failure.rank: failure.kind for failure in failures}
+    exits_by_rank = {early.rank: early for early in exits}
+
+    def place_of(failure: Failure) -> tuple[int, float]:
+        """Return the order of a failure's kind, and its time."""
+        early = exits_by_rank.get(failure.rank) if failure.kind == "exit" else None
+        return (order["left"], early.time) if early else (order[failure.kind], failure.time)
+
+    silent = (
+        early for rank, early in exits_by_rank.items() if kinds.get(rank) in (None, "torn down")
+    )
+    return min([*failures, *(silent if failures else ())], key=place_of, default=None)
 
 
 def reason_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:

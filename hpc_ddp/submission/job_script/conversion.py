@@ -1,13 +1,53 @@
-"""The settings of a job script, and what became of each of its lines."""
+"""The settings of a job script, what became of each of its lines, and rules for that."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 # The groups of a script's lines.
 TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
+
+NO_COMPONENTS = "hpc-ddp has no heterogeneous jobs"
+STARTS_PYTHON = (
+    r"(?!\w+=|(echo|printf|log)\b).*\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*"
+    r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
+)
+_TRAINS = "it may start a training: name its program in script, or submit it as its own job"
+_REQUEUES = r"scontrol\s+requeue|\bsbatch\s.*(\$0|BASH_SOURCE|--dependency)"
+# Texts that a command prints, as one on the script's usage: no command is in them.
+_PRINTED = re.compile(
+    r"\b(echo|printf|log\w*|die|fail|warn|error|usage)\s+(-\w+\s+)*"
+    r"(\"(\\.|[^\"\\`$]|\$(?!\())*\"|'[^']*')|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$",
+    re.S | re.M,
+)
+_BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
+# What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
+Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
+REFUSED: Rules = (
+    (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT$)", _AROUND,
+     "a trap: notices reach the workers; clean-up: teardown = […]"),
+    (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
+    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel)\s)|kill\s",
+     _AROUND, "it deletes or ends something: setup or teardown, if needed"),
+    (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,
+     f"{NO_COMPONENTS}: submit each component as a job of its own"),
+    (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),
+    (r"(?!exit\b|wait\b|\w+=\$!$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
+     "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
+    (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
+     r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s)", _AROUND,
+     _TRAINS),
+    (STARTS_PYTHON, _AFTER, _TRAINS),
+    ("exit", _BEFORE, "here the job script ends"),
+)  # fmt: skip
+DECIDED: Rules = (
+    (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),
+    (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
+    (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
+)
 
 
 @dataclass
@@ -74,3 +114,11 @@ class Conversion:
         lists = {key: [entry for entry, _ in entries] for key, entries in self.lists.items()}
         env = {name: text for name, (text, _) in self.env.items()}
         return {**single, **lists, **({"env": env} if env else {})}
+
+
+def first_reason(rules: Rules, text: str, is_after: bool) -> str:
+    """Return the reason of the first rule that fits a statement's `text` before the launch, or
+    behind it (`is_after`); '' without one."""
+    text = _PRINTED.sub(" ", text) if "sbatch" in text else text
+    fitting = (rule for rule in rules if re.match(rule[0], text, re.S))
+    return next((reason for _, places, reason in fitting if is_after in places), "")

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import FLAGS, NO_COMPONENTS, is_of_pyxis, option_name
+from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.launch import FLAGS, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hpc_ddp.core.job.slurm_options import SBATCH, full_name
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import syntax
-from hpc_ddp.submission.job_script.conversion import LOST, OURS
+from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.shell import Scope, Value, Word, joined, literal, separated
 
 # Those of both without a value, or with one in the same word.
@@ -22,7 +22,6 @@ FLAGS = re.compile(
     r"|quit-on-interrupt|send-libs"
     r"|container-(writable|readonly)|(no-)?container-(mount-home|remap-root|entrypoint)"
 )
-NO_COMPONENTS = "hpc-ddp has no heterogeneous jobs"
 # A number of nodes or tasks that need not be reported: also a range, or Slurm's own number.
 _KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
 
@@ -112,6 +111,15 @@ class Launch:
         if words and words[0].text[:1].strip():
             self.program, self.args = words[0], list(words[1:])
 
+    def take_first_component(self, words: list[Word]) -> list[Word]:
+        """Return the words of srun's or mpirun's first program; lines from a lone colon on, behind
+        which other programs are, are lost."""
+        at = next((i for i, word in enumerate(words) if word.text == ":"), len(words))
+        for line in dict.fromkeys(word.line for word in words[at:]):
+            text = f"{words[0].text} … : …: {NO_COMPONENTS}: submit the others as jobs of their own"
+            self.mark(line, LOST, text)
+        return words[:at]
+
     def take_options(self, words: Sequence[Word], rules: Options, scope: Scope) -> list[Word]:
         """Take the options at the beginning of `words`, behind a launcher's name, and return the
         words behind them. `options` has all of them; the first of the `rules` whose pattern fits
@@ -184,6 +192,11 @@ class Launch:
         self.marks = [*outer.marks, *self.marks]
         for key, words in outer.settings.items():
             self.settings[key] = [*words, *self.settings.get(key, [])]
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether a file that an option of srun names has the image of the tasks, as at CSCS."""
+        return any(word.text.startswith("--environment=") for word in self.settings.get("srun", []))
 
     @property
     def words(self) -> list[Word]:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
-from hpc_ddp.submission.job_script.conversion import LOST, OURS
+from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launch import (
     FLAGS,
-    NO_COMPONENTS,
     Launch,
     Options,
     accelerate_variable,
@@ -154,9 +153,11 @@ def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     between them is taken to be unset, with a note, where the script does not set it; else it is
     lost."""
     launch.step = "srun"
-    words = _first_component(words, launch)
+    words = launch.take_first_component(words)
     remaining = launch.take_options(words, _SRUN, scope)
-    while len(remaining) > 1 and remaining[0].parts[0].splits:
+    while (
+        len(remaining) > 1 and remaining[0].parts[0].splits and not _is_launcher(remaining[0].text)
+    ):
         if remaining[1].text[:1] != "-" and not _is_launcher(remaining[1].text):
             break  # it is the program
         unknown = remaining[0]
@@ -176,16 +177,6 @@ def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     return remaining
 
 
-def _first_component(words: list[Word], launch: Launch) -> list[Word]:
-    """Return the words of srun's or mpirun's first program; lines from a lone colon on, behind
-    which other programs are, are lost."""
-    at = next((i for i, word in enumerate(words) if word.text == ":"), len(words))
-    for line in dict.fromkeys(word.line for word in words[at:]):
-        text = f"{words[0].text} … : …: {NO_COMPONENTS}: submit the others as jobs of their own"
-        launch.mark(line, LOST, text)
-    return words[:at]
-
-
 def _is_launcher(text: str) -> bool:
     """Return whether a word is the name or path of a launcher, or of Python."""
     name = text.rsplit("/", 1)[-1]
@@ -196,7 +187,7 @@ def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Take mpirun, by any of its names, or ibrun, and its options."""
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
     pairs: list[Word] = []
-    for word in _first_component(words, launch):  # --mca has two values
+    for word in launch.take_first_component(words):  # --mca has two values
         if len(pairs) > 2 and re.fullmatch(r"--?(g|prte)?mca", pairs[-2].text):
             word = joined(pairs[-2], " ", pairs[-1], " ", word)
             del pairs[-2:]
@@ -269,8 +260,10 @@ def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     name = words[0].text.rsplit("/", 1)[-1]
     if launch.step and (name not in _MANAGERS or [w.text for w in words[1:2]] == ["run"]):
         _command(words, launch)
-        launch.weight = 3
+        launch.weight = 3 if name == "uv" else launch.weight
     at = next((i for i, word in enumerate(words) if i and _is_launcher(word.text)), len(words))
+    if name in _MANAGERS and all(word.text != "run" for word in words[:at]):  # uv pip install …
+        return []
     if at < len(words) and not launch.step:
         launch.mark(words[0].line, LOST, f"{words[0].text} before the launch: there is no such key")
     return words[at:]
@@ -301,12 +294,15 @@ def _env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _take_python_beside(launcher: Word, launch: Launch) -> None:
-    """Take the Python in the folder of a launcher that is named by its path: its environment's."""
+    """Take the Python in the folder of a launcher that is named by its path: its environment's. A
+    system's folder, or a user's own, has programs of a Python that is elsewhere."""
     *before, last = launcher.parts
-    folder, slash, _ = last.text.rpartition("/")
-    if slash and not (last.is_code or folder.endswith(".local/bin")):
+    folder, slash, name = last.text.rpartition("/")
+    is_elsewhere = folder.endswith(".local/bin") or folder in ("/usr/bin", "/usr/local/bin")
+    if slash and name in _HANDLERS.keys() | {"torchrun"} and not (last.is_code or is_elsewhere):
         python = Word((*before, Part(f"{folder}/python")), launcher.line)
         launch.settings.setdefault("python", [python])
+        launch.mark(launcher.line, "", f"python: the one beside {name}, {python.text}")
 
 
 def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:

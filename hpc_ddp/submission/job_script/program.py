@@ -214,7 +214,8 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     line, kind = word.line or launch.line, launch.settings.keys() & {"module", "no-python"}
     name = _of_home(word.text)
     is_in_image = bool(launch.settings.keys() & {"image", "container"})
-    options = " ".join(option.text for option in launch.settings.get("container-options", []))
+    keys = ("container-options", "srun")
+    options = " ".join(word.text for key in keys for word in launch.settings.get(key, []))
     is_elsewhere = launch.folder is None or bool(re.search("--(container-workdir|pwd)", options))
     is_away = (is_in_image and not Path(name).is_file()) if os.path.isabs(name) else is_elsewhere
     if "$" in name or (kind == {"module"} and is_elsewhere) or (not kind and is_away):
@@ -250,7 +251,12 @@ def _take_python(launch: Launch, result: Conversion) -> None:
     brings = "PATH" in result.env or any(map(_BRINGS_PYTHON.search, lists.values()))
     without = {"image", "container"} | (set() if launch.kind else {"no-python"})
     is_in_image = bool(launch.settings.keys() & without)
-    if re.search("[/$]", python[0].text) or (brings and not is_in_image and launch.program):
+    is_there = launch.has_environment
+    if (
+        is_there
+        or re.search("[/$]", python[0].text)
+        or (brings and not is_in_image and launch.program)
+    ):
         launch.settings["python"] = [literal(_of_home(python[0].text), python[0].line)]
 
 
@@ -267,9 +273,7 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
     if image and "image" not in launch.settings:
         launch.settings["image"] = [image]
         launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])
-    step_options = [word.text for word in launch.settings.get("srun", [])]
-    names_image = any(text.startswith("--environment=") for text in step_options)
-    if names_image or "environment" in directives.options:  # in the file that it names, at CSCS
+    if launch.has_environment or "environment" in directives.options:
         launch.add("srun", *launch.settings.pop("container-options", []))
     if not any(word.text for word in launch.settings.get("image", [])):
         for key in {"image", "container-tool", "container-options"} & launch.settings.keys():

@@ -6,9 +6,17 @@ import os
 import re
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import (
+    DECIDED,
+    LOST,
+    OURS,
+    REFUSED,
+    STARTS_PYTHON,
+    TAKEN,
+    Conversion,
+    first_reason,
+)
 from hpc_ddp.submission.job_script.launch import (
-    NO_COMPONENTS,
     Launch,
     Statement,
     is_command,
@@ -36,44 +44,11 @@ _RELATIVE = re.compile(
     re.S,
 )
 _STEP = re.compile(r"(?!echo|printf|\w+=).*\b(srun|mpirun|mpiexec|ibrun)\s", re.S)
-_PYTHON = (
-    r"(?!\w+=|(echo|printf|log)\b).*\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*"
-    r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
-)
-_TRAINS = "it may start a training: name its program in script, or submit it as its own job"
 # Lines of a task that do the same inside of its container.
 _IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
 _BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
-_SBATCH = r"(?:(?:^|[;&|(`{\n!]|\b(?:then|do|else|exec|eval)\s|\btrap\s+[\"'])\s*sbatch\s)"
-_REQUEUES = rf"scontrol\s+requeue|{_SBATCH}.*(\$0|BASH_SOURCE|--dependency)"
 _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
-_BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
-# What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
-Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
-_REFUSED: Rules = (
-    (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT$)", _AROUND,
-     "a trap: notices reach the workers; clean-up: teardown = […]"),
-    (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
-    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel)\s)|kill\s",
-     _AROUND, "it deletes or ends something: setup or teardown, if needed"),
-    (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,
-     f"{NO_COMPONENTS}: submit each component as a job of its own"),
-    (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),
-    (r"(?!exit\b|wait\b|\w+=\$!$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
-     "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
-    (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
-     r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s)", _AROUND,
-     _TRAINS),
-    (_PYTHON, _AFTER, _TRAINS),
-    ("exit", _BEFORE, "here the job script ends"),
-)  # fmt: skip
-_DECIDED: Rules = (
-    (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),
-    (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
-    (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
-)
-
 
 # A job has them from the login, and exports what its script makes of them.
 _OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
@@ -167,7 +142,7 @@ class Sorter:
         texts = [s.text for s in self._statements]
         for index, statement, launch in [*launches]:  # a check of each node before the training
             is_check = launch.in_loop and launch.weight < 3
-            if is_check and any(re.match(_PYTHON, text, re.S) for text in texts[index + 1 :]):
+            if is_check and any(re.match(STARTS_PYTHON, text, re.S) for text in texts[index + 1 :]):
                 statement.launch = None
                 launches.remove((index, statement, launch))
         if not launches:
@@ -221,15 +196,15 @@ class Sorter:
                 is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
                 continue
             is_beside &= not re.match(r"wait\b", statement.text)
-            is_decided = statement.lost or _first(_DECIDED, statement, is_after=True)
+            is_decided = statement.lost or first_reason(DECIDED, statement.text, is_after=True)
             if not (self.launch or is_decided or statement.name) and index > self._at:
                 statement.lost = "behind a launch that is not taken over: setup or teardown"
             if not statement.lost and statement.outer not in (None, outer):
                 statement.lost = "of a launch that is not taken over: setup, if needed"
             if not (statement.lost or statement.defines):
-                statement.lost = _first(_REFUSED, statement, index > self._at)
+                statement.lost = first_reason(REFUSED, statement.text, index > self._at)
                 if not (self.launch or statement.lost) and (
-                    _STEP.match(statement.text) or re.match(_PYTHON, statement.text, re.S)
+                    _STEP.match(statement.text) or re.match(STARTS_PYTHON, statement.text, re.S)
                 ):
                     statement.lost = "it may be the launch: script = …, args = […]"
                     self._at = min(self._at, index)
@@ -265,7 +240,7 @@ class Sorter:
             return OURS, "it changes what hpc-ddp decides", ""
         if statement.defines and statement.defines not in self._needed:
             return OURS, "a function that nothing calls", ""
-        if reason := _first(_DECIDED, statement, is_after):
+        if reason := first_reason(DECIDED, statement.text, is_after):
             return OURS, reason, ""
         if is_print and (self._prints_ours(statement) or (statement.inside and is_after)):
             return OURS, "it prints a variable that is left out", ""
@@ -388,10 +363,3 @@ class Sorter:
             OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned} and not is_of_worker(n)
             for n in (part.name for part in assigned.code)  # type: ignore[union-attr]
         )
-
-
-def _first(rules: Rules, statement: Statement, is_after: bool) -> str:
-    """Return the reason of the first rule that fits a statement before the launch, or behind it
-    (`is_after`); '' without one."""
-    fitting = (rule for rule in rules if re.match(rule[0], statement.text, re.S))
-    return next((reason for _, places, reason in fitting if is_after in places), "")

@@ -81,9 +81,7 @@ class FailureHook:
 
         In a forked process, only print it.
         """
-        if os.getpid() != self._pid:
-            # A forked process, as of a loader, is no rank: what ends a thread of it, when the
-            # rank has left, is no failure of the run.
+        if self.is_forked:
             sys.__excepthook__(kind, error, trace)
             return
         code = error.exit_code if isinstance(error, HpcDdpError) else 1
@@ -111,6 +109,12 @@ class FailureHook:
     def note_early_exit(self) -> None:
         """Journal that the rank's script has ended too early, by itself, and wait for the disk."""
         self._journal_failure(EARLY_EXIT, "")
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the rank's, as of a loader: it is no rank, and what
+        ends it, or a thread of it, is no failure of the run."""
+        return os.getpid() != self._pid
 
     def _write(self, error: BaseException, text: str) -> None:
         """Journal an error, and wait for the disk; `text` is its traceback. Nothing without a

@@ -1,6 +1,7 @@
 """A script that makes one of the mistakes that people make."""
 
 import multiprocessing
+import os
 import sys
 from typing import Any
 
@@ -73,6 +74,8 @@ for _ in run.epochs(2):
         late = {"note": "a word"} if case == "late word" and run.position.step else {}
         run.step(loss=loss.expand(3) if case == "no scalar" else loss, **late)
         if case == "early exit" and run.rank == 1:
+            sys.exit()
+        if case == "fork" and not os.fork():
             sys.exit()
         if case == "two steps":
             run.step(loss=loss)

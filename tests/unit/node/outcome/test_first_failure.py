@@ -70,6 +70,10 @@ def test_a_rank_that_leaves_by_itself_is_the_cause_beside_failures_of_others() -
     assert first_cause([HANG], exits) == cause
     refused = _failure(1, code=3)
     assert first_cause([lost, refused], exits) == refused  # it has an exit code of its own
+    other = early_exits([changed(exit_event, rank=0, time=1.0)], 0)  # it has caught its error
+    assert first_cause([refused], [*exits, *other]) == refused
+    late = _failure(1, code=-15)  # torn down at its exit
+    assert first_cause([lost, late], exits) == cause
     assert first_cause([], exits) is None  # all ranks have left
     again = changed(event_of("worker", began=0.0, called=0.0), time=1.0)
     assert early_exits([exit_event, again], 0) == []  # before the last start

@@ -66,7 +66,8 @@ def of_text(*lines: str) -> Conversion:
         ),
         (
             ("srun --environment=/a.toml --container-workdir=/w python train.py",),
-            {"srun": ["--environment=/a.toml", "--container-workdir=/w"], "image": None},
+            {"srun": ["--environment=/a.toml", "--container-workdir=/w"], "image": None,
+             "script": "python", "args": ["train.py"], "no-python": True},
         ),
         # Tasks in all come before those of a node.
         (("srun -n 8 --ntasks-per-node=8 python train.py",), {"nproc-per-node": 4}),
@@ -83,12 +84,21 @@ def of_text(*lines: str) -> Conversion:
              "python": "e/bin/python"},
         ),
         (("srun ~/.local/bin/torchrun train.py",), {"script": "train.py", "python": None}),
+        (("srun /usr/local/bin/torchrun train.py",), {"script": "train.py", "python": None}),
+        (("srun /a/bin/torchrun-b train.py",), {"script": "train.py", "python": None}),
+        (("srun $E/bin/torchrun --nproc-per-node 4 train.py",),
+         {"script": "train.py", "python": "$E/bin/python", "srun": None}),
+        (("conda install python a", "conda install deepspeed a", "python train.py"),
+         {"script": "train.py", "setup": ["conda install python a", "conda install deepspeed a"]}),
+        (("uv venv --python python3.11 .venv", TRAIN), {"script": "train.py"}),
+        (("srun conda run -n x python a.py", TRAIN), {"script": "train.py"}),
         (("poetry run srun torchrun train.py",), {"script": "train.py", "setup": None}),
         (
             ("accelerate launch --num_cpu_threads_per_process 4 train.py",),
             {"env": {"OMP_NUM_THREADS": "4"}},
         ),
         # Its own name in a text is no requeue.
+        (("cat <<A", "sbatch $0 MODEL", "A", TRAIN), {"setup": ["cat <<A\nsbatch $0 MODEL\nA"]}),
         (
             ('[ -n "$A" ] || { echo "Usage: sbatch $0"; exit 1; }', TRAIN),
             {"setup": ['[ -n "$A" ] || { echo "Usage: sbatch $0"; exit 1; }']},
@@ -247,8 +257,20 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
         (("srun -n 5 python train.py",), 3, LOST, "5 tasks on 2 nodes"),
         (("poetry run srun torchrun a.py",), 3, LOST, "poetry before the launch"),
         (("srun torchrun \\ # a", "train.py"), 3, LOST, "it may"),
-        (("trap 'sbatch \"$0\"' USR1", TRAIN), 3, OURS, "requeued until it has finished"),
-        (('x && sbatch "$0"', TRAIN), 3, OURS, "requeued until it has finished"),
+        *(
+            ((TRAIN, text), 4, OURS, "requeued until it has finished")
+            for text in (
+                'trap \'echo "a"; sbatch "$0"\' USR1',
+                'x && sbatch "$0"',
+                "STEP=2 sbatch $0",
+                "/usr/bin/sbatch $0",
+                'if sbatch "$0"; then echo; fi',
+                'nohup sbatch "$0"',
+                'until sbatch "$0"; do sleep 1; done',
+                'echo "next: $(sbatch $0)"',
+                "sbatch --dependency=afterany:$SLURM_JOB_ID a.sh",
+            )
+        ),
         (('J=$(sbatch --parsable "$0")', TRAIN), 3, OURS, ""),
         ((TRAIN, "for t in a b; do python -m eval $t; done"), 4, LOST, "it may start a training"),
         ((TRAIN, "for t in a b; do python -m pip list; done"), 4, TAKEN, "teardown"),
