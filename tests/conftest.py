@@ -30,7 +30,7 @@ LOGIN_PACKAGES = (
 # What a profile, an outer job or a launcher has set is none of the tests', but for their switches.
 SWITCHES = r"HPC_DDP_(ACCEPT|CLUSTER|DRY_RUN_DEVICES|FAULT|LOOPS|PROGRAMS|SOAK|TEST)"
 OF_A_JOB = re.compile(
-    rf"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SINFO|PMI\d?|PMIX|OMPI|PET|WANDB|MLFLOW|NCCL)_"
+    rf"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SINFO|PMI\d?|PMIX|OMPI|PET|WANDB|MLFLOW)_"
     rf"|({OF_A_RANK}|OMP_NUM_THREADS)$|(?!{SWITCHES})HPC_DDP_"
 )
 for name in filter(OF_A_JOB.match, list(os.environ)):
@@ -47,17 +47,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     results.add_options(parser)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Spread the tests on Slurm, which wait half of their time, among those that start processes
     and compute, and end with the short ones: several processes take tests from this list, and none
-    of them is to begin a long one as the last."""
+    of them is to begin a long one as the last. Of the longer tests those on Slurm come first, and
+    those of a module stay together: it may have a cluster of its own."""
     by_folder: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_folder.setdefault(item.path.relative_to(REPO / "tests").parts[0], []).append(item)
     on_slurm, short = by_folder.pop("slurm", []), by_folder.pop("unit", [])
     groups = on_slurm, [item for tests in by_folder.values() for item in tests]
     places = {item: n / len(group) for group in groups for n, item in enumerate(group)}
-    items[:] = [*sorted(places, key=places.__getitem__), *short]
+    is_short = config.getoption("markexpr") == "not more"
+    items[:] = [*(sorted(places, key=places.__getitem__) if is_short else places), *short]
 
 
 @pytest.hookimpl(wrapper=True)

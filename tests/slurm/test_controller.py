@@ -197,11 +197,10 @@ def test_a_requeue_that_is_refused(
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.more
 @pytest.mark.row(
     "chain, by --continue-by resubmit", promise="goes on in the next job; stops when finished"
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.more), "submitit"])
 def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path, backend: str) -> None:
     chain = ("--backend", backend, "--continue-by", "resubmit", *ONE_BY_TWO)
     words = (*chain, "--setup", f"umask >>{tmp_path}/umasks")

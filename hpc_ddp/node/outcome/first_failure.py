@@ -224,9 +224,10 @@ def _end_of(log: Path) -> str:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Return the last ten lines, without blank ones, that a worker's last start has written; each
-    at most 500 characters. [] where there is no such log."""
-    lines = _end_of(log).splitlines()
+    """Return the last ten lines that a worker's last start has written, without blank ones, and
+    without hpc-ddp's own on an early exit; each at most 500 characters. [] where there is no such
+    log."""
+    lines = [line for line in _end_of(log).splitlines() if EARLY_EXIT not in line]
     return [line.strip()[:500] for line in lines if line.strip()][-10:]
 
 

@@ -88,8 +88,9 @@ def paused_collector() -> Iterator[None]:
 def _captured(output: int) -> Iterator[None]:
     """Redirect this process's stdout and stderr to a descriptor inside the block."""
     outputs = [os.dup(number) for number in (1, 2)]
-    sys.stdout.flush()  # what was printed before goes where it was printed to
     try:
+        with contextlib.suppress(OSError):  # what was printed before goes where it was printed to
+            sys.stdout.flush()
         for number in (1, 2):
             os.dup2(output, number)
         yield

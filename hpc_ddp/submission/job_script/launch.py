@@ -107,8 +107,11 @@ class Launch:
 
     def take_program(self, words: Sequence[Word]) -> None:
         """Take the words behind a launcher's options: a program and its arguments. A blank at
-        its begin stands behind a backslash that was to end a line: it is none."""
-        if words and words[0].text[:1].strip():
+        the program's begin stands behind a backslash that was to end a line: the line is lost."""
+        if words and words[0].text[:1].isspace():
+            text = "a backslash before a blank does not go on in the next line"
+            self.mark(words[0].line, LOST, text)
+        if words:
             self.program, self.args = words[0], list(words[1:])
 
     def take_first_component(self, words: list[Word]) -> list[Word]:

@@ -60,7 +60,7 @@ _IMAGE = Options(_IMAGE_USES, _IMAGE_FLAGS, _IMAGE_LETTERS)
 _SHIFTER_LETTERS = {"i": "image", "V": "volume", "e": "env", "E": "clearenv", "w": "workdir",
                     "m": "module", "v": "verbose"}  # fmt: skip
 _SHIFTER_USES = {"image": "=image", ".*": "+container-options"}
-_SHIFTER = Options(_SHIFTER_USES, re.compile("gpu|clearenv|verbose"), _SHIFTER_LETTERS)
+_SHIFTER = Options(_SHIFTER_USES, re.compile("gpu|clearenv|verbose|entrypoint"), _SHIFTER_LETTERS)
 _ENV_LETTERS = {"u": "unset", "C": "chdir", "S": "split-string", "i": "ignore-environment",
                 "a": "argv0", "0": "null", "v": "debug"}  # fmt: skip
 _ENV_WITH_VALUE = ("unset", "chdir", "argv0")
@@ -71,8 +71,8 @@ _ENV_LOST = {
 }
 _TORCHRUN = {
     "nproc-per-node|nproc|n|num-gpus": "#workers",
-    "module|m": "!module",
-    "no-python": "!no-python",
+    "module|m|module-mode": "!module",
+    "no-python|command-mode|c": "!no-python",
     "max-restarts": "=max-restarts",
     # Of composer and deepspeed, too.
     "|".join(
@@ -335,7 +335,8 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     if name == "deepspeed":
         text = "torchrun starts the workers; its options but for the number of workers are gone"
         launch.mark(line, LOST, f"the launcher deepspeed: {text}")
-    if name in ("launch", "deepspeed") and launch.program and "use-env" not in options:
+    is_without = bool({"use-env", "no-local-rank"} & options.keys())
+    if name in ("launch", "deepspeed") and launch.program and not is_without:
         launch.args.insert(0, literal("--local_rank=$LOCAL_RANK", line))
         launch.add("expand", literal("LOCAL_RANK", line))
     return []

@@ -83,6 +83,11 @@ def of_text(*lines: str) -> Conversion:
             {"script": "a.py", "args": ["--local_rank=$LOCAL_RANK", "-x"],
              "python": "e/bin/python"},
         ),
+        (("srun deepspeed --no_local_rank a.py -x",), {"script": "a.py", "args": ["-x"]}),
+        (("srun composer -n 4 -c python a.py",),
+         {"script": "python", "args": ["a.py"], "no-python": True}),
+        (("srun shifter -i a --entrypoint python a.py",),
+         {"script": "a.py", "container-options": ["--entrypoint"]}),
         (("srun ~/.local/bin/torchrun train.py",), {"script": "train.py", "python": None}),
         (("srun /usr/local/bin/torchrun train.py",), {"script": "train.py", "python": None}),
         (("srun /a/bin/torchrun-b train.py",), {"script": "train.py", "python": None}),
@@ -256,7 +261,8 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
         (("srun python3 <<'P'", "print(1)", "P", "echo a"), 6, LOST, "behind a launch"),
         (("srun -n 5 python train.py",), 3, LOST, "5 tasks on 2 nodes"),
         (("poetry run srun torchrun a.py",), 3, LOST, "poetry before the launch"),
-        (("srun torchrun \\ # a", "train.py"), 3, LOST, "it may"),
+        (("srun torchrun \\ # a", "train.py"), 3, LOST, "before a blank"),
+        (("torchrun --nnodes 2 \\ ", "train.py"), 3, LOST, "before a blank"),
         *(
             ((TRAIN, text), 4, OURS, "requeued until it has finished")
             for text in (
