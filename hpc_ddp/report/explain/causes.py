@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
-from hpc_ddp.core.errors import ERROR_LINE
+from hpc_ddp.core.errors import EARLY_EXIT, ERROR_LINE
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -213,7 +213,8 @@ def _explain_failure(facts: RunFacts, failure: RecordedFailure) -> Explanation:
 def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, str, str]:
     """Return kind, text and hint of a failure, by the first that there is: an error that is an
     error line of the script's own (`ERROR_LINE`), a known pattern in the error, or without one in
-    the end of the log, such a line in the rank's log, another error, a signal, an exit code."""
+    the end of the log, such a line in the rank's log, an early exit, another error, a signal, an
+    exit code."""
     process = "torchrun" if failure.rank is None else f"rank {failure.rank}"
     process += f" on {failure.node}" if failure.node else ""
     logs = fill_hint(facts, "{logs}", {}, failure.rank)
@@ -227,6 +228,10 @@ def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, s
     line = refused or ERROR_LINE.search(facts.rank_log)
     if line and (not error or line["text"][:60] in error):
         return "script error", f"failed{at}: {process} said: {line['text']}.", line["hint"] or logs
+    if error.startswith(EARLY_EXIT):
+        hint = "all ranks leave the loop at the same step, then call run.finish(); then"
+        text = f"failed{at}: {process} left the training: {error}."
+        return "early exit", text, f"{hint} {facts.with_new_code}"
     if error:
         place = place_in(facts.rank_log.rpartition("Traceback (most recent call last)")[2])
         text = f"failed{at}: {process} raised {shorten(error)}{place and f', in {place}'}."

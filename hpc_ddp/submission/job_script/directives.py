@@ -198,7 +198,7 @@ def sizes(directives: Directives) -> dict[str, int]:
     if nodes is None and gpus and gpus_here:
         nodes = -(-gpus // gpus_here)
     if per_node is None:
-        per_node = -(-tasks // nodes) if tasks and nodes else 1
+        per_node = -(-tasks // (nodes or 1)) if tasks else 1
     gpus_here = gpus_here or (gpus // nodes if nodes else 0) or of_task * per_node
     tasks = tasks or (nodes or 1) * per_node
     numbers = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.errors import EARLY_EXIT
 from hpc_ddp.report.explain.patterns import FAILURES, PENDING_REASONS, explain_pending, recognise
 from tests.accept import is_accepted
 from unit.report.written_runs import (
@@ -75,6 +76,7 @@ def test_slurms_reasons_have_plain_words(written: Written, reason: str, words: s
     ("error", "kind", "words"),
     [
         ("ValueError: at step 30", "python error", "rank 3 on n2 raised ValueError: at step 30"),
+        (f"{EARLY_EXIT}, at step 5", "early exit", "rank 3 on n2 left the training: the script"),
         (CUDA_OOM, "cuda out of memory", "full when it asked for 22.78 GiB more"),
         ("out of memory: killed by the kernel", "host out of memory", "the kernel killed"),
         ("MemoryError", "host out of memory", "no more memory to give"),

@@ -395,6 +395,14 @@ def test_a_secret_is_known_in_headers_and_in_files(text: str, is_one: bool) -> N
     assert looks_secret(text) is is_one
 
 
+def test_without_a_number_of_nodes_all_tasks_are_on_one() -> None:
+    text = f"#!/bin/bash\n#SBATCH --ntasks=8 --gpus-per-task=1\n{TRAIN}\n"
+    result = convert(text, HERE, HERE)
+    assert result.settings()["gpus-per-node"] == "8"
+    assert "nproc-per-node" not in result.settings()
+    assert any("no number of nodes: 1 is taken" in text for _, text in result.notes)
+
+
 def test_a_variable_that_adds_to_its_own_value_is_the_shells() -> None:
     assert any(
         note.startswith("$DATA: ") for _, note in of_text("export DATA=$DATA/a", TRAIN).notes
