@@ -155,10 +155,8 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
         early = exits_by_rank.get(failure.rank) if failure.kind == "exit" else None
         return (order["left"], early.time) if early else (order[failure.kind], failure.time)
 
-    silent = (
-        early for rank, early in exits_by_rank.items() if kinds.get(rank) in (None, "torn down")
-    )
-    return min([*failures, *(silent if failures else ())], key=place_of, default=None)
+    unrecorded = [e for e in exits_by_rank.values() if kinds.get(e.rank) in (None, "torn down")]
+    return min([*failures, *(unrecorded if failures else ())], key=place_of, default=None)
 
 
 def reason_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
+from hpc_ddp.core.errors import EARLY_EXIT
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.core.journal.events import (
@@ -54,7 +55,7 @@ from hpc_ddp.slurm_text import Job
 
 E = TypeVar("E", bound=JournalEvent)
 
-UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
+UNFINISHED = f"{EARLY_EXIT}; what came after its last checkpoint is lost"
 OUTLASTED = " (the script did not end by itself, and was killed)"
 AFTER_STILL = " (right after it stood still, as in a suspension: no failure is counted)"
 MAYBE_DONE = " (the script exited with 0 after the notice, so it may have finished)"

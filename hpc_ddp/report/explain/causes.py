@@ -114,7 +114,7 @@ def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
         text = f"was not started again: {verdict.why}."
         return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
     if verdict.cause == Cause.FAILED and verdict.node is None:
-        text = "left its training loop, but the script ended without run.finish()."
+        text = f"left its training loop, but {EARLY_EXIT}."
         hint = f"call run.finish() at its end; then {facts.with_new_code}"
         return Explanation("unfinished", text, hint)
     return _explain_cause(facts, verdict.cause)

@@ -251,12 +251,8 @@ def _take_python(launch: Launch, result: Conversion) -> None:
     brings = "PATH" in result.env or any(map(_BRINGS_PYTHON.search, lists.values()))
     without = {"image", "container"} | (set() if launch.kind else {"no-python"})
     is_in_image = bool(launch.settings.keys() & without)
-    is_there = launch.has_environment
-    if (
-        is_there
-        or re.search("[/$]", python[0].text)
-        or (brings and not is_in_image and launch.program)
-    ):
+    is_brought = brings and not is_in_image and launch.program
+    if is_brought or launch.has_environment or re.search("[/$]", python[0].text):
         launch.settings["python"] = [literal(_of_home(python[0].text), python[0].line)]
 
 

@@ -16,12 +16,7 @@ from hpc_ddp.submission.job_script.conversion import (
     Conversion,
     first_reason,
 )
-from hpc_ddp.submission.job_script.launch import (
-    Launch,
-    Statement,
-    is_command,
-    is_known,
-)
+from hpc_ddp.submission.job_script.launch import Launch, Statement, is_command, is_known
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
 from hpc_ddp.submission.job_script.shell import OF_A_JOB, Word
 from hpc_ddp.submission.job_script.statements import Reader
