@@ -16,24 +16,30 @@ STARTS_PYTHON = (
     r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
 )
 _TRAINS = "it may start a training: name its program in script, or submit it as its own job"
-_REQUEUES = r"scontrol\s+requeue|\bsbatch\s.*(\$0|BASH_SOURCE|--dependency)"
-# Texts that a command prints, as one on the script's usage: no command is in them.
+# A job submits itself: by its name, or, behind another one, by a variable.
+_REQUEUES = (
+    r"scontrol\s+requeue|\bsbatch\s[^\n;]*(\$\{?0|BASH_SOURCE"
+    r"|(--dependency|-d)\b[^\n;]*\s[\"']?\$\{?(?!SLURM_JOB_?ID)\w)"
+)
+# Texts that a command prints, as one on the script's usage, and comments: no command is in them.
 _PRINTED = re.compile(
     r"\b(echo|printf|log\w*|die|fail|warn|error|usage)\s+(-\w+\s+)*"
-    r"(\"(\\.|[^\"\\`$]|\$(?!\())*\"|'[^']*')|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$",
+    r"(\"(\\.|[^\"\\`$]|\$(?!\())*\"|'[^']*')|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
     re.S | re.M,
 )
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
-    (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT$)", _AROUND,
+    (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT\s*(\n|$))", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
     (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
     (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel)\s)|kill\s",
      _AROUND, "it deletes or ends something: setup or teardown, if needed"),
     (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,
      f"{NO_COMPONENTS}: submit each component as a job of its own"),
+    (rf"(?!.*({_REQUEUES})).*\bsbatch\s", _AROUND,
+     "it submits another job: sbatch --dependency=afterok:ID … behind hpc-ddp submit"),
     (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),
     (r"(?!exit\b|wait\b|\w+=\$!$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),

@@ -40,13 +40,15 @@ def _program_text(result: Conversion, folder: Path) -> str:
         return ""
 
 
-def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -> Conversion:
+def convert(
+    text: str, cwd: Path, folder: Path, arguments: Sequence[str] = (), name: str = ""
+) -> Conversion:
     """Return the settings of a job script's text; none of it is run.
 
     `cwd` is where it is submitted from, `folder` the one of the project file that is to be written,
-    `arguments` are the script's own: ``$1`` and so on. Where a line of set-up or clean-up uses
-    them, another before it sets them. A configuration of Accelerate that the script names is read.
-    Raise UsageError where the parser of bash or of YAML is not installed.
+    `name` is that of the script's file, `arguments` are its own: ``$1`` and so on. Where a line of
+    set-up or clean-up uses them, another before it sets them. A configuration of Accelerate that
+    the script names is read. Raise UsageError where the parser of bash or of YAML is missing.
     """
     directives = read_directives(text)
     numbers = sizes(directives)
@@ -63,7 +65,7 @@ def convert(text: str, cwd: Path, folder: Path, arguments: Sequence[str] = ()) -
         reader.read(text)
     result = Conversion()
     take_directives(directives, result)
-    converter = Sorter(reader, result, start)
+    converter = Sorter(reader, result, start, name)
     if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", text.partition("\n")[0]):
         if "l" in shebang[1]:
             result.append("setup", _LOGIN, 1)

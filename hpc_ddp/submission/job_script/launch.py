@@ -197,11 +197,6 @@ class Launch:
             self.settings[key] = [*words, *self.settings.get(key, [])]
 
     @property
-    def has_environment(self) -> bool:
-        """Whether a file that an option of srun names has the image of the tasks, as at CSCS."""
-        return any(word.text.startswith("--environment=") for word in self.settings.get("srun", []))
-
-    @property
     def words(self) -> list[Word]:
         """All words of which something is taken over."""
         lists = [word for words in self.settings.values() for word in words]

@@ -128,7 +128,7 @@ def take(
     if launch.program and writer.refuse(launch.program, "script", launch.line):
         launch.program, launch.args = None, []
     _take_program(launch, result, cwd, folder)
-    _take_python(launch, result)
+    _take_python(launch, result, _has_environment(launch, directives))
     if statement.inside:
         writer.key = "node-setup" if launch.kind else "worker-setup"
     for before, argument in zip([literal(""), *launch.args], launch.args, strict=False):
@@ -236,10 +236,18 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     result.values["script"] = name, line
 
 
-def _take_python(launch: Launch, result: Conversion) -> None:
-    """Leave among the launch's settings the Python that its path names or that set-up lines bring;
-    take out any other: hpc-ddp finds that by itself. Note each folder that a set-up line puts at
-    the end of PATH: the script's Python may be there."""
+def _has_environment(launch: Launch, directives: Directives) -> bool:
+    """Return whether a file that an option of sbatch or srun names has the image, as at CSCS."""
+    words = launch.settings.get("srun", [])
+    return "environment" in directives.options or any(
+        word.text.startswith("--environment=") for word in words
+    )
+
+
+def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> None:
+    """Leave among the launch's settings the Python that its path names, or that set-up lines or
+    the job's environment bring; take out any other: hpc-ddp finds that by itself. Note each folder
+    that a set-up line puts at the end of PATH: the script's Python may be there."""
     python = launch.settings.pop("python", [literal("python", launch.line)])
     for text, line in result.lists.get("setup", ()):
         if launch.program and (end := _AT_THE_END.search(text)):
@@ -252,7 +260,7 @@ def _take_python(launch: Launch, result: Conversion) -> None:
     without = {"image", "container"} | (set() if launch.kind else {"no-python"})
     is_in_image = bool(launch.settings.keys() & without)
     is_brought = brings and not is_in_image and launch.program
-    if is_brought or launch.has_environment or re.search("[/$]", python[0].text):
+    if is_brought or has_environment or re.search("[/$]", python[0].text):
         launch.settings["python"] = [literal(_of_home(python[0].text), python[0].line)]
 
 
@@ -269,7 +277,7 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
     if image and "image" not in launch.settings:
         launch.settings["image"] = [image]
         launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])
-    if launch.has_environment or "environment" in directives.options:
+    if _has_environment(launch, directives):
         launch.add("srun", *launch.settings.pop("container-options", []))
     if not any(word.text for word in launch.settings.get("image", [])):
         for key in {"image", "container-tool", "container-options"} & launch.settings.keys():

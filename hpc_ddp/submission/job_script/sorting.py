@@ -14,6 +14,7 @@ from hpc_ddp.submission.job_script.conversion import (
     STARTS_PYTHON,
     TAKEN,
     Conversion,
+    Rules,
     first_reason,
 )
 from hpc_ddp.submission.job_script.launch import Launch, Statement, is_command, is_known
@@ -55,11 +56,12 @@ class Sorter:
 
     A line stays if it does something, an assignment if it is exported, or if a line that stays or
     the launch needs its variable: so those of the rendezvous go. `start` is the path of the folder
-    that the job starts in. `launch` is the training, once `take_statements` has chosen it.
+    that the job starts in, `name` the script's file name. `launch` is the training, once
+    `take_statements` has chosen it.
     """
 
-    def __init__(self, reader: Reader, result: Conversion, start: str) -> None:
-        self.result, self._start = result, start
+    def __init__(self, reader: Reader, result: Conversion, start: str, name: str = "") -> None:
+        self.result, self._start, self._name = result, start, name
         self.launch: Launch | None = None
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
         exported = {*_OF_A_LOGIN}
@@ -71,11 +73,14 @@ class Sorter:
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
         self._inner = {s.name for s in self._statements if s.name and s.inside}
         self._commands = {s.name for s in self._statements if s.name and is_command(s.assigned)}
+        self._functions = {s.defines: s for s in self._statements if s.defines}
         self._at = len(self._statements)  # the index of the launch
         self._defaults = reader.scope.defaults
         self._kept: set[str] = set()  # variables and functions of lines that stay
         self._needed: set[str] = set()  # by the launch, or a line that stays
+        self._needed_before: set[str] = set()  # by set-up lines
         self._needed_after: set[str] = set()  # by clean-up lines, which have a shell of their own
+        self._functions_after: list[tuple[str, int]] = []  # definitions that these lines need
         self._in_launch: set[str] = set()  # variables whose values stand in the launch
         brings = (i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text))
         self._brought_at = next(brings, self._at)  # the index of the first module, conda or source
@@ -96,6 +101,8 @@ class Sorter:
             elif statement.launch is self.launch:
                 self._in_launch = statement.names
                 self.result.mark(*statement.lines, TAKEN, "the launch")
+        for text, line in reversed(self._functions_after):
+            self.result.append("teardown", text, line)
         for key, text, line in reversed(lines):
             self.result.append(key, text, line)
         self.result.env = dict(reversed(self.result.env.items()))
@@ -191,13 +198,13 @@ class Sorter:
                 is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
                 continue
             is_beside &= not re.match(r"wait\b", statement.text)
-            is_decided = statement.lost or first_reason(DECIDED, statement.text, is_after=True)
+            is_decided = statement.lost or self._reason(DECIDED, statement, is_after=True)
             if not (self.launch or is_decided or statement.name) and index > self._at:
                 statement.lost = "behind a launch that is not taken over: setup or teardown"
             if not statement.lost and statement.outer not in (None, outer):
                 statement.lost = "of a launch that is not taken over: setup, if needed"
             if not (statement.lost or statement.defines):
-                statement.lost = first_reason(REFUSED, statement.text, index > self._at)
+                statement.lost = self._reason(REFUSED, statement, index > self._at)
                 if not (self.launch or statement.lost) and (
                     _STEP.match(statement.text) or re.match(STARTS_PYTHON, statement.text, re.S)
                 ):
@@ -235,7 +242,7 @@ class Sorter:
             return OURS, "it changes what hpc-ddp decides", ""
         if statement.defines and statement.defines not in self._needed:
             return OURS, "a function that nothing calls", ""
-        if reason := first_reason(DECIDED, statement.text, is_after):
+        if reason := self._reason(DECIDED, statement, is_after):
             return OURS, reason, ""
         if is_print and (self._prints_ours(statement) or (statement.inside and is_after)):
             return OURS, "it prints a variable that is left out", ""
@@ -249,18 +256,43 @@ class Sorter:
             return TAKEN, "chdir", ""
         return self._keep(statement, statement.text, is_after)
 
+    def _with_functions(self, statement: Statement) -> list[Statement]:
+        """Return a statement and the functions that it needs, also those that these need."""
+        needed, pending = {statement.defines: statement}, [statement]
+        while pending:
+            for name in (pending.pop().names & self._functions.keys()) - needed.keys():
+                needed[name] = self._functions[name]
+                pending.append(needed[name])
+        return [*needed.values()]
+
+    def _reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
+        """Return the reason of the first rule that fits a statement, with the functions that it
+        needs and ``$0`` for the script's own name."""
+        text = "\n".join(s.text for s in self._with_functions(statement))
+        if self._name:
+            text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
+        return first_reason(rules, text, is_after)
+
     def _keep(self, statement: Statement, text: str, is_after: bool) -> tuple[str, str, str]:
         """Return group, key and text of a set-up or clean-up line, and keep in mind what it sets
-        and needs. A task's line gets the batch script's variables by ``expand``."""
+        and needs. A task's line gets the batch script's variables by ``expand``; a function that
+        clean-up lines need is defined for them, too."""
         key = "teardown" if is_after else "setup"
+        is_before = not is_after
+        if not is_after and statement.defines in self._needed_after:
+            self._functions_after.append((text, statement.lines[0]))
+            is_after, is_before = True, statement.defines in self._needed_before
+            key, text = ("setup", text) if is_before else ("teardown", "")
         if statement.inside:
             key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
             for name in sorted(statement.names - self._inner):  # exported for the task
                 if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
         self._kept |= {statement.name, statement.defines, *statement.sets}
-        self._needed |= statement.names
-        self._needed_after |= statement.names if is_after else set()
+        names = {name for s in self._with_functions(statement) for name in s.names}
+        self._needed |= names
+        self._needed_before |= names if is_before else set()
+        self._needed_after |= names if is_after else set()
         return TAKEN, key, text
 
     def _prints_ours(self, statement: Statement) -> bool:

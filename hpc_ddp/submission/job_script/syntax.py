@@ -180,8 +180,10 @@ def sets_anything(text: str) -> bool:
 def names_needed(text: str, name: str) -> set[str]:
     """Return the variables and functions that a statement may need, with some other words beside;
     without the variable `name` that it assigns to, if it does not use that itself."""
-    text = re.sub(r"(?<!\\)'[^']*'", " ", text)
-    called = re.findall(r"(?:^|[;&|({\n]|\b(?:trap|then|do|else))\s*([A-Za-z_]\w*)", text)
+    is_trap = text.startswith("trap")  # it runs its text
+    text = re.sub("[\"']" if is_trap else r"(?<!\\)'[^']*'", " ", text)
+    before = r"(?:trap(?:\s+--)?|then|do|else|elif|if|while|until|time)\b"
+    called = re.findall(rf"(?:^|[;&|({{`!\n]|\b{before})\s*(?!{before})([A-Za-z_]\w*)", text)
     exported = text.split()[2:] if text.startswith("export -f") else []
     names = {*names_in(text), *called, *exported}
     is_own = name not in ("", text) and not re.search(rf"\$\{{?{name}\b", text)

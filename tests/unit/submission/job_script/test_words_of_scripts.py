@@ -19,7 +19,8 @@ TRAIN = "srun python train.py"
 
 def of_text(*lines: str) -> Conversion:
     """Return the conversion of a script whose third line is the first of `lines`."""
-    return convert("\n".join(("#!/bin/bash", "#SBATCH -N 2", *lines)) + "\n", HERE, HERE)
+    text = "\n".join(("#!/bin/bash", "#SBATCH -N 2", *lines)) + "\n"
+    return convert(text, HERE, HERE, name="job.sh")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,29 @@ def of_text(*lines: str) -> Conversion:
         (
             ("srun shifter --image=a -V '/a:/b;/c:/d' python train.py",),
             {"container-options": ["--volume=/a:/b;/c:/d"]},
+        ),
+        (
+            ("#SBATCH --environment=/a.toml", TRAIN),
+            {"sbatch": ["--environment=/a.toml"], "python": "python", "script": "train.py"},
+        ),
+        # Set-up and clean-up lines have the functions that they call, and what these need.
+        (
+            ("log() { echo $1 >>$F; }", "F=/x", "log a", TRAIN),
+            {"setup": ["log() { echo $1 >>$F; }", "F=/x", "log a"], "teardown": None},
+        ),
+        (
+            ("log() { echo $1 >>$F; }", "F=/x", "end() { log a; }", TRAIN, "end || exit"),
+            {
+                "setup": ["export F=/x"],
+                "teardown": ["log() { echo $1 >>$F; }", "end() { log a; }", "end || exit"],
+            },
+        ),
+        (
+            ("f() { date; }", "trap 'f' EXIT", TRAIN, "if ! f; then echo; fi"),
+            {
+                "setup": ["f() { date; }", "trap 'f' EXIT"],
+                "teardown": ["f() { date; }", "if ! f; then echo; fi"],
+            },
         ),
         (
             ("srun --environment=/a.toml --container-workdir=/w python train.py",),
@@ -274,9 +298,25 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
                 'nohup sbatch "$0"',
                 'until sbatch "$0"; do sleep 1; done',
                 'echo "next: $(sbatch $0)"',
-                "sbatch --dependency=afterany:$SLURM_JOB_ID a.sh",
+                "sbatch --dependency=afterany:$SLURM_JOB_ID $SCRIPT",
+                'sbatch -d afterany:$SLURM_JOB_ID "$PWD/job.sh"',
+                "bash -c 'sbatch job.sh'",
             )
         ),
+        *(
+            ((text, TRAIN, "echo a"), 3, LOST, "submits another job")
+            for text in (
+                "sbatch --dependency=afterok:$SLURM_JOB_ID a.sh",
+                "sbatch -p x a.sh 1",
+                "J=$(sbatch --parsable a.sh)",
+                "sbatch my-job.sh",
+            )
+        ),
+        (("sub() { sbatch $0; }", TRAIN, "sub"), 5, OURS, "requeued until it has finished"),
+        (("sub() { sbatch $0; }", TRAIN, "if x; then sub; fi"), 5, OURS, "requeued until"),
+        (("sub() { sbatch a.sh; }", TRAIN, "sub"), 5, LOST, "submits another job"),
+        (("a() { rm -rf /x; }", "b() { a; }", TRAIN, "b"), 6, LOST, "it deletes"),
+        (("say() { echo 'sbatch a.sh'; }", TRAIN, "say"), 3, TAKEN, "teardown"),
         (('J=$(sbatch --parsable "$0")', TRAIN), 3, OURS, ""),
         ((TRAIN, "for t in a b; do python -m eval $t; done"), 4, LOST, "it may start a training"),
         ((TRAIN, "for t in a b; do python -m pip list; done"), 4, TAKEN, "teardown"),
