@@ -49,7 +49,7 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     text = _read(job_script)
     cwd, home = Path.cwd(), home_folder()
     path = cwd / (output or config.PROJECT_FILE)
-    conversion = convert(text, cwd, path.parent, args, os.path.basename(job_script))
+    conversion = convert(text, cwd, path.parent, args, job_script.name, os.environ)
     of_site = config.load({"site": site} if site else {}, Path("/"), home)
     subtract_site(conversion, of_site.values)
     if site:

@@ -15,6 +15,7 @@ STARTS_PYTHON = (
     r"(?!\w+=|(echo|printf|log)\b).*\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*"
     r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
 )
+VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
 _TRAINS = "it may start a training: name its program in script, or submit it as its own job"
 # A job submits itself: by its name, or, behind another one, by a variable.
 _REQUEUES = (

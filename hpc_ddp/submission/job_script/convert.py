@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_ddp.core.file_io import read_text
@@ -20,7 +20,7 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.launch import Statement
 from hpc_ddp.submission.job_script.shell import Scope, Value, literal
-from hpc_ddp.submission.job_script.sorting import Sorter
+from hpc_ddp.submission.job_script.sorting import PRINTS, Sorter
 from hpc_ddp.submission.job_script.statements import Reader
 
 _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
@@ -41,14 +41,16 @@ def _program_text(result: Conversion, folder: Path) -> str:
 
 
 def convert(
-    text: str, cwd: Path, folder: Path, arguments: Sequence[str] = (), name: str = ""
-) -> Conversion:
+    text: str, cwd: Path, folder: Path, arguments: Sequence[str] = (), name: str = "",
+    environ: Mapping[str, str] = {},
+) -> Conversion:  # fmt: skip
     """Return the settings of a job script's text; none of it is run.
 
     `cwd` is where it is submitted from, `folder` the one of the project file that is to be written,
-    `name` is that of the script's file, `arguments` are its own: ``$1`` and so on. Where a line of
-    set-up or clean-up uses them, another before it sets them. A configuration of Accelerate that
-    the script names is read. Raise UsageError where the parser of bash or of YAML is missing.
+    `arguments` are the script's own, ``$1`` and so on; where a line of set-up or clean-up uses
+    them, another before it sets them. `name` is the one of its file, `environ` the environment of
+    the shell that will submit. A configuration of Accelerate that the script names is read. Raise
+    UsageError where the parser of bash or of YAML is missing.
     """
     directives = read_directives(text)
     numbers = sizes(directives)
@@ -64,7 +66,7 @@ def convert(
         reader = Reader(scope)
         reader.read(text)
     result = Conversion()
-    take_directives(directives, result)
+    take_directives(directives, result, name)
     converter = Sorter(reader, result, start, name)
     if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", text.partition("\n")[0]):
         if "l" in shebang[1]:
@@ -76,7 +78,7 @@ def convert(
     statement = next(chosen, Statement("", (0, 0)))
     program.take(statement, result, directives, reader, cwd, folder)
     take_tasks(directives, result, (text, _program_text(result, folder)))
-    converter.check()
+    missing = converter.check(environ)
     for key in {"setup", "teardown"} & result.lists.keys() if arguments else ():
         if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line, _ in result.lists[key]):
             result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
@@ -84,15 +86,20 @@ def convert(
         result.notes.append(
             (0, "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…")
         )
+    teardown = [line for text, line in result.lists.get("teardown", ()) if not PRINTS.match(text)]
+    if teardown:
+        text = "teardown runs after each attempt, also one that fails or is preempted"
+        result.notes.append((teardown[0], text))
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
     for name in sorted(guesses):
         result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
-    defaults -= {*"123456789@"}
-    if names := ", ".join(f"${name}" for name in sorted(defaults) if not is_of_hpc_ddp(name)):
-        by = "you, or a file or module that the script loads," if scope.is_open else "you"
-        reason = f"the job has no variables of your shell: if {by} set one, write its value here"
-        text = f"{names}: {reason}"
-        result.notes.append((0, text))
+    end = ", unless a file or module that the script loads sets them" if scope.is_open else ""
+    for shell, reason in (
+        (missing, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
+        (defaults - missing - {*"123456789@"}, "taken as unset: if your shell has one, write it"),
+    ):
+        if names := ", ".join(f"${name}" for name in sorted(shell) if not is_of_hpc_ddp(name)):
+            result.notes.append((0, f"{names}: {reason}"))
     secrets.take_out(result)
     return result

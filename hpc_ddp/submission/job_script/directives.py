@@ -22,7 +22,7 @@ _PLACEHOLDER = re.compile(
 _DECIDED = {
     "requeue": "a job is requeued until it has finished",
     "open-mode": "the output is appended to",
-    "export": "the job has the variables of [env] and env-names, and Slurm's",
+    "export": "the job has your shell's variables, as sbatch's own default is",
     "ntasks|ntasks-per-node": "tasks follow from nodes and workers",
     "wait": "srun waits as long as it takes",
     "quiet|parsable": "submit prints the job's number alone",
@@ -107,10 +107,11 @@ def _pairs(words: list[Word]) -> Iterator[tuple[str, str]]:
         yield name, operand.text if operand else ""
 
 
-def take_directives(directives: Directives, result: Conversion) -> None:
+def take_directives(directives: Directives, result: Conversion, file: str = "") -> None:
     """Put directives into a conversion: the groups of their lines, and the settings of those that
-    are taken over. Nodes, CPUs, GPUs and pyxis are left to `program.take`: the launch has such
-    options, too."""
+    are taken over; an output with the job's name has that of the script's `file`, as Slurm names
+    a job. Nodes, CPUs, GPUs and pyxis are left to `program.take`: the launch has such options, too.
+    """
     for name, (operand, line) in directives.options.items():
         text = f"--{name}={operand}" if operand else f"--{name}"
         group, reason = _use(name, operand)
@@ -126,10 +127,10 @@ def take_directives(directives: Directives, result: Conversion) -> None:
         elif looks_secret(text):
             group, reason = LOST, f"it has what looks like a secret: submit --sbatch=--{name}=…"
         result.mark(line, line, group, reason or text)
-        if group != TAKEN or name in ("export", *_LATER) or is_of_pyxis(name):
+        if group != TAKEN or name in _LATER or reason == "env, env-names" or is_of_pyxis(name):
             continue
         if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
-            result.values[name] = operand.replace("%J", "%j"), line  # a batch script is no step
+            result.values[name] = operand, line
         elif name == "exclusive" and not operand:
             result.values[name] = True, line
         elif name == "signal":
@@ -140,9 +141,8 @@ def take_directives(directives: Directives, result: Conversion) -> None:
             result.append("sbatch", text, line)
         if "singleton" in operand:
             result.notes.append((line, f"{text}: a run goes on by itself, by one submit"))
-        if name in ("output", "error") and "%x" in operand and "job-name" not in directives.options:
-            text = "%x is the program's name, and Slurm's was this file's: job-name = NAME"
-            result.notes.append((line, text))
+        if name in ("output", "error") and "%x" in operand and file:
+            result.values.setdefault("job-name", (file, line))
     for line, mark in directives.marks.items():
         result.mark(line, line, *mark)
     for line, reason in directives.replaced:
@@ -179,6 +179,8 @@ def _exported(operand: str) -> list[tuple[str, str | None]]:
 def _use(name: str, operand: str) -> tuple[str, str]:
     """Return the group of a directive, and why it is not taken over; '' for one that is."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")
+    if name == "export" and operand in ("NONE", "NIL"):
+        return TAKEN, ""
     is_chain = name == "array" and operand.endswith("%1")
     return (OURS, decided or _CHAIN) if decided or is_chain else (TAKEN, "")
 

@@ -211,7 +211,8 @@ class Statement:
     (`defines`), or another command or block, which may set the variables `sets`.
 
     `lines` are the first and last one in the script; `inside` says that it runs in each task, in
-    ``bash -c``; `output` is the file that a launch writes to; `lost` why it can't be taken over.
+    ``bash -c``; `output` is the file that a launch writes to; `lost` says why it can't be taken
+    over, `decided` why hpc-ddp does it itself.
     """
 
     text: str
@@ -224,6 +225,7 @@ class Statement:
     inside: bool = False
     output: str = ""
     lost: str = ""
+    decided: str = ""
     defines: str = ""
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # and not made of a part of a word
@@ -237,6 +239,24 @@ class Statement:
     def names(self) -> set[str]:
         """The variables and functions that it may need, with some other words beside."""
         return syntax.names_needed(self.text, self.name)
+
+    def reports_status(self, variables: set[str]) -> bool:
+        """Return whether it keeps the exit code of the command before it, or asks for that, or for
+        one of the `variables`, only to print something or to end the script."""
+        if self.name:
+            return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
+        is_asked = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
+        return bool(is_asked) and syntax.only_reports(syntax.parse(self.text))
+
+
+def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> list[Statement]:
+    """Return a statement and those of the `functions`, by name, that it needs, directly or not."""
+    needed, pending = {statement.defines: statement}, [statement]
+    while pending:
+        for name in (pending.pop().names & functions.keys()) - needed.keys():
+            needed[name] = functions[name]
+            pending.append(functions[name])
+    return [*needed.values()]
 
 
 def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:

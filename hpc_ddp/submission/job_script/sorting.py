@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import (
@@ -13,17 +14,24 @@ from hpc_ddp.submission.job_script.conversion import (
     REFUSED,
     STARTS_PYTHON,
     TAKEN,
+    VERDICT,
     Conversion,
     Rules,
     first_reason,
 )
-from hpc_ddp.submission.job_script.launch import Launch, Statement, is_command, is_known
+from hpc_ddp.submission.job_script.launch import (
+    Launch,
+    Statement,
+    is_command,
+    is_known,
+    with_functions,
+)
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
 from hpc_ddp.submission.job_script.shell import OF_A_JOB, Word
 from hpc_ddp.submission.job_script.statements import Reader
 from hpc_ddp.submission.job_script.syntax import names_in
 
-_PRINTS = r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b"
+PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
 _BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 # Bash's own, ours, and those that modules and Conda set.
 _OF_BASH = re.compile(
@@ -75,7 +83,6 @@ class Sorter:
         self._commands = {s.name for s in self._statements if s.name and is_command(s.assigned)}
         self._functions = {s.defines: s for s in self._statements if s.defines}
         self._at = len(self._statements)  # the index of the launch
-        self._defaults = reader.scope.defaults
         self._kept: set[str] = set()  # variables and functions of lines that stay
         self._needed: set[str] = set()  # by the launch, or a line that stays
         self._needed_before: set[str] = set()  # by set-up lines
@@ -107,10 +114,11 @@ class Sorter:
             self.result.append(key, text, line)
         self.result.env = dict(reversed(self.result.env.items()))
 
-    def check(self) -> None:
-        """Note each variable of the script that something uses and nothing sets any more. Add to
-        the scope's `defaults` those that the settings use and the script never sets: they were the
-        submitting shell's. To be called last, after `program.take`."""
+    def check(self, environ: Mapping[str, str]) -> set[str]:
+        """Note each variable of the script that something uses and nothing sets any more. Of those
+        that the settings use and the script never sets, which are the submitting shell's, put the
+        ones that `environ` has into ``env-names``, and return the others. To be called last, after
+        `program.take`."""
         lists = {key: dict(entries) for key, entries in self.result.lists.items()}
         texts = [text for key in lists.keys() - {"env-names"} for text in lists[key]]
         used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
@@ -124,12 +132,15 @@ class Sorter:
                 of_itself.add(statement.name)
             is_set |= {statement.name, *statement.sets}
         names -= (is_set | self._kept | {*re.findall(r"\b(\w+)=", lines)}) - of_itself
-        self._defaults |= {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
+        names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
+        for name in sorted(names & environ.keys()):
+            self.result.append("env-names", name, 0)
         for statement in outer:
             for name in sorted({statement.name, *statement.sets} & used - self._kept):
                 if not is_of_hpc_ddp(name) and not (statement.lost or name in self.result.unknown):
                     text = f"not taken over: ${name}, which a line that is left uses"
                     self.result.notes.append((statement.lines[0], text))
+        return names - environ.keys()
 
     def _choose(self) -> None:
         """Set `launch` to the launch that is the training: the first of those that weigh most, on
@@ -193,11 +204,17 @@ class Sorter:
         unknown = dict.fromkeys(self._of_nodes, "a loop")
         outer = {id(s.launch): s.outer for s in self._statements if s.launch}.get(id(self.launch))
         is_beside = False  # the launch runs in the background there
+        status: set[str] = set()  # variables that have the launch's exit code
         for index, statement in enumerate(self._statements):
             if statement.launch and not statement.lost:
                 is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
                 continue
             is_beside &= not re.match(r"wait\b", statement.text)
+            if index > self._at and self.launch and statement.reports_status(status):
+                statement.decided = VERDICT
+                status |= {statement.name} - {""}
+                unknown |= dict.fromkeys({statement.name} - {""}, f"line {statement.lines[0]}")
+                continue
             is_decided = statement.lost or self._reason(DECIDED, statement, is_after=True)
             if not (self.launch or is_decided or statement.name) and index > self._at:
                 statement.lost = "behind a launch that is not taken over: setup or teardown"
@@ -210,7 +227,7 @@ class Sorter:
                 ):
                     statement.lost = "it may be the launch: script = …, args = […]"
                     self._at = min(self._at, index)
-                is_work = not (is_decided or statement.name or re.match(_PRINTS, statement.text))
+                is_work = not (is_decided or statement.name or PRINTS.match(statement.text))
                 if is_beside and is_work:
                     statement.lost = statement.lost or _BESIDE
                 is_outside = self.launch and self.launch.enters_container and index < self._at
@@ -233,9 +250,9 @@ class Sorter:
         of a set-up or clean-up line, '' for another statement. Puts ``chdir`` and variables into
         the conversion. The last statement comes first: it says which variables are needed."""
         is_after = index > self._at
-        is_print = bool(re.match(_PRINTS, statement.text))
-        if statement.lost:
-            return LOST, statement.lost, ""
+        is_print = bool(PRINTS.match(statement.text))
+        if statement.lost or statement.decided:
+            return (LOST, statement.lost, "") if statement.lost else (OURS, statement.decided, "")
         if statement.name:
             return self._assignment(statement, index)
         if statement.sets and not statement.defines and all(map(is_of_hpc_ddp, statement.sets)):
@@ -256,19 +273,10 @@ class Sorter:
             return TAKEN, "chdir", ""
         return self._keep(statement, statement.text, is_after)
 
-    def _with_functions(self, statement: Statement) -> list[Statement]:
-        """Return a statement and the functions that it needs, also those that these need."""
-        needed, pending = {statement.defines: statement}, [statement]
-        while pending:
-            for name in (pending.pop().names & self._functions.keys()) - needed.keys():
-                needed[name] = self._functions[name]
-                pending.append(needed[name])
-        return [*needed.values()]
-
     def _reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
         """Return the reason of the first rule that fits a statement, with the functions that it
         needs and ``$0`` for the script's own name."""
-        text = "\n".join(s.text for s in self._with_functions(statement))
+        text = "\n".join(s.text for s in with_functions(statement, self._functions))
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
@@ -289,7 +297,7 @@ class Sorter:
                 if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
         self._kept |= {statement.name, statement.defines, *statement.sets}
-        names = {name for s in self._with_functions(statement) for name in s.names}
+        names = {name for s in with_functions(statement, self._functions) for name in s.names}
         self._needed |= names
         self._needed_before |= names if is_before else set()
         self._needed_after |= names if is_after else set()

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import shell, syntax
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT
 from hpc_ddp.submission.job_script.launch import Launch, Statement
 from hpc_ddp.submission.job_script.launchers import read_launch
 from hpc_ddp.submission.job_script.shell import Part, Scope, Word
@@ -277,7 +277,9 @@ class Reader:
                 self._add(node, lost=_CHOOSES)
                 return
             self._walk(first)
-            if self._has_launch(first) and not re.match("exit|wait", source(last)):
+            if self._has_launch(first) and syntax.only_reports(last):
+                self._resolve(last, VERDICT, OURS)
+            elif self._has_launch(first):
                 reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
                 self._add(last, lost=reason)
             else:
@@ -319,6 +321,11 @@ class Reader:
         """Read the branch that is known to run, if any; one statement where that is not known."""
         has_launch, chosen = self._has_launch(node), None
         branches = list(syntax.branches_of(node))
+        asked, lines = branches[0]
+        if self._has_launch(asked) and all(map(syntax.only_reports, node.named_children[1:])):
+            self._resolve(node, VERDICT, OURS)
+            self._walk(asked.named_children[-1] if asked.type == "negated_command" else asked)
+            return
         for condition, lines in branches:
             is_true = (
                 True if condition is None else syntax.truth_of(condition, self.scope, has_launch)

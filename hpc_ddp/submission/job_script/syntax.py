@@ -29,6 +29,7 @@ _OPERATORS: dict[str, Callable[..., bool]] = {
 # A file that is sourced sets any variable; these set none that a job script asks for.
 _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
 _OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
+_REPORTING = {"echo", "printf", "date", "exit", "return", "true", ":", "test", "wait"}
 # Commands that may set variables whose names are among their words.
 _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
 
@@ -141,6 +142,14 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
 def commands_of(node: Node) -> list[Node]:
     """Return all commands in a node, itself too, in order, but for those of substitutions."""
     return [inner for inner in _descend(node) if inner.type == "command"]
+
+
+def only_reports(node: Node) -> bool:
+    """Return whether a block, with all its branches, only prints, or ends the script."""
+    kinds = {inner.type for inner in _descend(node)}
+    names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
+    code = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
+    return names <= _REPORTING and not (code or kinds & {"file_redirect", "variable_assignment"})
 
 
 def branches_of(node: Node) -> Iterable[tuple[Node | None, list[Node]]]:

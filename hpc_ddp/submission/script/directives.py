@@ -23,6 +23,10 @@ _FIELDS = {
     "%a": "${SLURM_ARRAY_TASK_ID-}",
     "%u": "$SLURM_JOB_USER",
     "%N": "$SLURMD_NODENAME",
+    "%J": "$SLURM_JOB_ID",  # the last four as Slurm has them for a batch script: no step's
+    "%t": "0",
+    "%n": "0",
+    "%s": "batch",
     "%%": "%",
 }
 

@@ -413,9 +413,10 @@ def test_what_would_change_the_launch_is_reported(line: str, reason: str) -> Non
 
 def test_what_asks_how_the_launch_ended_is_reported() -> None:
     lines = ("srun python train.py", "CODE=$?", "if [ $CODE -ne 0 ]; then echo bad; fi")
-    conversion = of_text("#SBATCH --nodes=2", *lines)
+    conversion = of_text("#SBATCH --nodes=2", *lines, "cp out.$CODE $HOME")
     assert "how the launch ended" in conversion.group(4)[1]
-    assert conversion.group(5) == (LOST, "it needs CODE, of line 4")
+    assert conversion.group(5)[0] == OURS
+    assert conversion.group(6) == (LOST, "it needs CODE, of line 4")
     assert "teardown" not in conversion.settings()
 
 

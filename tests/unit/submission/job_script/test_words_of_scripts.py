@@ -148,7 +148,8 @@ def of_text(*lines: str) -> Conversion:
         (("f() { srun torchrun a.py ${1:-x}; }", "f"), {"args": ["x"]}),
         (("f() { A=$1; run $A; srun torchrun a.py; }", "f b"), {"setup": ["A=b", "run $A"]}),
         # What a shell reads and sets by the words behind its name.
-        (("#SBATCH -o a.%J", TRAIN), {"output": "a.%j"}),
+        (("#SBATCH -o a.%J", TRAIN), {"output": "a.%J"}),
+        (("#SBATCH --export=NONE", TRAIN), {"sbatch": ["--export=NONE"]}),
         (("srun -n 2 -c 4 python train.py",), {"cpus-per-task": 4}),
         (("#SBATCH -c 4", "srun -c 4 python train.py",), {"cpus-per-task": 4}),
         # A dropped loop's variables are not set: their names are not exported.
@@ -357,9 +358,13 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "note"),
     [
-        (("A=${A:-x}", f"{TRAIN} $A"), "$A: the job has no variables of your shell"),
-        ((f"{TRAIN} $DATA",), "$DATA: the job has no variables of your shell"),
-        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: the job has no variables of your shell"),
+        (("A=${A:-x}", f"{TRAIN} $A"), "$A: taken as unset: if your shell has"),
+        ((f"{TRAIN} $DATA",), "$DATA: not set in this shell: to be exported"),
+        (
+            ("source a.sh", f"{TRAIN} $DATA"),
+            "$DATA: not set in this shell: to be exported before hpc-ddp submit, unless a",
+        ),
+        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: taken as unset: if your shell has"),
         (("A=(a b)", TRAIN, 'echo "${A[@]}"'), "$A is an array: teardown does not have it"),
         (("time srun torchrun train.py",), "time is left out: hpc-ddp status has"),
         (("srun bash -lc 'python train.py'",), "bash -l: left out"),
@@ -448,4 +453,41 @@ def test_a_variable_that_adds_to_its_own_value_is_the_shells() -> None:
         note.startswith("$DATA: ") for _, note in of_text("export DATA=$DATA/a", TRAIN).notes
     )
     lines = ("export DATA=/a", "export DATA=$DATA/b", "export PATH=$PATH:/c", TRAIN)
-    assert not any("variables of your shell" in note for _, note in of_text(*lines).notes)
+    assert not any("your shell" in note for _, note in of_text(*lines).notes)
+
+
+def test_a_variable_that_this_shell_has_is_passed_on() -> None:
+    text = f"#!/bin/bash\n#SBATCH -N 2\n{TRAIN} $DATA $HOME ${{LR:-1}}\n"
+    result = convert(text, HERE, HERE, environ={"DATA": "/x", "HOME": "/home/me", "LR": "2"})
+    assert result.settings()["env-names"] == ["DATA"]
+    assert not any("$DATA" in note for _, note in result.notes)
+
+
+def test_an_output_with_the_jobs_name_has_the_scripts() -> None:
+    assert of_text("#SBATCH -o %x-%t.out", TRAIN).settings()["job-name"] == "job.sh"
+    assert of_text("#SBATCH -o %x.out -J a", TRAIN).settings()["job-name"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("lines", "group", "reason"),
+    [
+        # What asks how the launch ended, and only prints that or ends the script.
+        ((TRAIN, "if [ $? -eq 0 ]; then echo a; else echo b; exit 1; fi"), OURS, "ended"),
+        ((TRAIN, "if [[ ${PIPESTATUS[0]} != 0 ]]; then exit 1; fi"), OURS, "ended"),
+        ((TRAIN, "A=$?", 'echo "a $A"', "exit $A"), OURS, "ended"),
+        ((TRAIN, "A=$?", "[ $A = 0 ] && cp a b"), LOST, "it needs A, of line 4"),
+        ((TRAIN, "if [ $? -eq 0 ]; then cp a b; fi"), LOST, "it asks how the launch ended"),
+        ((TRAIN, "if [ $? -eq 0 ]; then echo > a; fi"), LOST, "it asks how the launch ended"),
+        ((TRAIN, 'if [ $? -eq 0 ]; then echo "$(cp a b)"; fi'), LOST, "it asks how the launch"),
+        ((f"{TRAIN} || {{", "echo a", "exit 1", "}"), OURS, "ended"),
+        ((f"if ! {TRAIN}; then", "echo a", "exit 1", "fi"), OURS, "ended"),
+        ((f"{TRAIN} && \\", "cp a b"), LOST, "asks how the launch ended"),
+        ((f"if {TRAIN}; then", "cp a b", "fi"), LOST, "chooses a launch"),
+        ((f"if true; then {TRAIN}; fi", "cp a b"), TAKEN, "teardown"),
+    ],
+)
+def test_what_asks_how_the_launch_ended(lines: tuple[str, ...], group: str, reason: str) -> None:
+    conversion = of_text(*lines)
+    of_last = conversion.group(2 + len(lines) - lines[-1:].count("fi") - lines[-1:].count("}"))
+    assert (of_last[0], reason in of_last[1]) == (group, True), of_last
+    assert group == LOST or conversion.settings()["script"] == "train.py"
