@@ -171,10 +171,14 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 group[key] = setting
                 setting.data.copy_(loaded)
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        for number, parameter in enumerate(parameters_of(optimizer)):
-            if number in state["state"]:
-                loaded = optimizer.state[parameter]
-                optimizer.state[parameter] = _with_types(loaded, state["state"][number])
+        stored = state["state"]
+        params = [(n, p) for n, p in enumerate(parameters_of(optimizer)) if n in stored]
+        constants = {key for number, parameter in params if parameter.shape
+                     for key, value in stored[number].items() if _is_constant(value)}  # fmt: skip
+        for number, parameter in params:
+            of_cpu = None if parameter.shape else constants
+            loaded = optimizer.state[parameter]
+            optimizer.state[parameter] = _with_types(loaded, stored[number], of_cpu)
 
 
 def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -192,18 +196,31 @@ def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
             part.param_groups = groups
 
 
-def _with_types(loaded: Any, stored: Any, key: object = None) -> Any:
+def _is_constant(value: Any) -> bool:
+    """Return whether part of a state is one number on the CPU, as NAdam's ``mu_product``."""
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.shape
+
+
+def _with_types(
+    loaded: Any, stored: Any, constants: Container[object] | None, key: object = None
+) -> Any:
     """Return a state that torch has `loaded`, with `stored` tensors in place of those that it has
     converted: it gives all but the count ``step`` their parameter's type and device, by which
-    averages in fp32 of weights in bf16 would lose bits. `key` is the state's in its parent."""
+    averages in fp32 of weights in bf16 would lose bits.
+
+    `constants` are the keys of numbers that stay on the CPU, None for all of them: of a parameter
+    that is one number, its averages are numbers, too. `key` is the state's in its parent.
+    """
     if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        is_on_cpu = stored.device.type == "cpu" and not stored.shape
+        is_on_cpu = _is_constant(stored) and (constants is None or key in constants)
         device = stored.device if is_on_cpu and key != "step" else loaded.device
         is_same = (loaded.dtype, loaded.device) == (stored.dtype, device)
         return loaded if is_same else stored.to(device)
     if isinstance(stored, dict) and isinstance(loaded, dict):
-        return loaded | {k: _with_types(loaded[k], v, k) for k, v in stored.items() if k in loaded}
+        return loaded | {
+            k: _with_types(loaded[k], v, constants, k) for k, v in stored.items() if k in loaded
+        }
     if type(stored) is type(loaded) and type(stored) in (list, tuple):
         pairs = zip(loaded, stored, strict=True)
-        return type(stored)(_with_types(*pair, key) for pair in pairs)
+        return type(stored)(_with_types(*pair, constants, key) for pair in pairs)
     return loaded

@@ -320,8 +320,11 @@ def _assemble(
         parameter = templates.get(where)
         tensor = reader.read(where, parameter)
         if parameter is not None and not is_sharded(parameter):
-            # Fused optimizers walk a parameter's memory and its state's side by side.
-            layout = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)
+            # Fused optimizers walk a parameter's memory and its state's side by side. What is one
+            # number may be a constant of the CPU's: no later step could tell it from an average.
+            is_number = value == ON_DEVICE and not tensor.shape
+            device = parameter.device if is_number else tensor.device
+            layout = torch.empty_like(parameter, dtype=tensor.dtype, device=device)
             return layout.copy_(tensor)
         if where in current:
             return tensor.to(current[where].device)

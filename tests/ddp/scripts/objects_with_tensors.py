@@ -1,4 +1,5 @@
-"""Objects that keep the tensors which they are given, and a data set that lies on the device."""
+"""Objects that keep the tensors which they are given, a parameter that is one number, and a data
+set that lies on the device."""
 
 import sys
 
@@ -29,6 +30,15 @@ class Center:
         self.first = state["first"]
 
 
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.logit_scale
+
+
 class Drawn(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 32
@@ -38,7 +48,7 @@ class Drawn(Dataset[torch.Tensor]):
 
 
 run = start()
-model = run.wrap(nn.Linear(4, 4))
+model = run.wrap(Scaled())
 rate = torch.tensor(0.01, device=run.device)
 optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=run.device.type != "cpu")
 center = Center(run.device)

@@ -135,6 +135,24 @@ def test_the_state_of_an_optimizer_keeps_its_types(tmp_path: Path) -> None:
         assert loaded[number]["step"] == 1
 
 
+def test_a_cpus_state_of_a_parameter_that_is_one_number_follows_it_to_its_device() -> None:
+    """Its averages are one number each, as the constants that NAdam keeps on the CPU."""
+
+    def trained(device: str) -> torch.optim.Optimizer:
+        weights = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((), (2,))]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        return torch.optim.NAdam(weights, foreach=False)
+
+    before, after = trained("cpu"), trained("meta")
+    before.step()
+    optimizer_state.load(after, {**before.state_dict(), optimizer_state.PARAMETERS: {}})
+    for state_of_one in after.state.values():
+        devices = {key: value.device.type for key, value in state_of_one.items()}
+        assert devices.pop("mu_product") == devices.pop("step") == "cpu"
+        assert set(devices.values()) == {"meta"}
+
+
 @pytest.mark.parametrize("is_own_group", [False, True])
 def test_a_part_that_is_new_on_purpose_begins_as_it_is_made(
     tmp_path: Path, is_own_group: bool
