@@ -348,6 +348,15 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
         raise UsageError(f"run {run.path} may be at work: {work}", hint=hint)
 
 
+def _has_verdict(events: Sequence[JournalEvent], info: Mapping[str, Any]) -> bool:
+    """Return whether the attempt that `info` (its attempt.json) describes has a verdict by a run's
+    `events`: its shell, which gives it last, is over, even if the controller has moved since."""
+    start = info.get("job_id"), info.get("restarts")
+    starts = [e for e in events if isinstance(e, Started) and (e.job_id, e.restarts) == start]
+    numbers = {event.attempt for event in starts}
+    return any(isinstance(event, VerdictGiven) and event.attempt in numbers for event in events)
+
+
 def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
     """Return whether the attempt of `run` that `info` (its attempt.json) describes still runs.
 
@@ -377,7 +386,8 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
         job = slurm.show_job(holder.id if is_here else holder, patience)
     except HpcDdpError as error:
         is_forgotten = "Invalid job id" in error.message
-        if is_forgotten and holder.is_of_namesake(own_job.cluster):
+        is_over = is_forgotten and _has_verdict(run.events(), info)
+        if is_forgotten and not is_over and holder.is_of_namesake(own_job.cluster):
             raise HpcDdpError(
                 f"job {holder.id} of cluster {holder.cluster} may run {run.path}, and can't be"
                 " asked from here",

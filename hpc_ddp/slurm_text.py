@@ -21,7 +21,10 @@ from hpc_ddp.core.job.slurm_values import array_indexes
 NO_ANSWER = re.compile(
     r"Socket timed out|Unable to contact slurm controller|Zero Bytes were transmitted"
     r"|backup controller in standby|temporarily unable to accept|Connection (refused|reset)"
-    r"|authentication error|Munge (en|de)code failed|Invalid authentication credential",
+    r"|authentication error|Munge (en|de)code failed|Invalid authentication credential"
+    # A name server that is away, as on a node that has just booted.
+    r"|getaddrinfo|Unable to resolve|Unable to establish (control|configuration)"
+    r"|Could not establish a configuration|No route to host|Network is unreachable",
     re.I,
 )
 

@@ -279,8 +279,7 @@ def set_aside(run: RunFolder) -> Path | None:
     for folder in folders:
         aside.mkdir(mode=0o755, exist_ok=True)
         folder.rename(aside / folder.name)
-    attempts = [attempt.number + 1 for attempt in run.attempts()]
-    run.journal("submit").write_surely(Fresh(max(attempts, default=0)))
+    run.journal("submit").write_surely(Fresh(run.next_attempt()))
     return aside if folders else None
 
 

@@ -229,6 +229,18 @@ class RunFolder:
         numbers = (path.name.removeprefix("attempt-") for path in paths)
         return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
 
+    def next_attempt(self) -> int:
+        """Return the number of the attempt that begins next. May raise OSError."""
+        return self._number_behind(self.attempts())
+
+    def _number_behind(self, earlier: list[AttemptFolder]) -> int:
+        """Return the number behind the newest attempt's, or behind the journal's where there is no
+        folder: their user may have removed all. Raise OSError where the journal can't be read."""
+        if earlier:
+            return earlier[-1].number + 1
+        starts = (event.attempt for event in self.events() if isinstance(event, Started))
+        return max(starts, default=-1) + 1
+
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
@@ -256,8 +268,7 @@ class RunFolder:
                     f"run {self.path} is already being run: {_describe(earlier[-1])}",
                     hint="wait for it, or end it with `hpc-ddp cancel`",
                 )
-            number = earlier[-1].number + 1 if earlier else 0
-            attempt = self.attempt(number)
+            attempt = self.attempt(self._number_behind(earlier))
             if self._create(attempt, info):
                 return attempt
 

@@ -354,7 +354,7 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
         tasks = [task for task in run.tasks() if task.index in indexes]
         for part in (run, *tasks):
             part.cancelled.unlink(missing_ok=True)  # a start ends an earlier cancel
-        submitted = Submitted(len(run.attempts()), spec.backend, spec.script)
+        submitted = Submitted(run.next_attempt(), spec.backend, spec.script)
         started = BACKENDS[spec.backend].start(prepared, output)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
         journal.write(submitted)
@@ -370,5 +370,5 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
     for task in tasks:
         with suppress(OSError):  # of its journal: the job is queued all the same
             if not task.finished():
-                task.journal("submit").write(Submitted(len(task.attempts())))
+                task.journal("submit").write(Submitted(task.next_attempt()))
     return started

@@ -69,9 +69,10 @@ def carry_library(run: RunFolder) -> None:
 
 def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
     """Return where the next snapshot of the code around `script`, an absolute path, is to be,
-    ``code/<n>`` in the run's folder, and the script's path there. Nothing is made; git is asked for
-    the work tree."""
-    target = run.code / str(len(list(run.code.glob("*"))))
+    ``code/<n>`` in the run's folder behind those that are there, and the script's path in it.
+    Nothing is made; git is asked for the work tree."""
+    numbers = (int(path.name) for path in run.code.glob("*") if path.name.isdecimal())
+    target = run.code / str(max(numbers, default=-1) + 1)
     return target, target / script.relative_to(_work_tree(script) or script.parent)
 
 

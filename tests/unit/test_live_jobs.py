@@ -178,6 +178,23 @@ def test_the_same_number_on_two_clusters_is_two_jobs(run: RunFolder) -> None:
     check_idle(run)
 
 
+def test_an_attempt_with_a_verdict_is_over_wherever_the_controller_is(
+    slurm_commands: Slurm, run: RunFolder
+) -> None:
+    """It has moved to another host, say, and has forgotten the job since."""
+    run.journal("batch").write(raw("started", job_id="7", cluster="c@ctl1:6817", restarts=0))
+    info = {"job_id": "7", "cluster": "c@ctl1:6817", "restarts": 0}
+    for _ in range(4):
+        slurm_commands.answer("scontrol", err="slurm_load_jobs error: Invalid job id", code=1)
+    with pytest.raises(HpcDdpError, match="can't be asked from here"):
+        is_attempt_live(run, JobRef("8", "c@ctl2:6817"), info)
+    run.journal("batch", 1).write(raw("verdict", cause="failed", action="requeue", why=""))
+    with pytest.raises(HpcDdpError, match="can't be asked from here"):  # that of another attempt
+        is_attempt_live(run, JobRef("8", "c@ctl2:6817"), info)
+    run.journal("batch").write(raw("verdict", cause="failed", action="requeue", why=""))
+    assert not is_attempt_live(run, JobRef("8", "c@ctl2:6817"), info)
+
+
 def test_a_run_is_started_by_one_process_at_a_time(run: RunFolder) -> None:
     code = (
         "import sys; from pathlib import Path; from hpc_ddp.core.run_folder import RunFolder;"

@@ -81,8 +81,9 @@ class Place:
 
     @property
     def is_local(self) -> bool:
-        """Whether the nodes are processes of one machine: those of the local back-end."""
-        return self.node.startswith("local-")
+        """Whether the nodes are processes of one machine: those of the local back-end, by a name
+        that a cluster's node has hardly in the same place."""
+        return self.node == f"local-{self.index}"
 
     @property
     def peer(self) -> str:

@@ -84,7 +84,7 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     """
     events = run.events()
     numbers = [attempt.number for attempt in run.attempts()]
-    first = _first_attempt(events, len(numbers))
+    first = _first_attempt(events, run.next_attempt())
     numbers = [number for number in numbers if number >= first]
     events = since_submit(events)
     why = too_many_silent(spec, run.most_requeues, events, numbers)
@@ -112,7 +112,7 @@ def _preemptions(run: RunFolder) -> list[JournalEvent]:
 def _give_up(run: RunFolder, spec: JobSpec, cause: Cause, why: str, hint: str) -> NoReturn:
     """Journal a verdict for the last attempt, by which none may follow it, and send the job's
     message; raise HpcDdpError, the refusal of the next attempt."""
-    journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
+    journal = run.journal("batch", max(run.next_attempt() - 1, 0))
     journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, (), "given up"))
     notify(run, spec, GIVEN_UP, why)
     raise HpcDdpError(why, hint=hint)

@@ -33,6 +33,7 @@ class AttemptWatch:
         self.links = PeerLinks(place, task)
         # Seconds between two looks while `is_quiet`.
         self._quiet_s = QUIET_S * task.per_node if task.index else QUIET_FIRST_S
+        self._is_first = not task.index
         self._has_peers = task.count > task.per_node  # on other nodes
         attempt = place.attempt
         self._names = {path.name for path in (attempt.notice, attempt.failed, attempt.end_time)}
@@ -75,11 +76,13 @@ class AttemptWatch:
         `FENCE_EVERY_S`, and less often while all peers are connected.
 
         Where a later attempt runs, behind a cut link or beside a dead slurmd, these peers are gone.
-        A node without peers has no such sign.
+        A node without peers has no such sign, nor have nodes that have lost the controller and not
+        each other: there the first supervisor looks for all, and the others see it go.
         """
         now = time.monotonic()
         is_rare = self._has_peers and self.is_quiet
-        pause = 2 * max(self._quiet_s, QUIET_S) if is_rare else FENCE_EVERY_S
+        rarely = QUIET_FIRST_S if self._is_first else 2 * max(self._quiet_s, QUIET_S)
+        pause = rarely if is_rare else FENCE_EVERY_S
         if now < self._fenced_at + pause:
             return False
         self._fenced_at = now

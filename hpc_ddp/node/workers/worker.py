@@ -179,9 +179,11 @@ def compile_cache() -> str:
             continue
         facts = os.lstat(folder)
         is_folder = facts.st_mode & 0o170000 == 0o040000
-        # Others may rename what lies in a folder that they may write, unless it has the sticky bit.
-        modes = os.stat(os.path.dirname(folder)).st_mode
-        is_kept = folder == in_run or not modes & 0o022 or modes & 0o1000
+        # A folder's owner may rename all that lies in it; others who may write it may do so, too,
+        # unless it has the sticky bit.
+        parent = os.stat(os.path.dirname(folder))
+        is_closed = not parent.st_mode & 0o022 or parent.st_mode & 0o1000
+        is_kept = folder == in_run or (is_closed and parent.st_uid in (0, os.geteuid()))
         if is_kept and is_folder and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
             return folder
     raise PermissionError(f"{in_run} is not this user's alone")

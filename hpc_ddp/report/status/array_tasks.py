@@ -109,7 +109,7 @@ def _is_resubmitted(run: RunFolder) -> bool:
     """Return whether a task was submitted again, and has not begun since. Raise OSError where its
     journal can't be read."""
     submitted = last_event(run.events(), Submitted)
-    return submitted is not None and submitted.first_attempt == len(run.attempts())
+    return submitted is not None and submitted.first_attempt == run.next_attempt()
 
 
 def _best(run: RunFolder) -> Mapping[str, Any]:

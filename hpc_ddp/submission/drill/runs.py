@@ -290,7 +290,7 @@ class _Drill:
         its journal not be read.
         """
         run, spec = prepared.run, prepared.spec
-        ready = run.path / "drill" / f"ready-{len(run.attempts())}"
+        ready = run.path / "drill" / f"ready-{run.next_attempt()}"
         env = {**spec.env, PLAN: json.dumps(plan)}
         with open(_log(run), "ab") as log:
             drilled = replace(prepared, spec=replace(spec, env=env))
@@ -337,7 +337,7 @@ class _Drill:
     def _print_step(self, run: RunFolder) -> None:
         """Say at which step the newest attempt is, or that it is starting; raise OSError where the
         journal can't be read."""
-        number = len(run.attempts()) - 1
+        number = run.next_attempt() - 1
         events = [event for event in run.events() if event.attempt == number]
         step = last_step(events)
         self._say("  starting" if step is None else f"  step {step}")

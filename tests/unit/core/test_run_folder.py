@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,25 @@ def test_a_number_that_was_claimed_meanwhile_is_skipped(tmp_path: Path) -> None:
     assert run.claim_attempt({"pid": 3}, is_live).number == 2
     assert [attempt.info for attempt in run.attempts()] == [{"pid": pid} for pid in (1, 2, 3)]
     assert sorted(path.name for path in run.logs.iterdir()) == [f"attempt-{n}" for n in range(3)]
+
+
+@pytest.mark.parametrize("remaining", [(), (1,)])
+def test_a_run_without_its_logs_goes_on_counting(
+    tmp_path: Path, remaining: tuple[int, ...]
+) -> None:
+    """A user has removed them, for room: the next one is no first attempt."""
+    run = make_run(tmp_path)
+    assert run.next_attempt() == 0
+    run.journal("submit").write(_event("submitted", first_attempt=0))
+    assert run.next_attempt() == 0
+    for number in range(2):
+        run.claim_attempt({}, lambda identity: False)
+        run.journal("batch", number).write(_event("started", attempt=number))
+    for attempt in run.attempts():
+        if attempt.number not in remaining:
+            shutil.rmtree(attempt.path)
+    assert run.next_attempt() == 2
+    assert run.claim_attempt({}, lambda identity: False).number == 2
 
 
 def _event(event: str, time: float = 1.0, attempt: int = 0, **fields: Any) -> JournalEvent:

@@ -106,9 +106,14 @@ def test_a_controller_that_is_away_is_waited_for(
         "scontrol: error: Munge encode failed: Failed to access /run/munge/munge.socket.2",
         "slurm_load_jobs error: Protocol authentication error",
         "Invalid authentication credential",
+        "scontrol: error: get_addr_info: getaddrinfo() failed: Name or service not known",
+        'scontrol: error: slurm_set_addr: Unable to resolve "ctl"',
+        "scontrol: fatal: Could not establish a configuration source",
     ],
 )
-def test_munged_that_is_away_is_waited_for(slurm_commands: Slurm, clock: Clock, error: str) -> None:
+def test_munged_or_a_name_server_that_is_away_is_waited_for(
+    slurm_commands: Slurm, clock: Clock, error: str
+) -> None:
     """It is started again, say; a link of a chain that it refuses would end the chain."""
     slurm_commands.answer("scontrol", err=error, code=1)
     slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")

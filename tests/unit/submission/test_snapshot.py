@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -79,6 +80,19 @@ def test_a_later_start_brings_its_own_library(tmp_path: Path) -> None:
     current = PACKAGE / "node" / "batch.py"
     assert (run.lib / "hpc_ddp" / "node" / "batch.py").read_text() == current.read_text()
     assert not list(run.path.glob(".lib*"))
+
+
+def test_a_snapshot_takes_no_folder_of_an_older_one(tmp_path: Path) -> None:
+    """Its user has removed the oldest, for room."""
+    script = tmp_path / "live" / "train.py"
+    script.parent.mkdir()
+    script.write_text("")
+    run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
+    for number in range(2):
+        assert snapshot.place(script, run)[0] == run.code / str(number)
+        snapshot.take(script, run, ())
+    shutil.rmtree(run.code / "0")
+    assert snapshot.place(script, run) == (run.code / "2", run.code / "2" / "train.py")
 
 
 def test_files_that_have_changed_since_are_named(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_a_host_that_is_none_of_the_nodes_is_refused(
         (("n1", "n2", "n3"), 2, "n3-ib", "n1-ib", True),
         (("n1",), 0, "127.0.0.1", "n1-ib", False),
         (("local-0", "local-1"), 1, "127.0.0.2", "local-0-ib", False),
+        (("local-gpu0", "local-gpu1"), 1, "local-gpu1-ib", "local-gpu0-ib", True),  # a cluster's
     ],
 )
 def test_hosts_and_peers_have_the_suffix(

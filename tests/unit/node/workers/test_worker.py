@@ -17,8 +17,9 @@ from hpc_ddp.core import process
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.child_process import ignore_notices
 from hpc_ddp.node.workers import worker
+from tests.skips import skip_or_fail
 from tests.waiting import pid_in, wait_until
-from unit.fakes import stop_clock
+from unit.fakes import STRANGER, stop_clock
 
 # --- its start -----------------------------------------------------------------------------
 
@@ -134,6 +135,20 @@ def test_the_compilers_cache_is_this_users_alone(
     expected = {"tmp": taken, "run": folders["run"] / "compile-cache"}[where]
     assert worker.compile_cache() == worker.compile_cache() == str(expected)
     assert expected.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_compilers_cache_is_in_no_folder_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner may rename what lies in it, in spite of the sticky bit."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
+    if os.geteuid():
+        skip_or_fail("only root can give a folder to another user")
+    os.chown(tmp_path / "tmp", STRANGER, -1)
+    assert worker.compile_cache() == str(tmp_path / "compile-cache")
 
 
 def test_without_a_tmpdir_the_compilers_cache_is_in_the_run(
