@@ -408,15 +408,20 @@ def check_buffers(crew: Any, ranks: int, words: tuple[str, ...], waits: int) -> 
 
 
 @pytest.mark.skipif(not HAS_SIM_RECORD, reason="this torch records no collectives of simccl")
-@pytest.mark.parametrize(
-    ("words", "name"), [((), "all_reduce"), (("--sharded",), "reduce_scatter")]
-)
-def test_gradients_that_accumulate_travel_once(
-    make_device_crew: Callable[[str], Any], words: tuple[str, ...], name: str
-) -> None:
-    output = make_device_crew("once").go(2, *words, "--accumulate", "8", script="count_waits.py")
+def test_gradients_that_accumulate_travel_once(make_device_crew: Callable[[str], Any]) -> None:
+    output = make_device_crew("once").go(2, "--accumulate", "8", script="count_waits.py")
     (flight,) = (line for line in output.splitlines() if line.startswith("FLIGHT"))
-    assert 0 < flight.count(name) < 64  # micro-batches
+    assert 0 < flight.count("all_reduce") < 64  # micro-batches
+
+
+def test_gradients_that_accumulate_stay_sharded(make_device_crew: Callable[[str], Any]) -> None:
+    """Whole ones, which FSDP2 can add up, would take the memory that sharding saves."""
+    peaks = []
+    for count in ("1", "4"):
+        output = make_device_crew(count).go(2, count, script="accumulated_memory.py")
+        peak, share = re.findall(r"PEAK ([\d.]+) SHARE ([\d.]+)", output)[0]
+        peaks.append(float(peak) / float(share))
+    assert peaks[1] < peaks[0] + 0.25, peaks
 
 
 def test_replicas_of_a_sharded_model_begin_alike(make_device_crew: Callable[[str], Any]) -> None:

@@ -89,7 +89,8 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     events = since_submit(events)
     why = too_many_silent(spec, run.most_requeues, events, numbers)
     if why:  # the accounting is asked now alone
-        why = too_many_silent(spec, run.most_requeues, [*events, *_preemptions(run)], numbers)
+        events += [*_preemptions(run), *_vain_boots(run, events)]
+        why = too_many_silent(spec, run.most_requeues, events, numbers)
     if why:
         hint = f"hpc-ddp submit --run {RunFolder(run.whole).quoted} goes on all the same"
         _give_up(run, spec, Cause.NODE_LOST, why, hint)
@@ -106,6 +107,18 @@ def _preemptions(run: RunFolder) -> list[JournalEvent]:
         for job_id in job_ids
         for start, state in enumerate(slurm.starts_in_accounting(job_id))
         if state == "PREEMPTED" and (job_id, start) in numbers
+    ]
+
+
+def _vain_boots(run: RunFolder, events: Sequence[JournalEvent]) -> list[JournalEvent]:
+    """Return a notice for each attempt that Slurm has taken back before any supervisor began: a
+    cloud's node did not boot, for which the first one, with the batch script, did not wait."""
+    superseded = {e.attempt for e in events
+                  if isinstance(e, VerdictGiven) and e.cause == Cause.SUPERSEDED}  # fmt: skip
+    return [
+        NoticeGiven(NoticeSource.PREEMPTION, attempt=attempt.number)
+        for attempt in run.attempts()
+        if attempt.number in superseded and not attempt.nodes()
     ]
 
 

@@ -354,13 +354,15 @@ class ModelSetup(Worker):
         return undo
 
     def _sync_gradients(self, on: bool) -> None:
-        """Choose whether DDP and FSDP2 average the gradients of the coming micro-batch over ranks.
+        """Choose whether gradients of the coming micro-batch are averaged over ranks: by DDP, and
+        over the replicas of a sharded model. FSDP2 shards them in each: whole ones, which it would
+        add up otherwise, need the memory that sharding is to save.
 
         For DDP by the flag of its `no_sync`, which counts in forward already.
         """
         for model in self._wrapped:
-            if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-                model.set_requires_gradient_sync(on)
+            if hasattr(model, "set_requires_all_reduce"):  # FSDP2
+                model.set_requires_all_reduce(on)
             else:
                 model.require_backward_grad_sync = on
 

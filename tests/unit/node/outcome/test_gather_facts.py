@@ -67,6 +67,20 @@ def test_preemptions_before_the_first_process_are_no_crashes(
         gather_facts.check_silent_ends(run, spec)
 
 
+@pytest.mark.parametrize(("begins", "why"), [(False, None), (True, "12 attempts in a row")])
+def test_boots_in_vain_are_no_crashes(run: RunFolder, begins: bool, why: str | None) -> None:
+    """Slurm starts the batch script on the first node, and takes the job back: another one did not
+    come up. A job that takes a node down has begun there."""
+    for number in range(12):
+        attempt = run.claim_attempt({}, lambda identity: False)
+        fields = {"cause": "superseded", "action": "none", "why": ""}
+        run.journal("batch", number).write(raw("verdict", attempt=number, **fields))
+        if begins:
+            attempt.node("n2").path.mkdir()
+    with pytest.raises(HpcDdpError, match=why) if why else nullcontext():
+        gather_facts.check_silent_ends(run, JobSpec("train.py", nodes=2))
+
+
 def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
     journal = run.journal
     journal("submit").write(raw("submitted"))
