@@ -110,7 +110,7 @@ def _preemptions(run: RunFolder) -> list[JournalEvent]:
     ]
 
 
-def _vain_boots(run: RunFolder, events: Sequence[JournalEvent]) -> list[JournalEvent]:
+def _vain_boots(run: RunFolder, events: list[JournalEvent]) -> list[JournalEvent]:
     """Return a notice for each attempt that Slurm has taken back before any supervisor began: a
     cloud's node did not boot, for which the first one, with the batch script, did not wait."""
     superseded = {e.attempt for e in events

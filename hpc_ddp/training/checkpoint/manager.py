@@ -154,11 +154,12 @@ class CheckpointManager:
             if isinstance(module, torch.nn.Module):
                 self.trained.note_flags(module)
 
-    def put_back(self, models_alone: bool) -> list[str]:
-        """Put models, and unless `models_alone` optimizers, back into the state of the checkpoint
-        that was taken up, if any, until the first save; return a line for each in which something
-        was otherwise. No collective: each rank reads by itself. Raises as `put_back.put_back`."""
-        return self._loaded.put_back(self._dims.pp > 1, models_alone) if self._loaded else []
+    def put_back(self, accepts_settings: bool) -> list[str]:
+        """Put models and optimizers back into the state of the checkpoint that was taken up, if
+        any, until the first save; with `accepts_settings` none of which only a setting has changed.
+        Return a line for each in which something was otherwise. No collective: each rank reads by
+        itself. Raises as `put_back.put_back`."""
+        return self._loaded.put_back(self._dims.pp > 1, accepts_settings) if self._loaded else []
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had.

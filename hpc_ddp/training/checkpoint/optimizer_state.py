@@ -48,6 +48,12 @@ def address_of(tensor: Any) -> int:
     return address
 
 
+def is_setting(place: str) -> bool:
+    """Return whether a tensor at a place of an optimizer's state dict is a setting of a group, as a
+    learning rate may be."""
+    return place.partition(".")[2].startswith("param_groups.")
+
+
 def by_label(
     optimizer: Optimizer,
     state: dict[str, Any],
@@ -152,13 +158,15 @@ def places_of_shards(name: str, optimizer: Optimizer, labels: Mapping[int, str])
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state dict, whose tensors keep their types; those of one number stay on the CPU if
     they were there. A class's own ``load_state_dict`` decides itself, and its errors come through.
-    The `state` is by numbers, with `PARAMETERS`. The groups, and tensors among their settings, as a
-    learning rate that the script fills, stay the same objects: the script may keep them, and an
-    optimizer inside another one, as SAM has it, shares them.
+    The `state` is by numbers, with `PARAMETERS`. Tensors of a state that the optimizer has already
+    get its numbers: a CUDA graph knows their places. The groups, and tensors among their settings,
+    as a learning rate that the script fills, stay the same objects: the script may keep them, and
+    an optimizer inside another one, as SAM has it, shares them.
     """
     untracked = state.pop(PARAMETERS)
     groups = optimizer.param_groups
     settings = [dict(group) for group in groups]
+    present = {parameter: optimizer.state.get(parameter) for parameter in parameters_of(optimizer)}
     optimizer.load_state_dict(state)
     _keep_groups(optimizer, groups)
     for number, parameter in enumerate(parameters_of(optimizer)):
@@ -178,7 +186,8 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
         for number, parameter in params:
             of_cpu = None if parameter.shape else constants
             loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = _with_types(loaded, stored[number], of_cpu)
+            loaded = _with_types(loaded, stored[number], of_cpu)
+            optimizer.state[parameter] = _in_place(present[parameter], loaded)
 
 
 def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -194,6 +203,20 @@ def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     for part in (optimizer, *vars(optimizer).values()):
         if isinstance(part, Optimizer) and part.param_groups is loaded:
             part.param_groups = groups
+
+
+def _in_place(present: Any, loaded: Any) -> Any:
+    """Return a `loaded` state with the tensors that were `present` in it, which get the numbers of
+    loaded ones of the same type, shape, order in memory and device; sharded ones are new."""
+    if isinstance(present, torch.Tensor) and type(present) is type(loaded):
+        kinds = [(t.dtype, t.shape, t.device, t.layout) for t in (present, loaded)]
+        is_alike = kinds[0] == kinds[1] and not (is_sharded(present) or is_sharded(loaded))
+        if is_alike and present.layout == torch.strided and present.stride() == loaded.stride():
+            present.detach().copy_(loaded)
+            return present
+    if isinstance(present, dict) and isinstance(loaded, dict):
+        return loaded | {k: _in_place(present[k], v) for k, v in loaded.items() if k in present}
+    return loaded
 
 
 def _is_constant(value: Any) -> bool:

@@ -19,7 +19,7 @@ from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal.events import CheckpointRestored
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import put_back
+from hpc_ddp.training.checkpoint import optimizer_state, put_back
 from hpc_ddp.training.checkpoint.rank_comparison import digest, start_checksums
 from hpc_ddp.training.checkpoint.state import collect, unwrap
 from hpc_ddp.training.checkpoint.storage import disk
@@ -71,13 +71,13 @@ class Loaded:
         self._trained, self._added = trained, added
         self._sums = self._sum_up()
 
-    def put_back(self, is_stage: bool, models_alone: bool) -> list[str]:
-        """Load anew, where tensors are others than the checkpoint's: models, and unless
-        `models_alone` optimizers. Put back all flags of models. Return a line for each object in
-        which something was otherwise. `is_stage` and errors as `put_back.put_back` has them; no
-        collective."""
+    def put_back(self, is_stage: bool, accepts_settings: bool) -> list[str]:
+        """Load anew, where tensors are others than the checkpoint's: models, and optimizers, but
+        with `accepts_settings` none of which only a setting has changed. Put back all flags of
+        models. Return a line for each object in which something was otherwise. `is_stage` and
+        errors as `put_back.put_back` has them; no collective."""
         with torch.inference_mode(False), torch.no_grad():  # a look may be in another mode
-            changed, modules = self._put_tensors_back(is_stage, models_alone)
+            changed, modules = self._put_tensors_back(is_stage, accepts_settings)
         lines = [
             f"{name}: its {'weights are' if name in modules else 'state is'} as in the checkpoint"
             " again: lines behind run.track, between two loops, or at the top of an epoch, have"
@@ -87,7 +87,7 @@ class Loaded:
         return lines + put_back.put_flags_back(modules, self._tree, self._trained)
 
     def _put_tensors_back(
-        self, is_stage: bool, models_alone: bool
+        self, is_stage: bool, accepts_settings: bool
     ) -> tuple[set[str], dict[str, Any]]:
         """Load anew as `put_back` does; return the names of what was otherwise, and all models."""
         sums, reader = self._sum_up(), self._checkpoint.reader
@@ -96,9 +96,8 @@ class Loaded:
             place.partition(".")[0]
             for place in sums.keys() | self._sums.keys()  # one of an optimizer may be gone
             if self._sums.get(place) != sums.get(place)
+            and not (accepts_settings and optimizer_state.is_setting(place))
         }
-        if models_alone:
-            changed &= modules.keys()
         # An optimizer's tensors have the names of the models' parameters.
         objects = self._objects if changed - modules.keys() else {n: modules[n] for n in changed}
         tree = {name: self._tree[name] for name in objects}

@@ -23,13 +23,14 @@ _MOST = 1024  # numbers of a tensor or an array that is a setting, and no replay
 class Resume:
     """After a resume, puts back what lines of the script have changed that had run before the
     checkpoint: settings of the tracked `objects` and, by `put_tensors_back`, which returns a line
-    for each, models and, unless its argument is true, states of optimizers. `say` prints a line for
-    the user. The checkpoint is of the loop of number `loops`. One without objects does nothing."""
+    for each, models and optimizers; if its argument is true, none of which only a setting has
+    changed. `say` prints a line for the user. The checkpoint is of the loop of number `loops`. One
+    without objects does nothing."""
 
     def __init__(
         self,
         objects: Mapping[str, Any] | None = None,
-        put_tensors_back: Callable[[bool], list[str]] = lambda models_alone: [],
+        put_tensors_back: Callable[[bool], list[str]] = lambda accepts_settings: [],
         say: Callable[[str], None] = lambda line: None,
         loops: int = 0,
     ) -> None:
@@ -51,7 +52,7 @@ class Resume:
         return is_resumed and not is_over
 
     def put_back(self, accepts_settings: bool = False) -> None:
-        """Put all back, but with `accepts_settings` models alone."""
+        """Put all back, but with `accepts_settings` no settings."""
         settings = self._settings
         (settings.accept_changes if accepts_settings else settings.put_back)(self._say)
         for line in self._put_tensors_back(accepts_settings):

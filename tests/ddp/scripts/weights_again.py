@@ -1,4 +1,5 @@
-"""Lines before the loop and at the top of an epoch change weights; sharded with `--shard`.
+"""Lines before the loop and at the top of an epoch change weights; sharded with `--shard`. The
+first ones are steps, as they warm up a CUDA graph, which then knows where the state lies.
 
 ``weights_again.py [--shard] [--stop-at N]``: the first attempt stops at that step.
 """
@@ -21,6 +22,11 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
 batches = run.loader(TensorDataset(inputs), global_batch_size=8)
 run.track(model=model, optimizer=optimizer, teacher=teacher)
+for _ in range(3):
+    model(inputs[:8].to(run.device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+states = [value for entry in optimizer.state.values() for value in entry.values()]
 with torch.no_grad():
     for weight in plain.parameters():
         weight.mul_(0.5)
@@ -36,5 +42,8 @@ for _ in run.epochs(3):
         if run.position.step + 1 == stop_at and not run.resumed:
             run._notices.reason = NOTICE
         run.step(loss=loss)
+later = [value for entry in optimizer.state.values() for value in entry.values()]
+is_moved = any(value is not before for value, before in zip(later, states, strict=True))
+print("TENSORS", "others" if is_moved else "the same")
 print(f"rank {run.rank}: weights {teacher.weight.sum():.9g}, loss {loss:.9g}")
 run.finish()

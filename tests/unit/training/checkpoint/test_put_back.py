@@ -135,6 +135,24 @@ def test_the_state_of_an_optimizer_keeps_its_types(tmp_path: Path) -> None:
         assert loaded[number]["step"] == 1
 
 
+def test_a_state_that_is_there_gets_the_numbers() -> None:
+    """A CUDA graph of the optimizer's step has the addresses of its tensors."""
+    weights = [nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW([weight], lr=0.1) for weight in weights]
+    for weight, optimizer, steps in zip(weights, optimizers, (1, 2), strict=True):
+        for _ in range(steps):
+            weight.grad = torch.full_like(weight, float(steps))
+            optimizer.step()
+    first, second = (optimizer.state[w] for w, optimizer in zip(weights, optimizers, strict=True))
+    tensors = dict(first)
+    optimizer_state.load(
+        optimizers[0], {**optimizers[1].state_dict(), optimizer_state.PARAMETERS: {}}
+    )
+    loaded = optimizers[0].state[weights[0]]
+    assert all(loaded[key] is tensors[key] for key in tensors)
+    assert all(torch.equal(loaded[key], second[key]) for key in tensors)
+
+
 def test_a_cpus_state_of_a_parameter_that_is_one_number_follows_it_to_its_device() -> None:
     """Its averages are one number each, as the constants that NAdam keeps on the CPU."""
 
