@@ -95,10 +95,10 @@ def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: st
 def test_a_long_suspension_is_no_failure(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
     use(cluster)
     words = ("--max-failures", "0", *ONE_BY_TWO, str(WALK), "--step-seconds", "0.2")
-    job = hpc.submit(*words, env={"HPC_DDP_HANG_AFTER": "10", "HPC_DDP_SAVE_EVERY": "1"})
+    job = hpc.submit(*words, env={"HPC_DDP_HANG_AFTER": "30", "HPC_DDP_SAVE_EVERY": "1"})
     job.at_step(20)
     cluster.run("scontrol", "suspend", job.id)
-    time.sleep(20)
+    time.sleep(40)  # longer than a step may take on a busy machine
     cluster.run("scontrol", "resume", job.id)
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("stood still", "requeue"), ("finished", "none")]

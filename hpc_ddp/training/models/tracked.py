@@ -131,10 +131,12 @@ _EARLY = 64
 
 class GradientWatch:
     """Warns, once, of gradients in the tracked `objects` that a script accumulates by hand over
-    ``run.step``: an early step of a loop without an optimizer's update, behind one that had it."""
+    ``run.step``: an early step of a loop without an optimizer's update, behind one that had it. A
+    ``capturable`` optimizer's may be replays of a CUDA graph, which are not seen."""
 
     def __init__(self, objects: Iterable[Any] = (), warn: Callable[[str], None] = print) -> None:
-        self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+        self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)
+                            and not any(g.get("capturable") for g in thing.param_groups)]  # fmt: skip
         self._warn, self._steps_left = warn, _EARLY if self._optimizers else 0
         self.has_updated = False  # an optimizer, in this step
         self._had_update = False  # in a step before

@@ -143,6 +143,12 @@ def test_gradients_that_are_kept_over_a_step_are_warned_of(updates: list[int], c
         watch.has_updated = bool(has_updated)
         watch.end_step()
     assert len(lines) == count
+    replayed = torch.optim.Adam(model.parameters(), capturable=True)  # by a CUDA graph
+    watch = GradientWatch([model, replayed], lines.append)
+    for has_updated in updates:
+        watch.has_updated = bool(has_updated)
+        watch.end_step()
+    assert len(lines) == count
     assert all(line.startswith("WARNING: run.step without an optimizer's") for line in lines)
     watch = GradientWatch([model, optimizer], lines.append)
     model.zero_grad()  # as GAN's, whose optimizers take turns
