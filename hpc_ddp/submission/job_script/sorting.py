@@ -115,9 +115,9 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def check(self, environ: Mapping[str, str]) -> set[str]:
-        """Note each variable of the script that something uses and nothing sets any more. Of those
-        that the settings use and the script never sets, which are the submitting shell's, put the
-        ones that `environ` has into ``env-names``, and return the others. To be called last, after
+        """Note each variable of the script that something uses and nothing sets any more. Variables
+        that the settings use and the script never sets are the submitting shell's: put those that
+        `environ` has into ``env-names``, and return the others. To be called last, after
         `program.take`."""
         lists = {key: dict(entries) for key, entries in self.result.lists.items()}
         texts = [text for key in lists.keys() - {"env-names"} for text in lists[key]]

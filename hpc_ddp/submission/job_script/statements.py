@@ -321,10 +321,10 @@ class Reader:
         """Read the branch that is known to run, if any; one statement where that is not known."""
         has_launch, chosen = self._has_launch(node), None
         branches = list(syntax.branches_of(node))
-        asked, lines = branches[0]
-        if self._has_launch(asked) and all(map(syntax.only_reports, node.named_children[1:])):
+        first = node.named_children[0]
+        if self._has_launch(first) and all(map(syntax.only_reports, node.named_children[1:])):
             self._resolve(node, VERDICT, OURS)
-            self._walk(asked.named_children[-1] if asked.type == "negated_command" else asked)
+            self._walk(first.named_children[-1] if first.type == "negated_command" else first)
             return
         for condition, lines in branches:
             is_true = (

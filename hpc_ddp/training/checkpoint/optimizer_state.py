@@ -182,7 +182,7 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
         stored = state["state"]
         params = [(n, p) for n, p in enumerate(parameters_of(optimizer)) if n in stored]
         constants = {key for number, parameter in params if parameter.shape
-                     for key, value in stored[number].items() if _is_constant(value)}  # fmt: skip
+                     for key, entry in stored[number].items() if _is_constant(entry)}  # fmt: skip
         for number, parameter in params:
             of_cpu = None if parameter.shape else constants
             loaded = optimizer.state[parameter]
@@ -219,9 +219,9 @@ def _in_place(present: Any, loaded: Any) -> Any:
     return loaded
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(entry: Any) -> bool:
     """Return whether part of a state is one number on the CPU, as NAdam's ``mu_product``."""
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.shape
+    return isinstance(entry, torch.Tensor) and entry.device.type == "cpu" and not entry.shape
 
 
 def _with_types(

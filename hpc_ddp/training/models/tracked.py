@@ -135,8 +135,10 @@ class GradientWatch:
     ``capturable`` optimizer's may be replays of a CUDA graph, which are not seen."""
 
     def __init__(self, objects: Iterable[Any] = (), warn: Callable[[str], None] = print) -> None:
-        self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)
-                            and not any(g.get("capturable") for g in thing.param_groups)]  # fmt: skip
+        optimizers = (thing for thing in objects if isinstance(thing, Optimizer))
+        self._optimizers = [
+            one for one in optimizers if not any(g.get("capturable") for g in one.param_groups)
+        ]
         self._warn, self._steps_left = warn, _EARLY if self._optimizers else 0
         self.has_updated = False  # an optimizer, in this step
         self._had_update = False  # in a step before
