@@ -71,8 +71,7 @@ def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
     """Return where the next snapshot of the code around `script`, an absolute path, is to be,
     ``code/<n>`` in the run's folder behind those that are there, and the script's path in it.
     Nothing is made; git is asked for the work tree."""
-    numbers = (int(path.name) for path in run.code.glob("*") if path.name.isdecimal())
-    target = run.code / str(max(numbers, default=-1) + 1)
+    target = run.code / str(int(newest.name) + 1 if (newest := run.newest_code) else 0)
     return target, target / script.relative_to(_work_tree(script) or script.parent)
 
 
