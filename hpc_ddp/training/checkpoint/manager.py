@@ -235,7 +235,7 @@ class CheckpointManager:
         """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
         have alike; return the content of a save. It waits for the devices that have frozen weights.
         Raise HpcDdpError for a state that can't be saved."""
-        current = state.collect(self.objects, self._per_rank, self.trained)
+        current = state.collect(self.objects, self._per_rank, self.trained, self._devices)
         copies = local_copies(current.shared) if compares else {}
         copied = {place: part for place, (part, _) in copies.items()}
         weights = {place: weight for place, (_, weight) in copies.items()}
@@ -344,7 +344,7 @@ class CheckpointManager:
         for device in self._devices:  # an evaluation may still copy weights from the host
             devices.wait_for(device)
         step, is_stage = checkpoint.step, self._dims.pp > 1
-        checkpoint.reader.device = self._devices[0]
+        checkpoint.reader.devices = self._devices
         if self.shares_reads and not is_stage:
             dims = self._dims
             checkpoint.reader.sharing = Sharing(dims.rank, dims.world_size, self._devices[0])

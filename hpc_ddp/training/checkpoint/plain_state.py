@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +15,24 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.dtensor import is_sharded
 
-TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
-ON_DEVICE = "<tensor on an accelerator>"  # or this
+# What stands in a tensor's place in the stored tree; the number is its device's of the worker's.
+TENSOR, ON_DEVICE = "<tensor>", "<tensor on accelerator {}>"
+_MARK = re.compile(r"<tensor(?: on (?:an )?accelerator(?: (\d+))?)?>")
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
 _LARGEST = 1 << 2039  # weights_only reads whole numbers below it
 
 
-def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def take_apart(
+    value: Any,
+    where: str,
+    tensors: dict[str, torch.Tensor],
+    devices: Sequence[torch.device] = (),
+) -> Any:
     """Return a copy of `value` with `TENSOR` or `ON_DEVICE` for each tensor, which `tensors` gets
     under its place below `where`. Subclasses become plain dicts (but `_DICTS`), lists and so on.
+    `devices` are this worker's, of which `ON_DEVICE` has the number; 0 for others.
 
     Raise HpcDdpError for what ``weights_only`` would refuse to load again; what was before it is in
     `tensors`.
@@ -37,20 +45,22 @@ def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         if where in tensors:
             raise refusal(where, "the second one of this name")
         tensors[where] = value
-        return ON_DEVICE if is_accelerator(value.device) else TENSOR
+        number = devices.index(value.device) if value.device in devices else 0
+        return ON_DEVICE.format(number) if is_accelerator(value.device) else TENSOR
     if isinstance(value, Mapping):
         for key in value:
             _check_atom(key, f"a key of {where}")
-        items: Any = {k: take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
+        items: Any = {k: take_apart(item, f"{where}.{k}", tensors, devices)
+                      for k, item in value.items()}  # fmt: skip
         kind: Any = type(value)
         return kind(items) if kind in _DICTS else items
     if type(value) is list and _is_of_numbers(value):  # a million of them, one by one, take 1 s
         return value.copy()
     if isinstance(value, (list, tuple)):
-        row = [take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        row = [take_apart(item, f"{where}.{i}", tensors, devices) for i, item in enumerate(value)]
         return tuple(row) if isinstance(value, tuple) else row
     if isinstance(value, set):
-        return {take_apart(item, f"{where}.{item}", tensors) for item in value}
+        return {take_apart(item, f"{where}.{item}", tensors, devices) for item in value}
     if _is_numpys_equal(value):
         return value.item()
     _check_atom(value, where)
@@ -81,8 +91,20 @@ def _check_atom(value: Any, where: str) -> None:
         raise refusal(where, "b'', which can't be loaded again")
     if type(value) is int and not -_LARGEST < value < _LARGEST:
         raise refusal(where, "a number of 2,040 bits or more, which can't be loaded again")
-    if type(value) is str and value in (TENSOR, ON_DEVICE):
+    if is_mark(value):
         raise refusal(where, f"the text {value}, which stands for a tensor")
+
+
+def is_mark(entry: Any) -> bool:
+    """Return whether an entry of a tree stands for a tensor."""
+    return type(entry) is str and bool(_MARK.fullmatch(entry))
+
+
+def device_number(mark: str) -> int | None:
+    """Return the place of a tensor's device among the worker's, by its mark; None for the CPU."""
+    match = _MARK.fullmatch(mark)
+    assert match is not None
+    return None if mark == TENSOR else int(match[1] or 0)
 
 
 def kind_of(value: Any) -> str:

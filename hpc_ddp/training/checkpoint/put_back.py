@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import optimizer_state
 from hpc_ddp.training.checkpoint import state as states
-from hpc_ddp.training.checkpoint.plain_state import ON_DEVICE, TENSOR, take_apart
+from hpc_ddp.training.checkpoint.plain_state import TENSOR, device_number, is_mark, take_apart
 from hpc_ddp.training.checkpoint.state import plain_name, plain_part, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
@@ -310,11 +310,11 @@ def _assemble(
     to keep.
 
     `templates` has tensors whose sharding or order in memory is wanted, `current` those whose
-    devices are; one in neither comes to the reader's device if it was on an accelerator. Raise
+    devices are; one in neither comes to a device of the reader's if it was on an accelerator. Raise
     HpcDdpError for a tensor that is not stored for this rank, or not as a whole; UnreadableError if
     the disk does not answer.
     """
-    if type(value) is str and value in (TENSOR, ON_DEVICE):
+    if is_mark(value):
         if where not in reader:
             raise HpcDdpError(f"{where} is a tensor that no rank has stored for this one")
         parameter = templates.get(where)
@@ -322,13 +322,14 @@ def _assemble(
         if parameter is not None and not is_sharded(parameter):
             # Fused optimizers walk a parameter's memory and its state's side by side. What is one
             # number may be a constant of the CPU's: no later step could tell it from an average.
-            is_number = value == ON_DEVICE and not tensor.shape
+            is_number = value != TENSOR and not tensor.shape
             device = parameter.device if is_number else tensor.device
             layout = torch.empty_like(parameter, dtype=tensor.dtype, device=device)
             return layout.copy_(tensor)
         if where in current:
             return tensor.to(current[where].device)
-        return tensor.to(reader.device) if value == ON_DEVICE else tensor
+        number = device_number(value)
+        return tensor if number is None else tensor.to(reader.device(number))
     if isinstance(value, dict):
         items = {
             k: _assemble(v, f"{where}.{k}", reader, templates, current) for k, v in value.items()

@@ -7,7 +7,7 @@ trained under one wrapper is found again under another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -54,7 +54,7 @@ class State:
     Attributes
     ----------
     tree
-        the state dicts by object, with `TENSOR` or `ON_DEVICE` in place of each tensor
+        the state dicts by object, with a mark in place of each tensor (`plain_state`)
     tensors
         by name; DTensors as they are. They are the living ones, not copies
     replicated
@@ -107,9 +107,11 @@ def collect(
     objects: Mapping[str, Any],
     per_rank: Container[str] = (),
     trained: TrainedParameters | None = None,
+    devices: Sequence[torch.device] = (),
 ) -> State:
     """Return the state of each object by name; `per_rank` names those that ranks do not share,
-    `trained` has the parameters that are trained though they may need no gradients now.
+    `trained` has the parameters that are trained though they may need no gradients now, `devices`
+    are this worker's.
 
     Modules that FSDP2 has sharded get their shards back for parameters (`reshard`).
 
@@ -139,7 +141,7 @@ def collect(
         content = _content_of(name, plain, labels, state, trained, untracked.get(name, {}))
         tensors: dict[str, torch.Tensor] = {}
         tree = state.private_tree if name in per_rank else state.tree
-        tree[name] = take_apart(content, name, tensors)
+        tree[name] = take_apart(content, name, tensors, devices)
         state.tensors.update(tensors)
         if tree is state.tree and not isinstance(plain, (torch.nn.Module, Optimizer)):
             state.rank_0_objects[name] = {key: t for key, t in tensors.items() if not is_sharded(t)}

@@ -1,4 +1,5 @@
-"""A model over two devices of one worker, with dropout on both; prints what each step's loss is."""
+"""A model over two devices of one worker, with dropout on both, and an object that makes a tensor
+on the second one; prints what each step's loss is."""
 
 import argparse
 
@@ -27,20 +28,36 @@ class Halves(nn.Module):
         return output
 
 
+class Count:
+    """The number of steps, on the device of the loss."""
+
+    def __init__(self) -> None:
+        self.steps: torch.Tensor | None = None
+
+    def state_dict(self) -> dict[str, torch.Tensor | None]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor | None]) -> None:
+        self.steps = state["steps"]
+
+
 run = start(devices_per_worker=2, flops_per_sample=args.flops, peak_flops=args.peak)
 run.print("SHARE", run._metrics._use_per_sample_s)
 model = run.wrap(Halves(run.devices))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(3))
 batches = run.loader(TensorDataset(inputs, torch.arange(32) % 2), 4)
-run.track(model=model, optimizer=optimizer)
+count = Count()
+run.track(model=model, optimizer=optimizer, count=count)
 for _ in run.epochs(args.epochs):
     for x, y in batches:
         loss = nn.functional.cross_entropy(model(x), y.to(run.devices[1]))
+        one = torch.ones(1, device=run.devices[1])
+        count.steps = one if count.steps is None else count.steps + one
         run.backward(loss)
         run.update(optimizer)
         draw = torch.rand((), device=run.devices[1]).item()
-        words = (run.rank, run.position.step, run.devices[1], draw, loss.item())
+        words = (run.rank, run.position.step, run.devices[1], draw, loss.item(), count.steps.item())
         print("LOSS", *words, flush=True)
         run.step()
 run.finish()

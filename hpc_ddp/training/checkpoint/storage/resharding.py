@@ -102,8 +102,9 @@ class Reader:
     sharing
         by which the ranks share the reading of what all of them read, all in the same order; None:
         each reads for itself
-    device
-        where a tensor goes that was on an accelerator, and for which nothing says more
+    devices
+        of the worker: where a tensor goes that was on an accelerator, and for which nothing says
+        more
     of_other_ranks
         names of the tensors that ranks have saved for themselves, and that this reader lacks
     """
@@ -119,7 +120,7 @@ class Reader:
         self._offsets: dict[int, list[int]] = {}  # of a part's boxes
         self._writers: dict[tuple[int, Shape], dict[Shape, int]] = {}  # parts by layout and axes
         self.sharing: Sharing | None = None
-        self.device = CPU
+        self.devices: Sequence[torch.device] = (CPU,)
         self._of_ranks: set[str] = set()
         for number, layout in enumerate(layouts):
             for place, entry in enumerate(layout):
@@ -141,6 +142,10 @@ class Reader:
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
+
+    def device(self, number: int) -> torch.device:
+        """Return the worker's device of a number; the first one where there are fewer now."""
+        return self.devices[number if number < len(self.devices) else 0]
 
     def describe(self, name: str) -> torch.Tensor:
         """Return a tensor of the stored shape and type that holds nothing (on ``meta``).
