@@ -385,16 +385,15 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
     try:
         job = slurm.show_job(holder.id if is_here else holder, patience)
     except HpcDdpError as error:
-        is_forgotten = "Invalid job id" in error.message
-        is_over = is_forgotten and _has_verdict(run.events(), info)
-        if is_forgotten and not is_over and holder.is_of_namesake(own_job.cluster):
+        if "Invalid job id" not in error.message:
+            raise
+        is_namesakes = holder.is_of_namesake(own_job.cluster)
+        if is_namesakes and not _has_verdict(run.events(), info):
             raise HpcDdpError(
                 f"job {holder.id} of cluster {holder.cluster} may run {run.path}, and can't be"
                 " asked from here",
                 hint=f"if it is over: hpc-ddp submit --force --run {run.quoted}",
             ) from None
-        if is_forgotten:
-            return False
-        raise
+        return False
     is_running = job.state not in HAS_NO_NODES and job.restarts == info.get("restarts")
     return is_running and not is_of_another_run(run, job.script)

@@ -81,8 +81,8 @@ class Place:
 
     @property
     def is_local(self) -> bool:
-        """Whether the nodes are processes of one machine: those of the local back-end, by a name
-        that a cluster's node has hardly in the same place."""
+        """Whether the nodes are processes of one machine: those of the local back-end. A cluster
+        hardly has a node of such a name in the same place."""
         return self.node == f"local-{self.index}"
 
     @property

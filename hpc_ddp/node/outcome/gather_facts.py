@@ -84,7 +84,7 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     """
     events = run.events()
     numbers = [attempt.number for attempt in run.attempts()]
-    first = _first_attempt(events, run.next_attempt())
+    first = _first_attempt(events, math.inf)
     numbers = [number for number in numbers if number >= first]
     events = since_submit(events)
     why = too_many_silent(spec, run.most_requeues, events, numbers)

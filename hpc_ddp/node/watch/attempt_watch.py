@@ -31,9 +31,9 @@ class AttemptWatch:
         """Take the supervisor's place, and its number among those of the attempt; the first one
         begins to watch the attempt's folder. The owner starts `links`."""
         self.links = PeerLinks(place, task)
-        # Seconds between two looks while `is_quiet`.
+        # Seconds between two looks while `is_quiet`, and between two for a later attempt.
         self._quiet_s = QUIET_S * task.per_node if task.index else QUIET_FIRST_S
-        self._is_first = not task.index
+        self._quiet_fence_s = self._quiet_s * (2 if task.index else 1)
         self._has_peers = task.count > task.per_node  # on other nodes
         attempt = place.attempt
         self._names = {path.name for path in (attempt.notice, attempt.failed, attempt.end_time)}
@@ -81,8 +81,7 @@ class AttemptWatch:
         """
         now = time.monotonic()
         is_rare = self._has_peers and self.is_quiet
-        rarely = QUIET_FIRST_S if self._is_first else 2 * max(self._quiet_s, QUIET_S)
-        pause = rarely if is_rare else FENCE_EVERY_S
+        pause = self._quiet_fence_s if is_rare else FENCE_EVERY_S
         if now < self._fenced_at + pause:
             return False
         self._fenced_at = now

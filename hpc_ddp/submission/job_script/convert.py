@@ -40,6 +40,28 @@ def _program_text(result: Conversion, folder: Path) -> str:
         return ""
 
 
+def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
+    """Note what depends on the script's arguments, on the end of an attempt, and on variables of
+    the shell that submits: those that a `scope` has guessed or defaulted, and those `missing`."""
+    of_shell = scope.defaults - {*"123456789@"}
+    if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
+        text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
+        result.notes.append((0, text))
+    teardown = [line for text, line in result.lists.get("teardown", ()) if not PRINTS.match(text)]
+    if teardown:
+        text = "teardown runs after each attempt, also one that fails or is preempted"
+        result.notes.append((teardown[0], text))
+    for name in sorted(scope.guesses):
+        result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
+    end = ", unless a file or module that the script loads sets them" if scope.is_open else ""
+    for variables, reason in (
+        (missing, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
+        (of_shell - missing, "taken as unset: if your shell has one, write it"),
+    ):
+        if names := ", ".join(f"${name}" for name in sorted(variables) if not is_of_hpc_ddp(name)):
+            result.notes.append((0, f"{names}: {reason}"))
+
+
 def convert(
     text: str, cwd: Path, folder: Path, arguments: Sequence[str] = (), name: str = "",
     environ: Mapping[str, str] = {},
@@ -82,24 +104,8 @@ def convert(
     for key in {"setup", "teardown"} & result.lists.keys() if arguments else ():
         if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line, _ in result.lists[key]):
             result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
-    if defaults & {*"123456789@"} or "job script's own arguments" in str(result.marks):
-        result.notes.append(
-            (0, "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…")
-        )
-    teardown = [line for text, line in result.lists.get("teardown", ()) if not PRINTS.match(text)]
-    if teardown:
-        text = "teardown runs after each attempt, also one that fails or is preempted"
-        result.notes.append((teardown[0], text))
+    _add_notes(result, scope, missing)
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
-    for name in sorted(guesses):
-        result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
-    end = ", unless a file or module that the script loads sets them" if scope.is_open else ""
-    for shell, reason in (
-        (missing, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
-        (defaults - missing - {*"123456789@"}, "taken as unset: if your shell has one, write it"),
-    ):
-        if names := ", ".join(f"${name}" for name in sorted(shell) if not is_of_hpc_ddp(name)):
-            result.notes.append((0, f"{names}: {reason}"))
     secrets.take_out(result)
     return result

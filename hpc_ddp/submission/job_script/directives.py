@@ -115,9 +115,10 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
     for name, (operand, line) in directives.options.items():
         text = f"--{name}={operand}" if operand else f"--{name}"
         group, reason = _use(name, operand)
+        pairs = _exported(operand) if name == "export" else []
         if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
-        elif name == "export" and (pairs := _exported(operand)):
+        elif pairs:
             group, reason = TAKEN, "env, env-names"
             for variable, content in pairs:
                 if content is None:
@@ -127,7 +128,7 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
         elif looks_secret(text):
             group, reason = LOST, f"it has what looks like a secret: submit --sbatch=--{name}=…"
         result.mark(line, line, group, reason or text)
-        if group != TAKEN or name in _LATER or reason == "env, env-names" or is_of_pyxis(name):
+        if group != TAKEN or name in _LATER or pairs or is_of_pyxis(name):
             continue
         if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
             result.values[name] = operand, line

@@ -277,13 +277,13 @@ class Reader:
                 self._add(node, lost=_CHOOSES)
                 return
             self._walk(first)
-            if self._has_launch(first) and syntax.only_reports(last):
+            if not self._has_launch(first):
+                self._walk(last)
+            elif syntax.only_reports(last):
                 self._resolve(last, VERDICT, OURS)
-            elif self._has_launch(first):
+            else:
                 reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
                 self._add(last, lost=reason)
-            else:
-                self._walk(last)
         elif commands and node.type == "redirected_statement" and first.type != "command":
             self._walk(first)  # a block
         elif commands:
@@ -321,8 +321,8 @@ class Reader:
         """Read the branch that is known to run, if any; one statement where that is not known."""
         has_launch, chosen = self._has_launch(node), None
         branches = list(syntax.branches_of(node))
-        first = node.named_children[0]
-        if self._has_launch(first) and all(map(syntax.only_reports, node.named_children[1:])):
+        first, *bodies = node.named_children
+        if has_launch and all(map(syntax.only_reports, bodies)) and self._has_launch(first):
             self._resolve(node, VERDICT, OURS)
             self._walk(first.named_children[-1] if first.type == "negated_command" else first)
             return
