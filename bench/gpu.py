@@ -41,7 +41,7 @@ def make_gpt(small: bool) -> tuple[Any, Any, Any, int]:
     args = argparse.Namespace(**size, activation_checkpointing=False)
     tokens = torch.randint(1000, (64 if small else 2048, int(size["length"])))
     data = torch.utils.data.TensorDataset(tokens, tokens.roll(-1, 1))
-    return gpt.GPT(1000, args), gpt.loss_fn, data, 4 if small else 16
+    return gpt.GPT(1000, args), gpt.loss_fn, data, 4 if small else 32
 
 
 def make_resnet(small: bool) -> tuple[Any, Any, Any, int]:

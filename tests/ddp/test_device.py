@@ -328,8 +328,31 @@ def test_a_loss_may_be_a_dtensor(make_device_crew: Callable[[str], Any]) -> None
 def test_unusual_weights_are_trained(make_crew: Callable[[str], Any]) -> None:
     """The first one decides of what type the sum is that brings DDP's buckets into order. Of those
     with sparse gradients DDP takes no others, and no hook is called but by the two steps."""
-    output = make_crew("unusual").go(2, script="unusual_weights.py")
+    output = make_crew("unusual").go(2, "gloo", script="unusual_weights.py")
     assert output.count("WEIGHTS equal and moved after 4 hooks") == 2
+
+
+def test_sparse_gradients_end_in_a_sentence(make_device_crew: Callable[[str], Any]) -> None:
+    """NCCL does not add them up."""
+    launch = make_device_crew("sparse").launch(1, "sparse", script="misuse.py")
+    assert launch.wait() == [2], launch.output()
+    assert "the gradients of 0 are sparse, and the backend of this device" in launch.output()
+    assert "Traceback" not in launch.output()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("words", [(), ("callables",)], ids=["the step", "the model"])
+def test_replays_of_a_graph_go_on(
+    make_device_crew: Callable[[str], Any], words: tuple[str, ...]
+) -> None:
+    """A graph knows addresses: what a restore puts back lies where it lay. CUDA has graphs."""
+    script = "graph_replays.py"
+    whole = make_device_crew("whole").go(1, *words, script=script)
+    crew = make_device_crew("stopped")
+    crew.go(1, *words, "--stop-at", "21", script=script)
+    output = crew.go(1, *words, script=script)
+    assert "going on from step" in output
+    assert re.findall("WEIGHTS .*", output) == re.findall("WEIGHTS .*", whole)
 
 
 def test_what_lies_on_the_device_comes_back_there(make_device_crew: Callable[[str], Any]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_ddp.core.errors import UsageError
+
 
 def compile_for_resume(model: torch.nn.Module) -> None:
     """Compile a model in place, so that a resumed process computes with the same kernels.
@@ -65,11 +67,11 @@ def _without_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
             table.update(entries)
 
 
-def _weights_with_sparse_gradients(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the weights of embeddings with ``sparse=True``."""
+def _sparse_embeddings(model: torch.nn.Module) -> dict[int, str]:
+    """Return the names of embeddings with ``sparse=True``, by the ids of their weights."""
     kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
-    modules = (module for module in model.modules() if isinstance(module, kinds))
-    return {id(module.weight) for module in modules if module.sparse}
+    named = ((name, one) for name, one in model.named_modules() if isinstance(one, kinds))
+    return {id(embedding.weight): name for name, embedding in named if embedding.sparse}
 
 
 def fix_bucket_order(ddp: DistributedDataParallel) -> None:
@@ -85,19 +87,29 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     All ranks must call it. Leaves parameters, buffers, generators as they are and gradients
     None, and calls no hooks of parameters. Does nothing under ``static_graph``, which would take
     the stand-in's graph for the model's: such a run is equal to an undisturbed one up to rounding
-    only.
+    only. Raises UsageError for embeddings with sparse gradients where the group's backend, as
+    NCCL, adds up dense ones only.
     """
     if ddp.static_graph:
         return
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     model: Any = ddp.module
     syncs = ddp.broadcast_buffers
-    ddp.module = _StandIn(parameters, _weights_with_sparse_gradients(model))
+    sparse = _sparse_embeddings(model)
+    ddp.module = _StandIn(parameters, sparse)
     ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
     try:
         # With device_ids, DDP takes the first of the arguments that it has moved there.
         with _without_hooks(parameters):
             ddp(None).backward()
+    except RuntimeError as error:
+        if not sparse or "sparse" not in str(error):
+            raise
+        raise UsageError(
+            f"the gradients of {', '.join(sparse.values())} are sparse, and the backend of this"
+            " device adds up dense ones only",
+            hint="take nn.Embedding with sparse=False, or start(backend='gloo')",
+        ) from error
     finally:
         ddp.module, ddp.broadcast_buffers = model, syncs
     for parameter in parameters:

@@ -35,6 +35,8 @@ if case == "options":
 run = start(precision=HALF.get(case, "fp32"))
 if case == "half shard":
     run.fully_shard(nn.Linear(4, 1), [])
+if case == "sparse":
+    run.wrap(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 1)))
 data = TensorDataset(torch.randn(64, 4))
 model = run.wrap(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

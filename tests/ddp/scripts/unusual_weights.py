@@ -1,6 +1,7 @@
 """A model whose first weights are complex, as those of a Fourier neural operator; of others the
-gradients are sparse, and a buffer is a conjugate."""
+gradients are sparse, and a buffer is a conjugate. With an argument it is the backend."""
 
+import sys
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ class Spectral(nn.Module):
         return output
 
 
-run = start(seed=0, save_every=None)
+backend: Any = sys.argv[1] if len(sys.argv) > 1 else None
+run = start(seed=0, save_every=None, backend=backend)
 net = Spectral()
 calls: list[torch.Tensor] = []
 scale: Any = net.scale

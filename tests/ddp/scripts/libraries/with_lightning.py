@@ -59,7 +59,7 @@ class Line(L.LightningModule):
         (x,) = batch
         if args.plain:
             seed = 2 * self.global_step + self.global_rank
-            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).to(self.device)
         loss: torch.Tensor = self(x)
         return loss
 
