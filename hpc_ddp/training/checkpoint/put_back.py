@@ -19,6 +19,7 @@ from hpc_ddp.training.checkpoint.plain_state import TENSOR, device_number, is_ma
 from hpc_ddp.training.checkpoint.state import plain_name, plain_part, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.evaluation import set_modes
 from hpc_ddp.training.models.trained import TrainedParameters
 
 # RuntimeErrors that say nothing of a checkpoint: a device is full or broken, a peer is gone. For
@@ -112,8 +113,9 @@ def put_flags_back(
             needed = tree[name].get(states.GRADIENTS, {})
             modes = tree[name].get(states.MODES, {})
             changed = []
-            for key, part in module.named_modules():
-                part.training = modes.get(plain_part(key), trained.as_made(part, part.training))
+            parts = [(plain_part(key), part) for key, part in module.named_modules()]
+            made = {id(part): trained.as_made(part, part.training) for _, part in parts}
+            set_modes(module, {id(part): modes.get(key, made[id(part)]) for key, part in parts})
             for key, parameter in module.named_parameters(remove_duplicate=False):
                 flag = needed.get(
                     plain_name(key), trained.as_made(parameter, parameter.requires_grad)

@@ -30,7 +30,9 @@ VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, 
 GRADIENTS = "<gradients>"  # whether they are needed, by names of parameters that the loop changes
 MODES = "<modes>"  # whether they train, by names of modules that the loop changes
 BESIDE = (VERSIONS, GRADIENTS, MODES)
-COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
+# What torch.compile, and its wrapper of a module that is computed again in the backward, put into
+# names; `state_dict` leaves the latter out by itself.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 SHOWN = 8  # names in an error
 
@@ -308,12 +310,14 @@ def joined(first: Any, second: Any, key: object = None) -> Any:
 
 
 def plain_name(key: str) -> str:
-    """Return a parameter's name without what torch.compile puts into it."""
-    return key.replace(COMPILED, "")
+    """Return a parameter's name without those of torch's `WRAPPERS`."""
+    for wrapper in WRAPPERS:
+        key = key.replace(wrapper, "")
+    return key
 
 
 def plain_part(key: str) -> str:
-    """Return the name of a part of a module without what torch.compile puts into it."""
+    """Return the name of a part of a module without those of torch's `WRAPPERS`."""
     return plain_name(f"{key}.")[:-1]
 
 

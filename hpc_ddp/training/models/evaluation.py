@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -20,15 +20,30 @@ from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded, reshard
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode, without gradients; at the end, also after an error, put back into
     training mode the parts that were in it, and let FSDP2 have its shards again."""
-    were_training = [module for module in model.modules() if module.training]
+    modes = {id(module): module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module in were_training:  # frozen parts may have been in eval mode before
-            module.training = True
+        set_modes(model, modes)  # frozen parts may have been in eval mode before
         reshard(model)  # or an optimizer made now would train what is gathered
+
+
+def set_modes(module: nn.Module, modes: Mapping[int, bool]) -> None:
+    """Have a module and its parts train, or not, as `modes` has it by their ids; parts that are not
+    in it stay as they are.
+
+    By ``train``, since classes override it, which merge an adapter's weights for an evaluation, or
+    keep what they have computed of them. Its override may leave a part otherwise: that one has its
+    own call.
+    """
+    mode = modes.get(id(module), module.training)
+    if module.training != mode:
+        module.train(mode)
+        module.training = mode
+    for part in module.children():
+        set_modes(part, modes)
 
 
 def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -9,6 +9,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
@@ -18,6 +22,7 @@ from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.trained import TrainedParameters
 from unit.training.fakes import Holds
 
 
@@ -85,6 +90,29 @@ def test_trained_tensors_and_buffers_are_told_apart() -> None:
     assert result.replicated == {*result.trained, "m.0.bias"}
     names = ("running_mean", "running_var", "num_batches_tracked")
     assert result.buffers == {f"m.{part}.{name}" for part in ("1", "norm") for name in names}
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper, offload_wrapper])
+def test_a_wrapper_of_torch_changes_no_name(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """A run goes on where a block has such a wrapper, or none, from now on."""
+
+    def collect(wrap: Callable[[nn.Module], nn.Module]) -> tuple[state.State, Any]:
+        blocks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+        model = nn.Sequential(wrap(blocks[0]), blocks[1].requires_grad_(False))
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained = TrainedParameters()
+        trained.add([model])
+        model[0].eval()
+        blocks[0][0].weight.requires_grad_(False)  # type: ignore[union-attr]
+        things = {"m": model, "o": optimizer}
+        return state.collect(things, trained=trained), state.labels_of(things)
+
+    (plain, labels), (wrapped, labels_of_wrapped) = collect(lambda block: block), collect(wrap)
+    assert plain.tree == wrapped.tree
+    assert {*wrapped.tree["m"]} > {*state.BESIDE}
+    for names in ("tensors", "trained", "frozen", "buffers", "equal"):
+        assert set(getattr(plain, names)) == set(getattr(wrapped, names)), names
+    assert [*labels.values()] == [*labels_of_wrapped.values()]
 
 
 def test_plain_state_of_shards_is_each_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:

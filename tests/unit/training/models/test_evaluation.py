@@ -1,4 +1,4 @@
-"""The moving average of a model."""
+"""Models in an evaluation, and their moving average."""
 
 from __future__ import annotations
 
@@ -7,7 +7,34 @@ import torch
 from torch import nn
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.models.evaluation import averaged
+from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
+
+
+class Merging(nn.Module):
+    """As loralib's layers, which merge an adapter's weights for an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_merged, self.norm = False, nn.BatchNorm1d(2)
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        self.is_merged = not mode
+        self.norm.training = False  # as networks for detection keep it
+        return self
+
+
+def test_modules_learn_of_the_end_of_an_evaluation() -> None:
+    """By ``train``; parts that were in eval mode are so again, and have been told so last."""
+    model = nn.ModuleDict({"trained": Merging(), "frozen": Merging(), "dropout": nn.Dropout()})
+    model["frozen"].eval()
+    model["frozen"].get_submodule("norm").train()
+    before = [part.training for part in model.modules()]
+    for _ in range(2):
+        with in_eval_mode(model):
+            assert not any(part.training for part in model.modules())
+        assert [part.training for part in model.modules()] == before
+        assert [model["trained"].is_merged, model["frozen"].is_merged] == [False, True]
 
 
 def test_the_average_follows_weights_and_statistics() -> None:
