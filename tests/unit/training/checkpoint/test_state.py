@@ -103,7 +103,7 @@ def test_a_wrapper_of_torch_changes_no_name(wrap: Callable[[nn.Module], nn.Modul
         trained = TrainedParameters()
         trained.add([model])
         model[0].eval()
-        blocks[0][0].weight.requires_grad_(False)  # type: ignore[union-attr]
+        blocks[0][0].weight.requires_grad_(False)
         things = {"m": model, "o": optimizer}
         return state.collect(things, trained=trained), state.labels_of(things)
 
