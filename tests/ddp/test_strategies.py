@@ -187,3 +187,20 @@ def test_a_tensor_that_some_ranks_shard_is_refused_before_the_training(crew: Any
     assert "rank 2 has other tensors to save than rank 0: model.weight" in launch.output()
     assert "Traceback" not in launch.output()
     assert not checkpoints.published(crew.run.checkpoints)
+
+
+@pytest.mark.parametrize("place", [(), ("meta",)], ids=["here", "meta"])
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("rest", "TIED 3 True"),
+        ("plan", "TIED 3 True"),
+        ("unit", "the units of run.fully_shard part words.weight and head.weight"),
+        ("half", "the plan of run.parallelize parts words.weight and head.weight"),
+    ],
+)
+def test_tied_weights_stay_one(crew: Any, case: str, words: str, place: tuple[str, ...]) -> None:
+    launch = crew.launch(2, case, *place, script="tied_weights.py")
+    code = 0 if words.startswith("TIED") else 2
+    assert launch.wait() == [code, code], launch.output()
+    assert launch.output().count(words) == 2

@@ -73,8 +73,8 @@ class State:
         the state dicts of the objects that each rank has its own of, and what an optimizer keeps
         for parameters that DDP ignores
     rank_0_objects
-        tensors by name, by the objects that are neither modules nor optimizers, and of which
-        rank 0's are saved
+        tensors by name, by the objects that are no optimizers, and of which rank 0's are saved: of
+        a module those that are neither its parameters nor buffers, as a metric's
     private
         names of the tensors that other ranks can't do with: those of such objects, parameters that
         DDP ignores, and an optimizer's state for these
@@ -145,8 +145,11 @@ def collect(
         tree = state.private_tree if name in per_rank else state.tree
         tree[name] = take_apart(content, name, tensors, devices)
         state.tensors.update(tensors)
-        if tree is state.tree and not isinstance(plain, (torch.nn.Module, Optimizer)):
-            state.rank_0_objects[name] = {key: t for key, t in tensors.items() if not is_sharded(t)}
+        if tree is state.tree and not isinstance(plain, Optimizer):
+            of_ranks = state.trained | state.frozen | state.buffers
+            apart = {k: t for k, t in tensors.items() if k not in of_ranks and not is_sharded(t)}
+            if apart or not isinstance(plain, torch.nn.Module):
+                state.rank_0_objects[name] = apart
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         if isinstance(plain, Optimizer):

@@ -79,7 +79,8 @@ def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
 
     Buffers that are no floating-point numbers (counters, masks) are copied, and so are 8-bit
     numbers, and those of buffers and frozen parameters whose average is not finite. Raise
-    UsageError for a `decay` that is not from 0 to 1, and for a model that FSDP2 has sharded.
+    UsageError for a `decay` that is not from 0 to 1, for trained weights of 16 bits, and for a
+    model that FSDP2 has sharded.
     """
     if not 0 <= decay <= 1:
         raise UsageError(f"decay is {decay}; accepted: a number from 0 to 1, such as 0.999")
@@ -90,6 +91,16 @@ def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
             hint="average = run.ema(model), then run.fully_shard for the model and for"
             " average.module",
         )
+    for name, weight in model.named_parameters():
+        is_short = weight.is_floating_point() and weight.dtype.itemsize == 2
+        if is_short and weight.requires_grad and 0.5 < decay < 1:
+            raise UsageError(
+                f"{name} is of {weight.dtype}, in which steps of a share of {1 - decay:.2g} are"
+                " rounded away: the average would stay as it is; accepted by run.ema: weights of"
+                " torch.float32",
+                hint="average = run.ema(copy.deepcopy(model).float()); update_parameters(model)"
+                " averages a model of 16 bits in",
+            )
     return Average(model, decay)
 
 
@@ -119,7 +130,7 @@ class Average(AveragedModel):
             key = mean.device, mean.dtype, is_sharded(mean), new.requires_grad
             means, news = groups.setdefault(key, ([], []))
             means.append(mean.detach())
-            news.append(new.detach().to(mean.device))
+            news.append(new.detach().to(mean.device, mean.dtype))
         for (_, dtype, _, has_gradient), (means, news) in groups.items():
             if self.n_averaged > 0 and _has_average(dtype):
                 torch._foreach_lerp_(means, news, 1 - self._decay)

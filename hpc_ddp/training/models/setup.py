@@ -165,8 +165,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            no module of the model has a name in the plan; or nothing gives numbers to a tensor that
-            is on ``meta``
+            no module of the model has a name in the plan; it parts tied weights; or nothing gives
+            numbers to a tensor that is on ``meta``
         """
         from hpc_ddp.training.models.sharding import share_layers
 
@@ -206,7 +206,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            the precision is fp16; or nothing gives numbers to a tensor that is on ``meta``
+            the precision is fp16; the units part tied weights; or nothing gives numbers to a tensor
+            that is on ``meta``
         """
         from hpc_ddp.training.models.sharding import shard_fully
 

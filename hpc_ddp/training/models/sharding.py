@@ -5,7 +5,7 @@ Imported where a script asks for one of them only: torch's part takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.state import unwrap
-from hpc_ddp.training.models.dtensor import make_copies_equal
+from hpc_ddp.training.models.dtensor import is_sharded, make_copies_equal
 from hpc_ddp.training.models.evaluation import in_eval_mode
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.meta import Init, materialize
@@ -103,8 +103,10 @@ def share_layers(
     """Split the layers in a plan among the ranks of `mesh`, in place; see `Run.parallelize`.
 
     One module of the plan after the other comes to the device. All ranks call it. Raise UsageError
-    for a name that no module has, and as `materialize`.
+    for a name that no module has, a plan that cuts one of several names of a parameter in another
+    way, and as `materialize`.
     """
+    tied = _tied_names(model)
     for pattern, style in plan.items():
         modules = list(_matching(model, pattern))
         if not modules:
@@ -115,6 +117,53 @@ def share_layers(
         for module in modules:
             materialize(module, device, init)
             parallelize_module(module, mesh, style)
+    for names in tied:  # torch makes a parameter for each of the names
+        _tie_again(model, names)
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    return [names for names in names_of.values() if names[1:]]
+
+
+def _tie_again(model: nn.Module, names: Sequence[str]) -> None:
+    """Let a parameter's other names have what the first has; raise UsageError for those that are
+    cut in another way."""
+    first = model.get_parameter(names[0])
+    for name in names[1:]:
+        tensor = model.get_parameter(name)
+        if tensor is not first and _layout_of(tensor) != _layout_of(first):
+            raise UsageError(
+                f"the plan of run.parallelize parts {names[0]} and {name}, which are one parameter;"
+                " accepted: both of them, with the same cut",
+                hint="RowwiseParallel cuts an Embedding as ColwiseParallel cuts a Linear",
+            )
+        path, _, key = name.rpartition(".")
+        setattr(model.get_submodule(path), key, first)
+
+
+def _layout_of(tensor: Any) -> Any:
+    """Return on which mesh and how a tensor is cut, None for a whole one."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None
+
+
+def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise UsageError for a parameter that has several names, of different units: each of them
+    would have one of its own."""
+    for names in _tied_names(model):
+        modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        homes = [[module in unit.modules() for unit in units] for module in modules]
+        firsts = [home.index(True) if any(home) else len(units) for home in homes]
+        for name, first in zip(names, firsts, strict=True):
+            if first != firsts[0]:
+                raise UsageError(
+                    f"the units of run.fully_shard part {names[0]} and {name}, which are one"
+                    " parameter; accepted: both in one unit, or in none",
+                    hint="leave an embedding that is tied to the head out of the units",
+                )
 
 
 def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
@@ -161,8 +210,11 @@ def shard_fully(
     Raises
     ------
     UsageError
-        nothing gives numbers to a tensor that is on ``meta``
+        nothing gives numbers to a tensor that is on ``meta``; or units part a parameter that has
+        several names
     """
+    units = list(units)
+    _check_units(model, units)
     options: dict[str, Any] = {"mesh": dp_mesh}
     if dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

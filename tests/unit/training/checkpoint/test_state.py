@@ -92,6 +92,30 @@ def test_trained_tensors_and_buffers_are_told_apart() -> None:
     assert result.buffers == {f"m.{part}.{name}" for part in ("1", "norm") for name in names}
 
 
+class Mean(nn.Module):
+    """As a metric of torchmetrics, whose numbers are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.ones(1)
+        self.register_buffer("count", torch.zeros(1))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "total"] = self.total
+
+
+def test_what_a_module_has_beside_buffers_is_compared_between_ranks() -> None:
+    """It is rank 0's that is saved, as of other objects."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert not state.collect({"m": model}).rank_0_objects
+    things = {"m": model.append(Mean()), "mean": Mean(), "x": Holds(torch.ones(3))}
+    result = state.collect(things)
+    names = {name: [*tensors] for name, tensors in result.rank_0_objects.items()}
+    assert names == {"m": ["m.2.total"], "mean": ["mean.total"], "x": ["x.value"]}
+    assert [*state.collect(things, per_rank=("mean", "x")).rank_0_objects] == ["m"]
+
+
 @pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper, offload_wrapper])
 def test_a_wrapper_of_torch_changes_no_name(wrap: Callable[[nn.Module], nn.Module]) -> None:
     """A run goes on where a block has such a wrapper, or none, from now on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,21 @@ def test_complex_weights_are_averaged() -> None:
         model.weight.add_(1 + 2j)
     average.update_parameters(model)
     torch.testing.assert_close(average.module.weight, before + 0.1 + 0.2j)
+
+
+def test_weights_of_16_bits_have_an_average_of_32() -> None:
+    """In 16 bits a step of a thousandth is rounded away; frozen weights take none."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
+    with pytest.raises(UsageError, match=r"1.weight is of torch.bfloat16.*share of 0\.001 are"):
+        averaged(model[:1].requires_grad_(False).append(model[1]), decay=0.999)
+    averaged(model.requires_grad_(False), decay=0.999)
+    average = averaged(copy.deepcopy(model).float(), decay=0.999)
+    for value in (1.0, *[1.0625] * 2000):
+        for weight in model.parameters():
+            weight.data.fill_(value)
+        average.update_parameters(model)
+    assert {weight.dtype for weight in average.parameters()} == {torch.float32}
+    assert next(average.parameters())[0, 0].item() == pytest.approx(1.0625 - 0.0625 * 0.999**2000)
 
 
 class Masked(nn.Module):
