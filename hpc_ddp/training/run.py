@@ -20,7 +20,7 @@ from hpc_ddp.training.data.own_data import OwnData
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
-from hpc_ddp.training.models.tracked import GradientWatch, warn_of_untracked
+from hpc_ddp.training.models.tracked import GradientWatch, add_hook_tables, warn_of_untracked
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
@@ -135,6 +135,7 @@ class Run(ModelSetup):
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
         for tracked in objects.values():
             if isinstance(tracked, torch.optim.Optimizer):
+                add_hook_tables(tracked)
                 step_apart(tracked)
                 tracked.register_step_pre_hook(self._check_ends_step)
 

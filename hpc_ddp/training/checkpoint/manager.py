@@ -244,7 +244,7 @@ class CheckpointManager:
         waits = {name: start_checksums(current.rank_0_objects[name]) for name in trees}
         parts = my_parts(current, self._dims)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
-        frozen = self._checkpoints.frozen.take_out(parts, current.frozen)
+        frozen = self._checkpoints.frozen.take_out(parts, current.seldom_changed)
         self._buffer.fill(parts)
         return Content(
             step=self._position.step,

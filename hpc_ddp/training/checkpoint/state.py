@@ -34,6 +34,7 @@ BESIDE = (VERSIONS, GRADIENTS, MODES)
 # names; `state_dict` leaves the latter out by itself.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
+LARGE_BUFFER = 1 << 16  # bytes
 SHOWN = 8  # names in an error
 
 
@@ -69,6 +70,8 @@ class State:
     buffers
         names of the modules' buffers, and of parameters of no tracked module with their optimizer's
         state; each rank may have its own (running means)
+    large_buffers
+        those of modules that are larger than running means are: masks, weights of few bits
     private_tree
         the state dicts of the objects that each rank has its own of, and what an optimizer keeps
         for parameters that DDP ignores
@@ -86,6 +89,7 @@ class State:
     trained: set[str] = field(default_factory=set)
     frozen: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
+    large_buffers: set[str] = field(default_factory=set)
     private_tree: dict[str, Any] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
     rank_0_objects: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -103,6 +107,11 @@ class State:
             for name, tensor in self.shared.items()
             if name in self.replicated and not is_sharded(tensor)
         }
+
+    @property
+    def seldom_changed(self) -> set[str]:
+        """The names of parts of tensors that may well be as at the save before."""
+        return {*self.frozen, *self.large_buffers, *(f"{name}{OWN}" for name in self.large_buffers)}
 
 
 def collect(
@@ -220,8 +229,10 @@ def _content_of(
     for key, parameter in plain.named_parameters(remove_duplicate=False):
         is_trained = parameter.requires_grad or id(parameter) in numbers
         (state.trained if is_trained else state.frozen).add(f"{name}.{plain_name(key)}")
-    buffers = plain.named_buffers(remove_duplicate=False)
-    state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in buffers)
+    for key, buffer in plain.named_buffers(remove_duplicate=False):
+        state.buffers.add(f"{name}.{plain_name(key)}")
+        if buffer.nbytes >= LARGE_BUFFER:
+            state.large_buffers.add(f"{name}.{plain_name(key)}")
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
     changes = {plain_name(key): needed for key, needed in trained.changes_of(plain).items()}
     modes = {plain_part(key): mode for key, mode in trained.modes_of(plain).items()}

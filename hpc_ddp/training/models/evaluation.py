@@ -15,6 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded, reshard
 
+TOGETHER = 1 << 26  # bytes of a broadcast of several buffers
+
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
@@ -51,8 +53,8 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
 
     Only the persistent ones, which a checkpoint has; the others, masks and tables, are alike
     everywhere, and those that are DTensors are their mesh's. They travel together, one broadcast
-    for each type of number, on `device`, whose tensors the group (None: the default one) carries.
-    The host waits only for buffers that lie elsewhere.
+    for `TOGETHER` bytes of a type of number, on `device`, whose tensors the group (None: the
+    default one) carries. The host waits only for buffers that lie elsewhere.
     """
     unique: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -63,14 +65,28 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in unique.values():
         by_type.setdefault(buffer.dtype, []).append(buffer)
-    for dtype, buffers in by_type.items():
+    for buffers in chain.from_iterable(map(_in_parcels, by_type.values())):
         # As bytes: NCCL and Gloo refuse int16 and others.
         plain = [buffer.detach().to(device).resolve_conj().resolve_neg() for buffer in buffers]
         flat = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in plain])
         dist.broadcast(flat, group=group, group_src=0)
-        parts = torch.split(flat.view(dtype), [buffer.numel() for buffer in buffers])
+        numbers = flat.view(buffers[0].dtype)
+        parts = torch.split(numbers, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.data.copy_(part.view(buffer.shape))
+
+
+def _in_parcels(buffers: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield buffers in order, in lists of `TOGETHER` bytes at most, or of one: the base of a model
+    in few bits is made of buffers, of which there is no room for a copy."""
+    parcel: list[torch.Tensor] = []
+    for buffer in buffers:
+        if parcel and sum(part.nbytes for part in parcel) + buffer.nbytes > TOGETHER:
+            yield parcel
+            parcel = []
+        parcel.append(buffer)
+    if parcel:
+        yield parcel
 
 
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:

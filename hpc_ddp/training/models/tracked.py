@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -109,6 +110,13 @@ def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
             if is_apart and all(inner is not thing for thing in tracked):
                 return key
     return ""
+
+
+def add_hook_tables(optimizer: Optimizer) -> None:
+    """Give an optimizer that has left out ``Optimizer.__init__``, as Lookahead of torch_optimizer,
+    the tables that hooks are registered in. Its steps call none."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer).setdefault(name, OrderedDict())
 
 
 def warn_of_untracked(

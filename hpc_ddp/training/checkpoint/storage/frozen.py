@@ -1,5 +1,5 @@
-"""Weights that the training does not change, such as a model below its adapter: written once per
-attempt.
+"""Weights that the training does not change, such as a model below its adapter, and large buffers:
+written once per attempt.
 
 At a save each rank sums up its part of them where they are. While none has changed, their data file
 is a hard link to that of the checkpoint before. So every checkpoint is complete by itself, and can

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.models import evaluation
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
 
 
@@ -37,6 +38,21 @@ def test_modules_learn_of_the_end_of_an_evaluation() -> None:
             assert not any(part.training for part in model.modules())
         assert [part.training for part in model.modules()] == before
         assert [model["trained"].is_merged, model["frozen"].is_merged] == [False, True]
+
+
+def test_buffers_travel_in_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is larger than the largest buffer, or `TOGETHER`."""
+    sent: list[int] = []
+    monkeypatch.setattr(evaluation, "TOGETHER", 40)
+    monkeypatch.setattr(
+        evaluation.dist, "broadcast", lambda flat, **_: sent.append(flat.add_(1).numel())
+    )
+    model = nn.ModuleList(nn.Module() for _ in range(5))
+    for module, count in zip(model, (20, 20, 100, 8, 8), strict=True):
+        module.register_buffer("mask", torch.zeros(count, dtype=torch.uint8))
+    evaluation.share_buffers(model, torch.device("cpu"), None)
+    assert sent == [40, 100, 16]
+    assert all(buffer.eq(1).all() for buffer in model.buffers())
 
 
 def test_the_average_follows_weights_and_statistics() -> None:

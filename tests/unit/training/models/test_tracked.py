@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models.tracked import (
     GradientWatch,
+    add_hook_tables,
     check_models,
     inner_optimizer,
     warn_of_untracked,
@@ -156,3 +157,20 @@ def test_gradients_that_are_kept_over_a_step_are_warned_of(updates: list[int], c
         watch.has_updated = bool(has_updated)
         watch.end_step()
     assert len(lines) == count
+
+
+def test_an_optimizer_that_is_not_set_up_can_be_hooked() -> None:
+    """As Lookahead of torch_optimizer, which leaves out ``Optimizer.__init__``."""
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+
+    model = nn.Linear(1, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = dict(vars(inner))["_optimizer_step_pre_hooks"]
+    for optimizer in (Lookahead(inner), inner):
+        add_hook_tables(optimizer)
+        optimizer.register_step_pre_hook(print)
+        optimizer.register_step_post_hook(print)
+    assert inner._optimizer_step_pre_hooks is hooks

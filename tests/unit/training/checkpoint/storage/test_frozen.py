@@ -71,6 +71,29 @@ def test_frozen_weights_are_written_once(run: RunFolder, make: Make) -> None:
     assert torch.equal(again.head.weight, expected[1])
 
 
+def test_large_buffers_are_written_once(run: RunFolder, make: Make) -> None:
+    """As of a model whose weights of few bits are buffers, or a mask; running means change."""
+    training = Training(make)
+    del training.base.weight
+    training.base.register_buffer("weight", torch.randint(9, (600, 600)))
+    training.base.register_buffer("means", torch.zeros(60_000))
+    training.manager = make_manager(training.saver, training.position)
+    objects = {"model": nn.Sequential(training.base, training.head)}
+    training.manager.track(objects, {})
+    expected = training.base.weight.clone()
+    for _ in range(4):
+        assert training.save()
+        training.base.get_buffer("means").add_(1.0)
+    assert len(set(inodes(run))) == 1
+    folder = checkpoints.published(run.checkpoints)[0]
+    assert (folder / "rank-0.bin").stat().st_size < 60_000 * 4 + 30_000
+    training.base.weight.zero_()
+    manager = make_manager(training.saver, Position())
+    manager.track(objects, {})
+    assert torch.equal(training.base.weight, expected)
+    assert training.base.get_buffer("means").eq(3).all()
+
+
 @pytest.mark.parametrize("by", ["in place", "behind autograd", "another tensor", "two rows"])
 def test_frozen_weights_that_change_are_written_anew(run: RunFolder, make: Make, by: str) -> None:
     training = Training(make)
