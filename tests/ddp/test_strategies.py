@@ -204,3 +204,14 @@ def test_tied_weights_stay_one(crew: Any, case: str, words: str, place: tuple[st
     code = 0 if words.startswith("TIED") else 2
     assert launch.wait() == [code, code], launch.output()
     assert launch.output().count(words) == 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_experts_of_each_rank_leave_the_other_weights_equal(crew: Any, precision: str) -> None:
+    """The norm that is clipped to has those of all ranks, and all of them skip a step, or none."""
+    output = crew.go(2, precision, script="own_experts.py").splitlines()
+    gates = [line for line in output if line.startswith("GATE")]
+    assert len(gates) == 2
+    assert gates[0] == gates[1]
+    assert (gates[0].split()[-1] == "8") == (precision == "fp32")  # steps
+    assert len({line for line in output if line.startswith("EXPERT")}) == 2

@@ -139,7 +139,7 @@ def collect(
     labels = labels_of(objects)
     untracked = untracked_parameters(objects, labels)
     trained = trained or TrainedParameters()
-    ignored = set(_ignored_by_ddp(objects))
+    ignored = {name for name, _ in ignored_by_ddp(objects)}
     state = State()
     for name, wrapped in objects.items():
         plain = unwrap(wrapped)
@@ -291,8 +291,9 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     return {n: part for n, part in parts.items() if rank == 0 or OWN in n or not is_empty[n]}
 
 
-def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of parameters that DDP leaves to each rank: experts, parts of an embedding.
+def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names of parameters that DDP leaves to each rank (experts, parts of an embedding),
+    with them.
 
     Not the sharded ones, of which each rank saves its part in any case, nor buffers, which are
     saved as all others are.
@@ -302,7 +303,7 @@ def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
         if keys := set(map(plain_name, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))):
             for key, parameter in module.named_parameters(remove_duplicate=False):
                 if plain_name(key) in keys and not is_sharded(parameter):
-                    yield f"{name}.{plain_name(key)}"
+                    yield f"{name}.{plain_name(key)}", parameter
 
 
 def joined(first: Any, second: Any, key: object = None) -> Any:

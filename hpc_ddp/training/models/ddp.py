@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.devices import is_accelerator
 
 
 def compile_for_resume(model: torch.nn.Module) -> None:
@@ -23,6 +26,36 @@ def compile_for_resume(model: torch.nn.Module) -> None:
     # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.
     can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
     model.compile(dynamic=False, options={"deterministic": True} if can else None)
+
+
+def with_sync_batchnorm(
+    model: torch.nn.Module,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    say: Callable[[str], None],
+) -> torch.nn.Module:
+    """Return a model whose batch norms, on an accelerator, take their statistics over a group, the
+    default one for None; on a CPU `say` is called, and the model stays as it is.
+
+    Raise UsageError for a class that is derived of a batch norm and has a forward of its own: torch
+    would put a plain batch norm in its place.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not type(module).forward.__module__.startswith(
+            "torch.nn."
+        ):
+            raise UsageError(
+                f"sync_batchnorm=True would replace {name}, a {type(module).__name__}, by a batch"
+                " norm alone: what else its forward does, as an activation, would be lost",
+                hint="timm.layers.convert_sync_batchnorm(model) before run.wrap(model), without"
+                " sync_batchnorm",
+            )
+    if not is_accelerator(device):
+        say("sync_batchnorm is off: torch has it for GPUs only")
+        return model
+    convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
+    converted: torch.nn.Module = convert(model, group)
+    return converted
 
 
 class _StandIn(torch.nn.Module):
@@ -114,3 +147,19 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
         ddp.module, ddp.broadcast_buffers = model, syncs
     for parameter in parameters:
         parameter.grad = None
+
+
+def set_averaging(model: Any, on: bool) -> None:
+    """Choose whether the gradients of a model's coming backward are averaged: by DDP, and over the
+    replicas of a sharded one. FSDP2 shards them in each: whole ones, which it would add up
+    otherwise, need the memory that sharding is to save.
+
+    For DDP by the flag of its `no_sync`, which counts in forward already. Under ``static_graph``
+    the first backward's are averaged in any case, since torch records the graph in it: what
+    accumulates is the same up to rounding.
+    """
+    if hasattr(model, "set_requires_all_reduce"):  # FSDP2
+        model.set_requires_all_reduce(on)
+        return
+    is_recorded = not model.static_graph or model._static_graph_delay_allreduce_enqueued
+    model.require_backward_grad_sync = on or not is_recorded

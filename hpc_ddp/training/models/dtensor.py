@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -243,17 +243,25 @@ def from_local(local: torch.Tensor, template: Any) -> torch.Tensor:
 
 
 def clip_(
-    parameters: Sequence[torch.Tensor], limit: float, dims: ParallelDims, device: torch.device
+    parameters: Sequence[torch.Tensor],
+    limit: float,
+    dims: ParallelDims,
+    device: torch.device,
+    private: Container[int] = (),
 ) -> torch.Tensor:
     """Scale the gradients down, in place, to the 2-norm `limit` over all ranks, if theirs is
-    larger; return the norm before, a scalar. Parameters without a gradient are passed over.
+    larger; return the norm before, a scalar. Parameters without a gradient are passed over;
+    `private` has the ids of those that each rank has its own of.
 
-    With parameters over several ranks it is a collective; else the norm is of this rank's alone.
+    With parameters over several ranks, or of their own, it is a collective; else the norm is of
+    this rank's alone.
     """
-    if not _is_spread(parameters, dims):
+    if not private and not _is_spread(parameters, dims):
         return clip_grad_norm_(parameters, limit)
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = _norm([reduced(grad) for grad in grads], dims, device)
+    with_grads = [(id(one), one.grad) for one in parameters if one.grad is not None]
+    grads = [grad for _, grad in with_grads]
+    private_grads = {id(grad) for number, grad in with_grads if number in private}
+    norm = _norm([reduced(grad) for grad in grads], dims, device, private_grads)
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     # The gradients themselves: `reduced` returns a copy of one whose sum over ranks is pending.
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -283,13 +291,18 @@ def _is_spread(tensors: Sequence[torch.Tensor], dims: ParallelDims) -> bool:
 
 
 def _norm(
-    tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
+    tensors: Sequence[torch.Tensor],
+    dims: ParallelDims,
+    device: torch.device,
+    private: Container[int] = (),
 ) -> torch.Tensor:
     """Return the norm over all ranks, a scalar on `device`; it is a collective.
 
-    One number travels, whatever the mix: each rank adds up what it has the first copy of.
+    One number travels, whatever the mix: each rank adds up what it has the first copy of, and the
+    tensors whose ids are in `private`.
     """
-    first_copies = [_local(tensor) for tensor in tensors if _is_first(tensor, dims)]
+    counted = (one for one in tensors if id(one) in private or _is_first(one, dims))
+    first_copies = [_local(tensor) for tensor in counted]
     filled = [tensor for tensor in first_copies if tensor.numel()]
     norm = _norm_here(filled) if filled else torch.zeros((), dtype=torch.float32, device=device)
     square = norm.to(device, sum_type(device)) ** 2

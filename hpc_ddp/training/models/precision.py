@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.checkpoint.state import ignored_by_ddp
 from hpc_ddp.training.devices import Transfer, has_bf16, has_float64, name
 from hpc_ddp.training.models.dtensor import clip_, total_norm
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -54,6 +57,8 @@ class Precision:
         self._stop_on_nan = stop_on_nan
         self._watched: list[torch.nn.Module] = []
         self._trained = TrainedParameters()  # none, until `watch_trained`
+        # By the id of an optimizer: how many parameters it has, and `_private_parameters`.
+        self._private: dict[int, tuple[int, frozenset[int]]] = {}
         self._norm: Transfer | None = None  # of the weights; the device may still compute it
         self._left_scaled = False  # gradients are scaled, and no update followed
         # With fp16, in this step: ids of the optimizers that were updated; the scaler's flags of
@@ -80,22 +85,42 @@ class Precision:
         unless fp16's scaler skips the step. Return the norm before clipping, a scalar, None without
         `clip_norm`.
 
-        With `clip_norm` and parameters over several ranks it is a collective.
+        With `clip_norm` and parameters over several ranks it is a collective; with such as each
+        rank has its own of, also with fp16.
         """
-        norm = None
+        norm, private = None, self._private_parameters(optimizer)
         if self._scaler and id(optimizer) in self._updated:  # twice in a step: a GAN's critic
             self._lost_overflow = self._lost_overflow or any(flag.item() for flag in self._flags)
             self._scaler.update(self._scaler.get_scale())
             self._updated.clear()
+        if self._scaler and (private or clip_norm is not None):
+            self._scaler.unscale_(optimizer)
+        if self._scaler and private:  # else the rank with the overflow alone would skip the step
+            for flag in self._scaler._found_inf_per_device(optimizer).values():
+                dist.all_reduce(flag, dist.ReduceOp.MAX)
         if clip_norm is not None:
-            if self._scaler:
-                self._scaler.unscale_(optimizer)
-            norm = clip_(parameters_of(optimizer), clip_norm, self._dims, self._device)
+            parameters = parameters_of(optimizer)
+            norm = clip_(parameters, clip_norm, self._dims, self._device, private)
         if self._step(optimizer, is_asked=scheduler is not None) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         self._left_scaled = False
         return norm
+
+    def _private_parameters(self, optimizer: torch.optim.Optimizer) -> Set[int]:
+        """Return the ids of an optimizer's parameters that each rank has its own of, beside others
+        whose gradients are averaged: experts that DDP ignores, and tensors of no module."""
+        parameters = parameters_of(optimizer)
+        count, private = self._private.get(id(optimizer), (0, frozenset()))
+        if count != len(parameters) and self._dims.dp > 1:  # some may have been added
+            modules = {str(number): module for number, module in enumerate(self._watched)}
+            averaged = {id(weight) for module in self._watched for weight in module.parameters()}
+            averaged -= {id(parameter) for _, parameter in ignored_by_ddp(modules)}
+            private = frozenset(map(id, parameters)) - averaged
+            if len(private) == len(parameters):
+                private = frozenset()
+            self._private[id(optimizer)] = len(parameters), private
+        return private
 
     def _step(self, optimizer: torch.optim.Optimizer, is_asked: bool) -> bool:
         """Step the optimizer; if `is_asked`, return whether it did, and was not skipped by the

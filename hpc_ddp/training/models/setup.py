@@ -19,7 +19,12 @@ from hpc_ddp.training.data.loader import Batch, Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.devices import is_accelerator
-from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
+from hpc_ddp.training.models.ddp import (
+    compile_for_resume,
+    fix_bucket_order,
+    set_averaging,
+    with_sync_batchnorm,
+)
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.models.tracked import GradientWatch, check_copies, check_models
@@ -88,7 +93,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            the run is tensor parallel, or has replicas of a sharded model
+            the run is tensor parallel, or has replicas of a sharded model; or torch would lose what
+            a batch norm of the model's own class does
         """
         dims = self._dims
         if dims.tp > 1:
@@ -105,11 +111,8 @@ class ModelSetup(Worker):
             )
         # The ranks of other stages have other layers.
         group = self.mesh["dp"].get_group() if dims.pp > 1 else None
-        if sync_batchnorm and is_accelerator(self.device):
-            convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
-            model = convert(model, group)
-        elif sync_batchnorm:
-            self._say("sync_batchnorm is off: torch has it for GPUs only")
+        if sync_batchnorm:
+            model = with_sync_batchnorm(model, self.device, group, self._say)
         self._precision.watch(model)
         if len(self.devices) == 1:
             model.to(self.device)
@@ -184,6 +187,7 @@ class ModelSetup(Worker):
         *,
         offload: bool = False,
         init: Init | None = None,
+        **options: Any,
     ) -> torch.nn.Module:
         """Shard a model over the data parallel ranks (FSDP2), or over those of each of the run's
         replicas (HSDP), each part of it on its device; return it.
@@ -202,6 +206,8 @@ class ModelSetup(Worker):
         init
             fills the tensors of one submodule of a model on ``meta``, after its
             ``reset_parameters``; called for each submodule that has tensors of its own
+        options
+            of torch's ``fully_shard``; "bf16" rounds inputs, too, unless ``mp_policy`` says not to
 
         Raises
         ------
@@ -219,7 +225,7 @@ class ModelSetup(Worker):
             )
         precision.watch(model)
         mesh = self.mesh["replica", "shard"] if self._dims.replicas > 1 else self.mesh["dp"]
-        shard_fully(model, units, mesh, self.device, precision.dtype, offload, init)
+        shard_fully(model, units, mesh, self.device, precision.dtype, offload, init, **options)
         self._wrapped.append(model)
         return model
 
@@ -355,17 +361,9 @@ class ModelSetup(Worker):
         return undo
 
     def _sync_gradients(self, on: bool) -> None:
-        """Choose whether gradients of the coming micro-batch are averaged over ranks: by DDP, and
-        over the replicas of a sharded model. FSDP2 shards them in each: whole ones, which it would
-        add up otherwise, need the memory that sharding is to save.
-
-        For DDP by the flag of its `no_sync`, which counts in forward already.
-        """
+        """Choose whether gradients of the coming micro-batch are averaged over ranks."""
         for model in self._wrapped:
-            if hasattr(model, "set_requires_all_reduce"):  # FSDP2
-                model.set_requires_all_reduce(on)
-            else:
-                model.require_backward_grad_sync = on
+            set_averaging(model, on)
 
     def load_best(self, model: torch.nn.Module) -> int:
         """Put the weights of the best checkpoint (see `best`) into the model; return its step.

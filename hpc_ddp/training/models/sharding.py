@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpc_ddp.training.models.setup import ModelSetup
 
 SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
+MOST_SCHEDULES = 3  # that are kept: for batches of a usual shape, and for an epoch's last one
 # Of a group's backend: Gloo's and the older NCCL's; that of the NCCL of torch 2.15.
 SET_TIMEOUT = ("_set_default_timeout", "set_timeout")
 
@@ -184,6 +185,7 @@ def shard_fully(
     dtype: torch.dtype | None,
     offload: bool,
     init: Init | None,
+    **options: Any,
 ) -> None:
     """Shard a model over ranks, in place, by torch's FSDP2, which averages gradients over ranks: in
     fp32 where `dtype` is given, else in the type of the parameters.
@@ -206,6 +208,8 @@ def shard_fully(
         keeps weights, gradients and the optimizer's state in the CPU's memory
     init
         as in `materialize`, for parts on ``meta``
+    options
+        of torch's ``fully_shard``
 
     Raises
     ------
@@ -215,15 +219,14 @@ def shard_fully(
     """
     units = list(units)
     _check_units(model, units)
-    options: dict[str, Any] = {"mesh": dp_mesh}
     if dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        options["mp_policy"] = policy
+        options.setdefault("mp_policy", policy)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=devices.is_accelerator(device))
     for module in (*units, model):
         materialize(module, device, init)
-        fully_shard(module, **options)
+        fully_shard(module, mesh=dp_mesh, **options)
     # GPUs of other kinds draw other numbers, and a script may load weights on one rank alone.
     make_copies_equal(model, device)
 
@@ -280,14 +283,17 @@ class Pipeline:
                 hint="give run.loader such a batch size, and drop_last=True",
             )
         key = tuple(inputs.shape)
-        if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(inputs[: len(inputs) // self._count])
+        # The last one used is the last entry. Each has memory for what a stage receives.
+        schedule = self._schedules.pop(key, None)
+        if schedule is None:
+            while len(self._schedules) >= MOST_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+            schedule = self._make_schedule(inputs[: len(inputs) // self._count])
+        self._schedules[key] = schedule
         self._losses.clear()
         first, last = self._index == 0, self._index == self._last
         with self._autocast():
-            self._schedules[key].step(
-                *([inputs] if first else []), **({"target": targets} if last else {})
-            )
+            schedule.step(*([inputs] if first else []), **({"target": targets} if last else {}))
         # In fp32, as the other stages expect it, also where the loss is computed in bf16.
         mean = torch.stack(self._losses).mean(dtype=torch.float32) if last else None
         loss = torch.zeros((), dtype=torch.float32, device=self._device) if mean is None else mean

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpc_ddp.core.errors import UsageError
@@ -44,9 +45,7 @@ def test_buffers_travel_in_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them is larger than the largest buffer, or `TOGETHER`."""
     sent: list[int] = []
     monkeypatch.setattr(evaluation, "TOGETHER", 40)
-    monkeypatch.setattr(
-        evaluation.dist, "broadcast", lambda flat, **_: sent.append(flat.add_(1).numel())
-    )
+    monkeypatch.setattr(dist, "broadcast", lambda flat, **_: sent.append(flat.add_(1).numel()))
     model = nn.ModuleList(nn.Module() for _ in range(5))
     for module, count in zip(model, (20, 20, 100, 8, 8), strict=True):
         module.register_buffer("mask", torch.zeros(count, dtype=torch.uint8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -103,3 +104,27 @@ def test_schedules_are_checked(name: str, count: int, words: str, sharding: Any)
 
     with pytest.raises(UsageError, match=words):
         check_schedule(name, count, 2, torch.device("cpu"))
+
+
+def test_few_schedules_are_kept(monkeypatch: pytest.MonkeyPatch, sharding: Any) -> None:
+    """Each has memory for what a stage receives, and padded batches have many lengths."""
+    sizes: list[int] = []
+
+    class Schedule:
+        def step(self, inputs: torch.Tensor, target: torch.Tensor) -> None:
+            pipeline._losses.append(inputs.mean())
+
+    def make_schedule(inputs: torch.Tensor) -> Schedule:
+        sizes.append(len(inputs))
+        return Schedule()
+
+    monkeypatch.setattr(sharding.dist, "broadcast", lambda *args, **options: None)
+    pipeline = object.__new__(sharding.Pipeline)
+    vars(pipeline).update(
+        _count=1, _schedules={}, _losses=[], _index=0, _last=0, _group=None, _device=CPU
+    )
+    vars(pipeline).update(_autocast=nullcontext, _make_schedule=make_schedule)
+    for size in (9, 1, 9, 2, 9, 3, 9, 4, 9, 1):
+        pipeline.step(torch.ones(size), torch.ones(size))
+    assert sizes == [9, 1, 2, 3, 4, 1]
+    assert len(pipeline._schedules) == sharding.MOST_SCHEDULES
