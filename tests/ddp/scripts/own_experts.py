@@ -26,7 +26,8 @@ precision: Any = sys.argv[1]
 run = start(seed=1, save_every_steps=2, precision=precision)
 net = Mixture()
 ignored = ["expert.weight", "expert.bias"]
-DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+ddp: Any = DistributedDataParallel
+ddp._set_params_and_buffers_to_ignore_for_model(net, ignored)
 with torch.no_grad():
     net.expert.weight.mul_(1 + run.rank)
 model = run.wrap(net)
