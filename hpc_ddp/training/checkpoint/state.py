@@ -22,7 +22,7 @@ from hpc_ddp.training.checkpoint import optimizer_state
 from hpc_ddp.training.checkpoint.plain_state import kind_of, refusal, take_apart
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import LocalShard, rows, shard, share_of, whole
-from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
+from hpc_ddp.training.models.dtensor import is_sharded, place_among_copies, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 
@@ -253,7 +253,7 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     """Return the parts of the tensors that this rank writes, by name. But for private tensors,
     `state` has the same names on all ranks of a stage.
 
-    Sharded (FSDP2, tensor parallel): its own shard; of equal ones the first rank's.
+    Sharded (FSDP2, tensor parallel): its own shard; of equal ones one rank's (`_my_copies`).
     Private, what each rank has its own of: all of it, as ``NAME@rank``.
     Replicated: its share, cut between rows; all ranks' shares of the frozen ones have about the
     same bytes, and so have those of the others.
@@ -271,10 +271,11 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     for name, nbytes in shared.items():
         totals[name in state.frozen] += nbytes
     edges = {kind: share_of(n, rank, size) for kind, n in totals.items()}
+    copies = _my_copies(state, dims)
     parts: dict[str, LocalShard] = {}
     for name, tensor in state.tensors.items():
         if is_sharded(tensor):
-            if holds_first_copy(tensor, dims):
+            if name in copies:
                 parts[name] = shard(tensor)
         elif name in state.private:
             parts[f"{name}{OWN}"] = whole(tensor)
@@ -289,6 +290,31 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
             parts[f"{name}{OWN}"] = whole(tensor)
     is_empty = {name: not part.numbers.numel() for name, part in parts.items()}
     return {n: part for n, part in parts.items() if rank == 0 or OWN in n or not is_empty[n]}
+
+
+def _my_copies(state: State, dims: ParallelDims) -> set[str]:
+    """Return the names of the DTensors of which this rank writes its part.
+
+    Ranks with equal parts, as those of several replicas, take turns, so that each writes about as
+    many bytes, the frozen ones apart. They choose alike, since they have the same parts.
+    """
+    places: dict[str, tuple[Any, int, int, int]] = {}  # with the bytes, number and count of copies
+    totals = Counter[Any]()
+    for name, tensor in state.tensors.items():
+        if is_sharded(tensor) and (place := place_among_copies(tensor, dims)):
+            sharded: Any = tensor
+            equals = tuple(placement.is_replicate() for placement in sharded.placements)
+            group = sharded.device_mesh, equals, name in state.frozen
+            nbytes = sharded.to_local().nbytes
+            places[name] = group, nbytes, *place
+            totals[group] += nbytes
+    names, begins = set(), Counter[Any]()
+    for name, (group, nbytes, number, count) in places.items():
+        low, high = share_of(totals[group], number, count)
+        if low <= begins[group] < high if nbytes else number == 0:
+            names.add(name)
+        begins[group] += nbytes
+    return names
 
 
 def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -100,26 +100,33 @@ def _strided_shard() -> Any:
     return _StridedShard
 
 
-def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
-    """Return whether this rank is the first of those of its stage that hold a part of a DTensor.
+def place_among_copies(tensor: Any, dims: ParallelDims) -> tuple[int, int] | None:
+    """Return this rank's number among those of its stage that hold the same part of a DTensor, and
+    how many they are; None for a rank whose part does not count.
 
     All ranks of a stage have the tensor, on this mesh or on one of other ranks, and each mesh has
     all of it. So the mesh counts that has the stage's first rank, whatever made it and whatever its
-    dimensions are called; and of that, along the dimensions that replicate, the first ranks. Raise
-    HpcDdpError for a tensor with a pending reduction.
+    dimensions are called. Raise HpcDdpError for a tensor with a pending reduction.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
-    coordinate = tensor.device_mesh.get_coordinate()
-    return (
-        coordinate is not None
-        and dims.stage_first in _ranks_of(tensor.device_mesh)
-        and all(
-            place == 0
-            for place, placement in zip(coordinate, tensor.placements, strict=True)
-            if placement.is_replicate()
-        )
-    )
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or dims.stage_first not in _ranks_of(mesh):
+        return None
+    number, count = 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            number = number * mesh.size(axis) + coordinate[axis]
+            count *= mesh.size(axis)
+    return number, count
+
+
+def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
+    """Return whether this rank is the first of those that hold a part of a DTensor. Raises as
+    `place_among_copies`."""
+    place = place_among_copies(tensor, dims)
+    return place is not None and place[0] == 0
 
 
 def copies_of(tensor: Any) -> list[tuple[Any, int, bool]]:

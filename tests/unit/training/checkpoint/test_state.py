@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -137,6 +138,26 @@ def test_a_wrapper_of_torch_changes_no_name(wrap: Callable[[nn.Module], nn.Modul
     for names in ("tensors", "trained", "frozen", "buffers", "equal"):
         assert set(getattr(plain, names)) == set(getattr(wrapped, names)), names
     assert [*labels.values()] == [*labels_of_wrapped.values()]
+
+
+def test_replicas_of_shards_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node would write the checkpoint of a model with a replica on each. Few bytes are the
+    first one's, as those without any."""
+    monkeypatch.setattr(state, "is_sharded", lambda tensor: True)
+    sizes = {"a": 5, "b": 5, "none": 0, "c": 3, "d": 3, "e": 4, "last": 0}
+    result = state.State(tensors={name: torch.ones(size) for name, size in sizes.items()})
+
+    def names_of(replica: int) -> set[str]:
+        place = replica, 2
+        monkeypatch.setattr(state, "place_among_copies", lambda tensor, dims: place)
+        return state._my_copies(result, ParallelDims())
+
+    for tensor in result.tensors.values():
+        placement = SimpleNamespace(is_replicate=lambda: True)
+        vars(tensor).update(device_mesh="mesh", placements=[placement], to_local=tensor.clone)
+    assert [names_of(0), names_of(1)] == [{*sizes}, set()]
+    monkeypatch.setattr(shards, "LEAST_SHARE", 1)
+    assert [names_of(0), names_of(1)] == [{"a", "b", "none", "last"}, {"c", "d", "e"}]
 
 
 def test_plain_state_of_shards_is_each_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:

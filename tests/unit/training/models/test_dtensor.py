@@ -99,6 +99,9 @@ class Mesh:
     def get_coordinate(self) -> list[int] | None:
         return self.coordinate
 
+    def size(self, axis: int) -> int:
+        return self.mesh.size(axis)
+
 
 def _tensor(*placements: Any, coordinate: list[int] | None, ranks: tuple[int, ...] = (0, 1)) -> Any:
     return SimpleNamespace(placements=placements, device_mesh=Mesh(coordinate, *ranks))
