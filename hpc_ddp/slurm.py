@@ -144,7 +144,7 @@ def sbatch(
     Then the queue is searched for a job of this script that is not among `earlier`, which takes
     seconds; only without one the script is submitted again, until `give_up` by ``time.monotonic()``
     (None: PATIENCE_S from now). Raise NoAnswerError after that, or where sbatch prints no id and no
-    job is in the queue; and HpcDdpError where sbatch, or squeue in a search, refuses.
+    job is in the queue, or squeue refuses in a search; and HpcDdpError where sbatch refuses.
 
     Slurm gives the job sbatch's umask: the user's, in HPC_DDP_UMASK where `node.entry` has set one.
     """
@@ -162,20 +162,16 @@ def sbatch(
             printed = _run(argv, env=env, umask=umask)
         except NoAnswerError as error:
             say(f"{error.message}; trying again")
-            submitted = search(give_up)
-            if submitted:
+            if submitted := search(give_up):
                 return submitted
             if time.monotonic() > give_up:
                 raise
         else:
             job_id = slurm_text.parse_job_id(printed)
-            job = JobRef.parse(job_id) if job_id else None
-            job = job or search(give_up)
+            job = (JobRef.parse(job_id) if job_id else None) or search(give_up)
             if job is None:
-                raise NoAnswerError(
-                    f"sbatch has accepted the job, and printed no job id: {printed.strip()!r}",
-                    hint="squeue --me shows it",
-                )
+                text = f"sbatch has accepted the job, and printed no job id: {printed.strip()!r}"
+                raise NoAnswerError(text, hint="squeue --me shows it")
             return job
 
 
@@ -191,7 +187,7 @@ def _find_submitted(
     and each may queue a job of its own just now. None without one.
 
     squeue is asked `LOOKS` times for each cluster, after `LOOK_PAUSE_S` each. Raise NoAnswerError
-    without an answer until `give_up`, and HpcDdpError where squeue refuses.
+    without an answer until `give_up`, or where squeue refuses.
     """
     task = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
     columns = f"--format={slurm_text.SEPARATOR.join(('%F', '%K', '%o'))}"
@@ -199,7 +195,11 @@ def _find_submitted(
         time.sleep(LOOK_PAUSE_S)
         argv = ["squeue", "--me", "--noheader", columns, "--states=all"]
         argv += [f"--clusters={cluster}"] if cluster else []
-        rows = slurm_text.parse_table(_run_patiently(argv, give_up), 3, slurm_text.SEPARATOR)
+        try:
+            table = _run_patiently(argv, give_up)
+        except HpcDdpError as error:  # the job may be there all the same
+            raise NoAnswerError(error.message, hint="squeue --me, before another start") from None
+        rows = slurm_text.parse_table(table, 3, slurm_text.SEPARATOR)
         ids = [id for id, tasks, path in rows if path == str(script) and task in (None, tasks)]
         new = [id for id in ids if not JobRef(id, cluster).is_among(earlier)]
         if new:

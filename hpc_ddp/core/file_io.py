@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 import warnings
@@ -220,7 +221,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n", mode=0o644)
 
 
-def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+def write_whole(path: Path, text: str | bytes, mode: int = 0o666) -> None:
     """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
 
     The draft has a random name and is new: others may write to the folder. The umask, or a default
@@ -230,12 +231,29 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         opener = partial(os.open, mode=mode)
-        with open(draft, "x", encoding="utf-8", opener=opener) as file:  # x: it follows no link
+        with open(draft, "xb", opener=opener) as file:  # x: it follows no link
             _limit_mode(file.fileno(), mode)
-            file.write(text)
+            file.write(text if isinstance(text, bytes) else text.encode())
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def drafted_folder(target: Path) -> Iterator[Path]:
+    """Give a new folder to write into, which becomes `target` at the end of the block, and is
+    removed after an error: a copy that a lost connection cuts off is nothing else's. So is what
+    earlier ones have left; there is one writer at a time. Raise OSError where the disk refuses."""
+    for leftover in target.parent.glob(".draft-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    draft = target.with_name(f".draft-{target.name}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
         raise
 
 

@@ -65,10 +65,12 @@ class RunFolder:
 
     @property
     def newest_code(self) -> Path | None:
-        """The last snapshot that was taken of the run's code, for a task of the array's; None
-        without one."""
-        snapshots = [p for p in RunFolder(self.whole).code.glob("*") if p.name.isdecimal()]
-        return max(snapshots, key=lambda path: int(path.name), default=None)
+        """The last snapshot that was taken of the run's code, for a task that has none of its own
+        of the array's; None without one."""
+        for folder in (self.code, RunFolder(self.whole).code):
+            if snapshots := [path for path in folder.glob("*") if path.name.isdecimal()]:
+                return max(snapshots, key=lambda path: int(path.name))
+        return None
 
     def tasks(self) -> list[RunFolder]:
         """Return the tasks of an array that have begun, by index; none for another run."""

@@ -18,6 +18,7 @@ from typing import IO, Any, Protocol
 from hpc_ddp import slurm
 from hpc_ddp.core.accelerators import SHOW_DEVICES, hiding_env
 from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env, installed_python
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import close_to_others, make_folders, write_whole
 from hpc_ddp.core.file_owners import check_kept_modes
@@ -347,7 +348,7 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
 def _start(prepared: PreparedRun, output: Output) -> StartedRun:
     """Do what `start` does, with its errors, but do not release the claim."""
     spec, run = prepared.spec, prepared.run
-    journal = run.journal("submit")
+    journal, is_asked = run.journal("submit"), False
     try:
         render(prepared)
         indexes = set(array_indexes(spec.array)) if spec.array else set()
@@ -355,12 +356,23 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
         for part in (run, *tasks):
             part.cancelled.unlink(missing_ok=True)  # a start ends an earlier cancel
         submitted = Submitted(run.next_attempt(), spec.backend, spec.script)
+        is_asked = True  # the back-end
         started = BACKENDS[spec.backend].start(prepared, output)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
         journal.write(submitted)
         raise
     except (HpcDdpError, OSError):
         prepared.discard()
+        raise
+    except KeyboardInterrupt:
+        if not is_asked:
+            prepared.discard()
+        elif spec.backend != "local":
+            say(
+                f"note: this start was broken off, and a job may be queued all the same: squeue"
+                f" --me. {run.path} has this start's settings by now, with which `hpc-ddp submit"
+                f" --run {run.quoted}` goes on; options given again win"
+            )
         raise
     # Only now: a refused one changes nothing about how the run has ended.
     journal.write(submitted)

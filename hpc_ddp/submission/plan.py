@@ -28,6 +28,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import (
     check_links,
     close_to_others,
+    drafted_folder,
     make_folders,
     write_json,
     write_whole,
@@ -134,11 +135,14 @@ class Plan:
                     hint="the same command again",
                 ) from None
             prepared.discard()
+            reason = error.strerror or error
+            if isinstance(error, shutil.Error):  # of all files of a folder: path, copy and reason
+                *_, reason = error.args[0][0]
             raise UsageError(
-                f"the run folder {self.run.path} can't be written: {error.strerror or error}",
+                f"the run folder {self.run.path} can't be written: {reason}",
                 hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
             ) from None
-        except UsageError:
+        except (UsageError, KeyboardInterrupt):
             prepared.discard()
             raise
         if self.rerun_of:
@@ -157,7 +161,8 @@ class Plan:
             make_folders(run.code)
         if self.source:
             newest, _ = snapshot.newest(self.source, self.spec.program, self.spec.module)
-            shutil.copytree(newest, self.code, symlinks=True)
+            with drafted_folder(self.code) as draft:
+                shutil.copytree(newest, draft, symlinks=True, dirs_exist_ok=True)
         elif self.copies_code:
             snapshot.take(self.spec.program, run, self.exclude)
         if self.code.is_relative_to(run.path):
@@ -182,9 +187,10 @@ class PreparedRun(Plan):
         the code goes; its new library stays. An older run that was refused before anything was
         written stays as it is. Nothing is raised.
         """
-        for path, content in self.earlier.items():
+        for path, content in self.earlier.items():  # a full disk would empty the others
             with suppress(OSError):
-                path.write_bytes(content)
+                if not path.exists() or path.read_bytes() != content:
+                    write_whole(path, content, mode=0o644)
         was_written = bool(self.earlier)
         if was_written and self.copies_code and not self.source:
             shutil.rmtree(self.code, ignore_errors=True)  # the snapshot of this start

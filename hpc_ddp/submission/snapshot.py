@@ -19,7 +19,7 @@ from pathlib import Path
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import ROOT, close_to_others, parse_python
+from hpc_ddp.core.file_io import ROOT, close_to_others, drafted_folder, parse_python
 from hpc_ddp.core.file_owners import user_name
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.package_files import PACKAGE
@@ -45,25 +45,20 @@ def carry_library(run: RunFolder) -> None:
     """
     if run.lib.is_symlink():
         return
-    draft = run.path / ".lib"
-    shutil.rmtree(draft, ignore_errors=True)
-    package = draft / "hpc_ddp"
-    package.mkdir(parents=True)
-    for name in TRAVELS:
-        shutil.copytree(
-            PACKAGE / name, package / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for name in ("__init__.py", "live_jobs.py", "slurm.py", "slurm_text.py", "py.typed"):
-        shutil.copy(PACKAGE / name, package / name)
-    shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
-    # Python 3.10, which a node may have, reads no TOML.
-    (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
-    close_to_others(draft)
-    earlier = run.path / ".lib-earlier"
-    shutil.rmtree(earlier, ignore_errors=True)
-    if run.lib.exists():
-        run.lib.rename(earlier)
-    draft.rename(run.lib)
+    earlier, ignored = run.path / ".lib-earlier", shutil.ignore_patterns("__pycache__")
+    with drafted_folder(run.lib) as draft:
+        package = draft / "hpc_ddp"
+        for name in TRAVELS:
+            shutil.copytree(PACKAGE / name, package / name, ignore=ignored)
+        for name in ("__init__.py", "live_jobs.py", "slurm.py", "slurm_text.py", "py.typed"):
+            shutil.copy(PACKAGE / name, package / name)
+        shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
+        # Python 3.10, which a node may have, reads no TOML.
+        (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
+        close_to_others(draft)
+        shutil.rmtree(earlier, ignore_errors=True)
+        if run.lib.exists():
+            run.lib.rename(earlier)
     shutil.rmtree(earlier, ignore_errors=True)
 
 
@@ -91,10 +86,25 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
         it is larger than 50 MB or 20,000 files (names the largest), or git can't list it; nothing
         is copied then
     OSError
-        a file can't be read or written; what was copied by then stays
+        a file can't be read or written; nothing is left then
     """
     root, names = files(script, run, exclude)
     target, inside = place(script, run)
+    with drafted_folder(target) as draft:
+        _copy_all(root, names, draft)
+        main = draft / inside.relative_to(target)
+        if script.is_file() and not main.exists():  # ignored by git, or excluded: it must be there
+            main.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(script, main)
+    for name in _uncopied_modules(script, root, set(names)):
+        say(
+            f"note: the copy of the code leaves out {name}, which the script imports (a file that"
+            " git ignores?); git add -f adds it, --no-snapshot runs the live code"
+        )
+
+
+def _copy_all(root: Path, names: Sequence[str], target: Path) -> None:
+    """Copy files of the code in `root`, by names relative to it, into `target`."""
     folders: set[Path] = set()
     with ProgressBar("copying the code", len(names)) as progress:
         for name in names:
@@ -104,16 +114,6 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
                 folders.add(copy.parent)
             _copy(root / name, copy, root)
             progress.add(1)
-    for name in _uncopied_modules(script, root, set(names)):
-        say(
-            f"note: the copy of the code leaves out {name}, which the script imports (a file that"
-            " git ignores?); git add -f adds it, --no-snapshot runs the live code"
-        )
-    if (
-        script.is_file() and not inside.exists()
-    ):  # ignored by git, or excluded: the one file that must be there
-        inside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(script, inside)
 
 
 def _copy(path: Path, copy: Path, root: Path) -> None:

@@ -146,6 +146,9 @@ def test_attempts_tasks_and_code_are_sorted_by_number(tmp_path: Path) -> None:
     for stray in (run.code / "x", run.path / "task-x", run.logs / "attempt-x"):
         stray.mkdir()
     assert run.newest_code == run.task(9).newest_code == run.code / "10"
+    (run.task(9).code / "11").mkdir(parents=True)  # by --new-code for this task
+    (run.code / "12").mkdir()
+    assert run.task(9).newest_code == run.task(9).code / "11"
     assert [attempt.number for attempt in run.attempts()] == [9, 10]
     assert [task.index for task in run.tasks()] == [9, 10]
     assert (run.is_newest(10), run.is_newest(9), run.is_newest(11)) == (True, False, True)

@@ -36,6 +36,17 @@ def test_a_submit_without_an_id_is_not_made_again(slurm_commands: Slurm, clock: 
     assert len(slurm_commands.calls("sbatch")) == 2
 
 
+def test_a_job_that_can_not_be_searched_for_may_be_queued(
+    slurm_commands: Slurm, clock: Clock
+) -> None:
+    """A refusal would have its folder deleted."""
+    slurm_commands.answer_by("sbatch", f"echo {TIMED_OUT!r} >&2; exit 1")
+    slurm_commands.answer_by("squeue", "echo 'squeue: error: Unexpected message' >&2; exit 1")
+    with pytest.raises(NoAnswerError, match="squeue refused: Unexpected message") as caught:
+        _submit()
+    assert "squeue --me" in str(caught.value.hint)
+
+
 def test_options_of_a_job_override_a_profile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

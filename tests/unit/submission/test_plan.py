@@ -20,6 +20,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation
@@ -276,6 +277,69 @@ def test_a_file_in_the_way_is_no_other_submit(
     with pytest.raises(UsageError, match=text):
         new.write()
     assert new.run.path.exists() is is_taken
+
+
+def test_a_full_disk_takes_nothing_from_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are there, whatever there is no room for; the message has one line of a copy's."""
+    (tmp_path / "train.py").write_text("")
+    run = plan.plan_new(Settings({"script": "train.py"}), tmp_path, tmp_path / "runs").write().run
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def refuse_all(*args: Any, **options: Any) -> None:
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")] * 40)
+
+    continued = plan_continuation(run, {"args": ("--lr", "1")}, Settings({}), tmp_path)
+    monkeypatch.setattr(plan, "write_whole", refuse)
+    monkeypatch.setattr(shutil, "copytree", refuse_all)
+    text = r"can't be written: \[Errno 28\] No space left on device: 'b'$"
+    with pytest.raises(UsageError, match=text):
+        continued.write()
+    release_start(run)
+    monkeypatch.undo()
+    after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    assert {path: after.get(path) for path in before} == before
+    assert not [path for path in run.path.iterdir() if path.name.startswith(".draft")]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_code_that_is_copied_in_part_is_no_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """As by a connection that is lost, or Ctrl-C."""
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("train.py", "config.yaml"):
+        (project / name).write_text("old")
+    run = plan.plan_new(Settings({"script": "train.py"}), project, tmp_path / "runs").write().run
+    continued = plan_continuation(run, {}, Settings({}), project, new_code=True)
+    copies: list[object] = []
+    copy = shutil.copy
+
+    def copy_one(*args: Any, **options: Any) -> Any:
+        if copies:
+            raise KeyboardInterrupt
+        copies.append(args)
+        return copy(*args, **options)
+
+    monkeypatch.setattr(snapshot, "carry_library", lambda run: None)
+    monkeypatch.setattr(shutil, "copy", copy_one)
+    if is_killed:
+        monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
+    with pytest.raises(KeyboardInterrupt):
+        continued.write()
+    release_start(run)
+    monkeypatch.undo()
+    assert run.newest_code == run.code / "0"
+    assert len([*run.code.iterdir()]) == 1 + is_killed
+    again = plan_continuation(run, {}, Settings({}), project, new_code=True).write()
+    assert again.code == run.newest_code == run.code / "1"
+    assert {path.name for path in again.code.iterdir()} == {"train.py", "config.yaml"}
+    assert len([*run.code.iterdir()]) == 2
 
 
 def test_settings_of_another_version_are_named(
