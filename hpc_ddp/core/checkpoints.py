@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.console.progress import ProgressBar
-from hpc_ddp.core.file_io import open_data, parse_object, read_json, read_text
+from hpc_ddp.core.file_io import list_names, open_data, parse_object, read_json, read_text
 from hpc_ddp.core.journal.events import CheckpointSaved, Fresh
 from hpc_ddp.core.journal.fields import checked
 from hpc_ddp.core.journal.journal import last_event
@@ -232,17 +232,9 @@ def candidates(folder: Path) -> list[Path]:
 
     [] for a folder that does not exist; raise OSError where it can't be listed.
     """
-    matches = filter(None, map(_STEP.fullmatch, _names(folder)))
+    matches = filter(None, map(_STEP.fullmatch, list_names(folder)))
     ranked = [(int(match[1]), match[2] is None, folder / match[0]) for match in matches]
     return [path for *_, path in sorted(ranked, reverse=True)]
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the names in a folder, [] where there is none; raise OSError where it can't be
-    listed."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return os.listdir(folder)
-    return []
 
 
 def published(folder: Path) -> list[Path]:
@@ -261,7 +253,7 @@ def milestones(newest_first: Sequence[Path], every: int | None) -> set[Path]:
 def all_of(folder: Path) -> list[Path]:
     """Return all checkpoints, by name, also those that are half-written, damaged or on their way
     out; [] for a folder that does not exist. Raise OSError where it can't be listed."""
-    paths = (folder / name for name in _names(folder) if _ANY.fullmatch(name))
+    paths = (folder / name for name in list_names(folder) if _ANY.fullmatch(name))
     return sorted(path for path in paths if path.is_dir())
 
 
@@ -353,7 +345,7 @@ def health(folder: Path) -> list[Health]:
     for a folder that does not exist; raise OSError where it can't be listed. A bar on stderr shows
     the progress.
     """
-    paths = [folder / name for name in _names(folder) if _SHOWN.fullmatch(name)]
+    paths = [folder / name for name in list_names(folder) if _SHOWN.fullmatch(name)]
     paths.sort(key=lambda path: (step_of(path), path.name))
     with ProgressBar("reading the checkpoints", sum(map(_size, paths))) as progress:
         rows = [_health(path, progress.add) for path in paths]

@@ -257,6 +257,14 @@ def drafted_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def list_names(folder: Path) -> list[str]:
+    """Return the names in a folder; [] for a missing one. Raise OSError where it can't be listed:
+    `Path.glob` has nothing then from Python 3.12 on, which would hide all that is there."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
+
+
 def read_word(path: Path) -> str:
     """Return the text of a small file, as `notice` or `failed`, without blanks around it, of a
     larger one that of the first `WORD_BYTES`; '' when it is empty or can't be read. It asks no more

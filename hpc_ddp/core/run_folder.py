@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import make_private, read_json, write_json
+from hpc_ddp.core.file_io import list_names, make_private, read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef, distinct
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
@@ -66,16 +66,16 @@ class RunFolder:
     @property
     def newest_code(self) -> Path | None:
         """The last snapshot that was taken of the run's code, for a task that has none of its own
-        of the array's; None without one."""
+        of the array's; None without one. May raise OSError."""
         for folder in (self.code, RunFolder(self.whole).code):
-            if snapshots := [path for path in folder.glob("*") if path.name.isdecimal()]:
-                return max(snapshots, key=lambda path: int(path.name))
+            if numbers := [name for name in list_names(folder) if name.isdecimal()]:
+                return folder / max(numbers, key=int)
         return None
 
     def tasks(self) -> list[RunFolder]:
-        """Return the tasks of an array that have begun, by index; none for another run."""
-        tasks = [RunFolder(path) for path in self.path.glob("task-*") if path.name[5:].isdecimal()]
-        return sorted(tasks, key=lambda task: task.index)
+        """Return the tasks of an array that have begun, by index; none for another run. May raise
+        OSError."""
+        return [self.task(index) for index in _numbers_behind("task-", self.path)]
 
     @property
     def id(self) -> str:
@@ -227,9 +227,7 @@ class RunFolder:
     def attempts(self) -> list[AttemptFolder]:
         """Return the folders of the attempts so far, oldest first; [] before the first. May raise
         OSError."""
-        paths = self.logs.glob("attempt-*")
-        numbers = (path.name.removeprefix("attempt-") for path in paths)
-        return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
+        return [self.attempt(number) for number in _numbers_behind("attempt-", self.logs)]
 
     def next_attempt(self) -> int:
         """Return the number of the attempt that begins next. May raise OSError."""
@@ -305,3 +303,10 @@ def _describe(attempt: AttemptFolder) -> str:
     info = attempt.info
     process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
     return f"attempt {attempt.number}, {process} on {info.get('host')}"
+
+
+def _numbers_behind(prefix: str, folder: Path) -> list[int]:
+    """Return the numbers that stand behind a prefix in the names in a folder, sorted. Raise OSError
+    where it can't be listed."""
+    ends = (name[len(prefix) :] for name in list_names(folder) if name.startswith(prefix))
+    return sorted(int(number) for number in ends if number.isdecimal())

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from hpc_ddp.core.file_io import (
 )
 from hpc_ddp.core.file_owners import check_folder, check_kept_modes
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.variables import literal_names
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
@@ -167,8 +168,26 @@ class Plan:
             snapshot.take(self.spec.program, run, self.exclude)
         if self.code.is_relative_to(run.path):
             close_to_others(self.code)
-        write_whole(run.job_json, self.spec.to_json(), mode=0o644)
+        spec = self.spec
+        if not (self.is_new or run.is_task or spec.backend == "local"):  # which plays the job's
+            spec = _with_all_tasks(spec, run)
+        write_whole(run.job_json, spec.to_json(), mode=0o644)
         write_json(run.limits_json, {**self.limits})
+
+
+def _with_all_tasks(spec: JobSpec, run: RunFolder) -> JobSpec:
+    """Return the job of an array of which a part is started, with the tasks that the run has had so
+    far as well: those that have never begun are known by these indexes alone."""
+    if not (spec.array and run.job_json.exists()):
+        return spec
+    earlier = JobSpec.from_json(run.job_json.read_bytes()).array
+    if not earlier:
+        return spec
+    indexes = {*array_indexes(earlier), *array_indexes(spec.array)}
+    if indexes == {*array_indexes(earlier)}:
+        return replace(spec, array=earlier)
+    _, percent, bound = earlier.partition("%")
+    return replace(spec, array=",".join(map(str, sorted(indexes))) + percent + bound)
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,12 @@ def plan_continuation(
         changed["array"] = str(run.index)
     elif spec.array:
         changed.setdefault("array", _unfinished(run, spec))
+    elif changed.get("array"):
+        raise UsageError(
+            f"array is {changed['array']!r} for run {run.path}, which is no array; accepted: tasks"
+            " of an array",
+            hint="a new run, without --run",
+        )
     spec = _with_fields(spec, changed)
     if new_code or options.keys() & {"script", "snapshot"}:
         _check_script(spec, hint="name SCRIPT")

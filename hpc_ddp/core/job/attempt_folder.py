@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.file_io import READERS, patiently, read_json
+from hpc_ddp.core.file_io import READERS, list_names, patiently, read_json
 from hpc_ddp.core.job.job_ref import JobRef
 
 
@@ -54,9 +55,9 @@ class NodeFolder:
 
     def pids(self) -> list[Path]:
         """Return the files with the process ids of the workers that have started; with a `rank`
-        its own alone. [] before. A folder that can't be listed raises OSError or is [], which
-        depends on Python's version."""
-        return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
+        its own alone. [] before. Raise OSError for a folder that can't be listed."""
+        pattern = f"rank-{'*' if self.rank is None else self.rank}.pid"
+        return [self.path / name for name in fnmatch.filter(list_names(self.path), pattern)]
 
     def records(self) -> list[Path]:
         """Return the files in which the node's tasks have recorded their ends so far, by name; []
@@ -157,7 +158,7 @@ class AttemptFolder:
     def staged(self) -> set[str]:
         """Where Pythons of the attempt have started from a copy of ``--stage``: ``staged-memory``,
         ``staged-disk``."""
-        return {path.name for path in self.path.glob("staged-*")}
+        return {name for name in list_names(self.path) if name.startswith("staged-")}
 
     @property
     def port_taken(self) -> Path:

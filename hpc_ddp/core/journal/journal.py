@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.file_io import patiently
+from hpc_ddp.core.file_io import list_names, patiently
 from hpc_ddp.core.journal.enums import Cause
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
@@ -175,11 +174,8 @@ def _parse(lines: Iterator[bytes]) -> Iterator[JournalEvent]:
 
 def _file_names(folder: Path) -> list[str]:
     """Return the names of the writers' files, sorted; [] for a missing folder. Raise OSError where
-    it can't be listed: a glob would be empty."""
-    names: list[str] = []
-    with suppress(FileNotFoundError):
-        names = os.listdir(folder)
-    return sorted(name for name in names if name.endswith(".jsonl"))
+    it can't be listed."""
+    return sorted(name for name in list_names(folder) if name.endswith(".jsonl"))
 
 
 def read_briefly(folder: Path) -> list[JournalEvent]:

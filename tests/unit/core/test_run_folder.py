@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +218,26 @@ def test_a_new_run_takes_no_folder_of_another_one(tmp_path: Path) -> None:
     run.make()
     with pytest.raises(FileExistsError):
         run.make(is_new=True)
+
+
+def test_a_folder_that_can_not_be_listed_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on a glob has nothing then: the newest attempt would be an old one."""
+    run = RunFolder(tmp_path / "name" / "id").make()
+
+    def refuse(folder: object) -> list[str]:
+        raise OSError(errno.ESTALE, "Stale file handle", folder)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    looks: list[Callable[[], object]] = [
+        run.attempts,
+        run.tasks,
+        run.links,
+        lambda: run.newest_code,
+        lambda: run.is_newest(0),
+        run.attempt(0).node("n1").pids,
+    ]
+    for look in looks:
+        with pytest.raises(OSError, match="Stale"):
+            look()

@@ -342,6 +342,28 @@ def test_code_that_is_copied_in_part_is_no_runs(
     assert len([*run.code.iterdir()]) == 2
 
 
+def test_a_part_of_an_array_leaves_the_others_to_be_started(tmp_path: Path) -> None:
+    """Also those that have never begun."""
+    (tmp_path / "train.py").write_text("")
+    settings = Settings({"script": "train.py", "array": "0-3%1"})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    arrays = []
+    for part in ("3", "5", None):
+        options = {"array": part} if part else {}
+        continued = plan_continuation(run, options, Settings({}), tmp_path).write()
+        release_start(run)
+        stored = JobSpec.from_json(run.job_json.read_bytes())
+        arrays.append((continued.spec.array, stored.array))
+    assert arrays == [("3", "0-3%1"), ("5", "0,1,2,3,5%1"), ("0,1,2,3,5%1", "0,1,2,3,5%1")]
+
+
+def test_a_run_becomes_no_array(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    run = plan.plan_new(Settings({"script": "train.py"}), tmp_path, tmp_path / "runs").write().run
+    with pytest.raises(UsageError, match=r"array is '0-1' for run .*, which is no array"):
+        plan_continuation(run, {"array": "0-1"}, Settings({}), tmp_path)
+
+
 def test_settings_of_another_version_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -356,12 +356,12 @@ def test_a_superseded_attempt_is_ended(
 def test_a_disk_that_is_away_kills_no_worker(
     attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raise_error(path: Path, pattern: str) -> None:
+    def raise_error(path: Path) -> None:
         raise OSError(5, "Input/output error")
 
     watcher, agent = make_supervisor(attempt, end_time=1010.0, warn_s=60.0), make_agent()
     write_pids(watcher, 41)
-    monkeypatch.setattr(Path, "glob", raise_error)
+    monkeypatch.setattr(os, "listdir", raise_error)
     watcher._poll(agent)
     assert (watcher.notice, watcher.torn_down, agent.killed) == ("time limit", None, False)
     assert not watcher._is_superseded()
