@@ -42,6 +42,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import check_idle, claim_start
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.script.effect import without_effect
+from hpc_ddp.submission.script.library import carry_library
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import (
     Settings,
@@ -157,13 +158,14 @@ class Plan:
         run = self.run.make(self.is_new)  # and the folders above
         check_kept_modes(run)
         check_folder(run)
-        snapshot.carry_library(run)
+        carry_library(run)
         if self.source or self.copies_code:
             make_folders(run.code)
         if self.source:
-            newest, _ = snapshot.newest(self.source, self.spec.program, self.spec.module)
+            newest, inside = snapshot.newest(self.source, self.spec.program, self.spec.module)
             with drafted_folder(self.code) as draft:
                 shutil.copytree(newest, draft, symlinks=True, dirs_exist_ok=True)
+            snapshot.note_script(self.code, self.spec.program, inside)
         elif self.copies_code:
             snapshot.take(self.spec.program, run, self.exclude)
         if self.code.is_relative_to(run.path):

@@ -1,10 +1,9 @@
-"""The snapshot of the user's code, and the part of hpc-ddp that travels with a run."""
+"""The snapshot of the user's code."""
 
 from __future__ import annotations
 
 import ast
 import itertools
-import json
 import os
 import re
 import shutil
@@ -19,11 +18,15 @@ from pathlib import Path
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import ROOT, close_to_others, drafted_folder, parse_python
+from hpc_ddp.core.file_io import (
+    ROOT,
+    drafted_folder,
+    parse_python,
+    read_json,
+    write_json,
+)
 from hpc_ddp.core.file_owners import user_name
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission.package_files import PACKAGE
-from hpc_ddp.submission.settings.fabric_profiles import for_auto
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
@@ -32,34 +35,6 @@ WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".npz", ".npy", ".h5"
 LARGE_BYTES = 10**6
 # The work tree may be another user's, where `safe.directory` lets git in: it runs nothing of it.
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-TRAVELS = ("core", "integrations", "node", "training")
-
-
-def carry_library(run: RunFolder) -> None:
-    """Copy the node-side part of hpc-ddp into ``lib``, in place of what an earlier submit has
-    copied: the batch script of this one fits no other version. A task of an array, whose ``lib`` is
-    a link, keeps the array's, which other tasks may use just now.
-
-    Raise OSError where the disk refuses, and UsageError for a broken fabric profile. The earlier
-    ``lib`` then stays, or lies in ``.lib-earlier`` where the last rename was refused.
-    """
-    if run.lib.is_symlink():
-        return
-    earlier, ignored = run.path / ".lib-earlier", shutil.ignore_patterns("__pycache__")
-    with drafted_folder(run.lib) as draft:
-        package = draft / "hpc_ddp"
-        for name in TRAVELS:
-            shutil.copytree(PACKAGE / name, package / name, ignore=ignored)
-        for name in ("__init__.py", "live_jobs.py", "slurm.py", "slurm_text.py", "py.typed"):
-            shutil.copy(PACKAGE / name, package / name)
-        shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
-        # Python 3.10, which a node may have, reads no TOML.
-        (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
-        close_to_others(draft)
-        shutil.rmtree(earlier, ignore_errors=True)
-        if run.lib.exists():
-            run.lib.rename(earlier)
-    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
@@ -96,6 +71,7 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
         if script.is_file() and not main.exists():  # ignored by git, or excluded: it must be there
             main.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(script, main)
+    note_script(target, script, inside.relative_to(target))
     for name in _uncopied_modules(script, root, set(names)):
         say(
             f"note: the copy of the code leaves out {name}, which the script imports (a file that"
@@ -183,12 +159,9 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     OSError
         a file can't be looked at, or is deleted just then
     """
-    root, owners = _work_tree(script), _trusted_owners(script)
-    if root:
-        names = _git_files(root, run.root, owners)
-    else:
-        root = script.parent
-        names = _plain_files(root, run.root)
+    tree, owners = _work_tree(script), _trusted_owners(script)
+    root = tree or script.parent
+    names = _git_files(root, run.root, owners) if tree else _plain_files(root, run.root)
     names = _without_runs(root, names)
     return root, list(_select_within_limits(root, names, exclude, owners))
 
@@ -203,7 +176,10 @@ def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path,
         there is no snapshot, or no such script in it
     """
     newest_code = run.newest_code
+    noted = read_json(_place_of_script(newest_code)) if newest_code else {}
     likely = script.relative_to(_work_tree(script) or script.parent)
+    if noted.get("script") == str(script):  # the folder may have another name by now, or no .git
+        likely = Path(noted["inside"])
     if newest_code and is_module:
         return newest_code, likely
     # In another work tree by now: then the longest end of the script's path counts.
@@ -231,6 +207,15 @@ def changed_since(code: Path, inside: Path, script: Path) -> list[str]:
             if path.is_file() and not ((live / name).exists() and cmp(path, live / name, False)):
                 changed.append(str(name))
     return changed
+
+
+def note_script(code: Path, script: Path, inside: Path) -> None:
+    """Note beside a snapshot where in it a script, an absolute path, lies."""
+    write_json(_place_of_script(code), {"script": str(script), "inside": str(inside)})
+
+
+def _place_of_script(code: Path) -> Path:
+    return code.with_name(f".script-{code.name}")
 
 
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:

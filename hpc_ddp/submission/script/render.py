@@ -129,7 +129,7 @@ class Rendering:
             )
         self._spec = spec
         self.environment = job_env(spec)
-        self.entry = container.entry(spec, run.path, code)
+        self.entry = container.entry(spec, run.whole, code)
         header = header_pairs(spec, run, self.entry.sbatch)
         srun = as_pairs((*step_options(spec), *spec.srun, *self.entry.srun))
         check_effect(spec, header, srun)
@@ -142,6 +142,7 @@ class Rendering:
             "version": __version__,
             "directives": [sbatch_line(name, value) for name, value in self.header],
             "run": str(run.path),
+            "whole": str(run.whole),
             "code": str(code),
             "host_suffix": spec.host_suffix,
             "interface": spec.interface or "",

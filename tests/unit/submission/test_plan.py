@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -23,7 +24,8 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.package_files import PACKAGE
-from hpc_ddp.submission.restart import plan_continuation
+from hpc_ddp.submission.restart import plan_continuation, plan_rerun
+from hpc_ddp.submission.script import library
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
@@ -49,7 +51,7 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         for path in (*package.rglob("*"), *project.rglob("*")):
             path.chmod(path.stat().st_mode | 0o020)
-        monkeypatch.setattr(snapshot, "PACKAGE", package)
+        monkeypatch.setattr(library, "PACKAGE", package)
         settings = Settings({"script": "train.py"})
         run = plan.plan_new(settings, project, tmp_path / "runs").write()
         backends.render(run)
@@ -326,7 +328,7 @@ def test_code_that_is_copied_in_part_is_no_runs(
         copies.append(args)
         return copy(*args, **options)
 
-    monkeypatch.setattr(snapshot, "carry_library", lambda run: None)
+    monkeypatch.setattr(plan, "carry_library", lambda run: None)
     monkeypatch.setattr(shutil, "copy", copy_one)
     if is_killed:
         monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
@@ -335,11 +337,30 @@ def test_code_that_is_copied_in_part_is_no_runs(
     release_start(run)
     monkeypatch.undo()
     assert run.newest_code == run.code / "0"
-    assert len([*run.code.iterdir()]) == 1 + is_killed
+    assert len([*run.code.glob(".draft-*")]) == is_killed
     again = plan_continuation(run, {}, Settings({}), project, new_code=True).write()
     assert again.code == run.newest_code == run.code / "1"
     assert {path.name for path in again.code.iterdir()} == {"train.py", "config.yaml"}
-    assert len([*run.code.iterdir()]) == 2
+    assert not [*run.code.glob(".draft-*")]
+
+
+def test_the_place_of_a_script_is_noted(tmp_path: Path) -> None:
+    """By then the folder has another name, or is no repository, and another file of the name would
+    be taken."""
+    repository = tmp_path / "repository"
+    (repository / "exp").mkdir(parents=True)
+    for path in (repository / "train.py", repository / "exp" / "train.py"):
+        path.write_text(str(path))
+    subprocess.run(["git", "init", "--quiet", repository], check=True)
+    settings = Settings({"script": "repository/exp/train.py"})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    repository.rename(tmp_path / "renamed")
+    again = plan_continuation(run, {}, Settings({}), tmp_path)
+    assert again.script == run.code / "0" / "exp" / "train.py"
+    repeated = plan_rerun(run, {}, {}, Settings({}), tmp_path, tmp_path / "runs", True).write()
+    assert repeated.script == repeated.code / "exp" / "train.py"
+    third = plan_continuation(repeated.run, {}, Settings({}), tmp_path)
+    assert third.script == repeated.script
 
 
 def test_a_part_of_an_array_leaves_the_others_to_be_started(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.package_files import PACKAGE
+from hpc_ddp.submission.script.library import carry_library
 from tests.skips import skip_or_fail
 from unit.fakes import STRANGER
 
@@ -70,13 +71,13 @@ def test_git_fetches_nothing_for_a_snapshot(
 def test_a_later_start_brings_its_own_library(tmp_path: Path) -> None:
     """The batch script of a newer hpc-ddp calls parts that an older library does not have."""
     run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
-    snapshot.carry_library(run)
+    carry_library(run)
     (run.lib / "hpc_ddp" / "node" / "batch.py").write_text("of an older version")
     task = RunFolder(run.path / "task-1").make()
     task.lib.symlink_to("../lib")
-    snapshot.carry_library(task)
+    carry_library(task)
     assert (run.lib / "hpc_ddp" / "node" / "batch.py").read_text() == "of an older version"
-    snapshot.carry_library(run)
+    carry_library(run)
     current = PACKAGE / "node" / "batch.py"
     assert (run.lib / "hpc_ddp" / "node" / "batch.py").read_text() == current.read_text()
     assert not list(run.path.glob(".lib*"))
@@ -234,7 +235,7 @@ def test_a_module_that_git_ignores_is_named(
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
 def test_the_library_is_imported_with_pythonsafepath(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
-    snapshot.carry_library(run)
+    carry_library(run)
     part = run.lib / "hpc_ddp" / "node" / "where.py"
     part.write_text("def main(words):\n    print(__file__)\n    return 0\n")
     ended = subprocess.run(

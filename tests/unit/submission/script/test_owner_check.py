@@ -112,6 +112,20 @@ def test_a_task_runs_no_library_that_another_user_has_linked(run: Path) -> None:
     assert f"nothing is run of {run}/task-2/lib: " in check(run, SLURM_ARRAY_TASK_ID="2")
 
 
+def test_a_task_that_goes_on_alone_runs_nothing_of_another_user(run: Path) -> None:
+    """Its library and code are the array's."""
+    if os.geteuid():
+        skip_or_fail("only root can give a file to another user")
+    (run / "task-2" / "logs").mkdir(parents=True)
+    (run / "task-2" / "lib").symlink_to("../lib")
+    alone = {"HPC_DDP_RUN": f"{run}/task-2", "SLURM_ARRAY_TASK_ID": "2"}
+    assert check(run, **alone) == ""
+    for part in ("lib/hpc_ddp/batch.py", "code/0/train.py"):
+        os.chown(run / part, 54321, -1)
+        assert f"nothing is run of {run}/{part}: " in check(run, **alone)
+        os.chown(run / part, 0, -1)
+
+
 def test_functions_of_a_profile_change_nothing(run: Path) -> None:
     names = ("cd", "find", "stat", "mktemp", "rm")
     profile = 'cd() { builtin cd "$@" && ls; }\n'

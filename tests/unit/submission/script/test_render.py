@@ -121,6 +121,14 @@ def test_a_script_equals_its_kept_copy(name: str, monkeypatch: pytest.MonkeyPatc
     assert text == golden.read_text()
 
 
+def test_a_task_alone_has_its_arrays_library() -> None:
+    """Its own is a link out of its folder, which the container would have alone."""
+    array = "/scratch/me/hpc-ddp/job/20260101-000000-abcd"
+    text = _render(f"{array}/task-3", array="3", image="i.sif", container_tool="apptainer").whole()
+    assert f"_node={array}/lib/node.py" in text
+    assert f"--bind {array}," in text
+
+
 def test_kept_scripts_are_bash() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == {f"{name}.sbatch" for name in CASES}
     for path in GOLDEN.iterdir():

@@ -1,0 +1,40 @@
+"""The part of hpc-ddp that travels with a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from hpc_ddp.core.file_io import close_to_others, drafted_folder
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submission.package_files import PACKAGE
+from hpc_ddp.submission.settings.fabric_profiles import for_auto
+
+TRAVELS = ("core", "integrations", "node", "training")
+
+
+def carry_library(run: RunFolder) -> None:
+    """Copy the node-side part of hpc-ddp into ``lib``, in place of what an earlier submit has
+    copied: the batch script of this one fits no other version. A task of an array, whose ``lib`` is
+    a link, keeps the array's, which other tasks may use just now.
+
+    Raise OSError where the disk refuses, and UsageError for a broken fabric profile. The earlier
+    ``lib`` then stays, or lies in ``.lib-earlier`` where the last rename was refused.
+    """
+    if run.lib.is_symlink():
+        return
+    earlier, ignored = run.path / ".lib-earlier", shutil.ignore_patterns("__pycache__")
+    with drafted_folder(run.lib) as draft:
+        package = draft / "hpc_ddp"
+        for name in TRAVELS:
+            shutil.copytree(PACKAGE / name, package / name, ignore=ignored)
+        for name in ("__init__.py", "live_jobs.py", "slurm.py", "slurm_text.py", "py.typed"):
+            shutil.copy(PACKAGE / name, package / name)
+        shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
+        # Python 3.10, which a node may have, reads no TOML.
+        (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
+        close_to_others(draft)
+        shutil.rmtree(earlier, ignore_errors=True)
+        if run.lib.exists():
+            run.lib.rename(earlier)
+    shutil.rmtree(earlier, ignore_errors=True)
