@@ -68,8 +68,8 @@ class RunFolder:
         """The last snapshot that was taken of the run's code, for a task that has none of its own
         of the array's; None without one. May raise OSError."""
         for folder in (self.code, RunFolder(self.whole).code):
-            if numbers := [name for name in list_names(folder) if name.isdecimal()]:
-                return folder / max(numbers, key=int)
+            if numbers := _numbers_behind("", folder):
+                return folder / str(numbers[-1])
         return None
 
     def tasks(self) -> list[RunFolder]:

@@ -35,7 +35,7 @@ from hpc_ddp.core.file_io import (
 )
 from hpc_ddp.core.file_owners import check_folder, check_kept_modes
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.slurm_values import array_indexes
+from hpc_ddp.core.job.slurm_values import array_bound, array_indexes
 from hpc_ddp.core.job.variables import literal_names
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
@@ -185,11 +185,11 @@ def _with_all_tasks(spec: JobSpec, run: RunFolder) -> JobSpec:
     earlier = JobSpec.from_json(run.job_json.read_bytes()).array
     if not earlier:
         return spec
-    indexes = {*array_indexes(earlier), *array_indexes(spec.array)}
-    if indexes == {*array_indexes(earlier)}:
+    indexes = {*array_indexes(earlier)}
+    if indexes.issuperset(array_indexes(spec.array)):
         return replace(spec, array=earlier)
-    _, percent, bound = earlier.partition("%")
-    return replace(spec, array=",".join(map(str, sorted(indexes))) + percent + bound)
+    indexes.update(array_indexes(spec.array))
+    return replace(spec, array=",".join(map(str, sorted(indexes))) + array_bound(earlier))
 
 
 @dataclass(frozen=True)

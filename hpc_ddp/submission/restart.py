@@ -15,7 +15,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import parse_object
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.options import FIELDS, JobSpec
-from hpc_ddp.core.job.slurm_values import array_indexes
+from hpc_ddp.core.job.slurm_values import array_bound, array_indexes
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, over
@@ -72,7 +72,7 @@ def plan_rerun(
     elif old.array and not run.is_task:
         indexes = old.indexes(task.index for task in run.tasks())
         every = f"0-{indexes[-1]}" if old.sweep else ",".join(map(str, indexes))
-        changed.setdefault("array", every + _bound(old))
+        changed.setdefault("array", every + array_bound(old.array))
     spec = _with_fields(old, changed)
     if not same_code:
         _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
@@ -250,13 +250,7 @@ def _unfinished(run: RunFolder, spec: JobSpec) -> str:
         raise UsageError(
             f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.quoted}"
         )
-    return ",".join(unfinished) + _bound(spec)
-
-
-def _bound(spec: JobSpec) -> str:
-    """Return an array's bound on the tasks that run at once, as ``%2``; '' without one."""
-    _, percent, bound = (spec.array or "").partition("%")
-    return percent + bound
+    return ",".join(unfinished) + array_bound(spec.array or "")
 
 
 def set_aside(prepared: PreparedRun) -> list[Path]:

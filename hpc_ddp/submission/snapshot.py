@@ -177,9 +177,10 @@ def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path,
     """
     newest_code = run.newest_code
     noted = read_json(_place_of_script(newest_code)) if newest_code else {}
-    likely = script.relative_to(_work_tree(script) or script.parent)
     if noted.get("script") == str(script):  # the folder may have another name by now, or no .git
         likely = Path(noted["inside"])
+    else:
+        likely = script.relative_to(_work_tree(script) or script.parent)
     if newest_code and is_module:
         return newest_code, likely
     # In another work tree by now: then the longest end of the script's path counts.

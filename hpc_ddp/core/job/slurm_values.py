@@ -81,6 +81,12 @@ def parse_signal(text: str) -> tuple[str, int]:
     return name, int(match["seconds"] or 60)
 
 
+def array_bound(array: str) -> str:
+    """Return an array's bound on the tasks that run at once, as ``%2``; '' without one."""
+    _, percent, bound = array.partition("%")
+    return percent + bound
+
+
 def array_indexes(array: str) -> list[int]:
     """Return the indexes of a Slurm array such as ``0-5%2`` or ``1,3,10-20:5``, in its order; an
     index that is written twice comes twice.

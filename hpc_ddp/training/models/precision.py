@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -88,7 +88,8 @@ class Precision:
         With `clip_norm` and parameters over several ranks it is a collective; with such as each
         rank has its own of, also with fp16.
         """
-        norm, private = None, self._private_parameters(optimizer)
+        norm, parameters = None, parameters_of(optimizer)
+        private = self._private_parameters(optimizer, parameters)
         if self._scaler and id(optimizer) in self._updated:  # twice in a step: a GAN's critic
             self._lost_overflow = self._lost_overflow or any(flag.item() for flag in self._flags)
             self._scaler.update(self._scaler.get_scale())
@@ -99,7 +100,6 @@ class Precision:
             for flag in self._scaler._found_inf_per_device(optimizer).values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         if clip_norm is not None:
-            parameters = parameters_of(optimizer)
             norm = clip_(parameters, clip_norm, self._dims, self._device, private)
         if self._step(optimizer, is_asked=scheduler is not None) and scheduler is not None:
             scheduler.step()
@@ -107,10 +107,11 @@ class Precision:
         self._left_scaled = False
         return norm
 
-    def _private_parameters(self, optimizer: torch.optim.Optimizer) -> Set[int]:
-        """Return the ids of an optimizer's parameters that each rank has its own of, beside others
-        whose gradients are averaged: experts that DDP ignores, and tensors of no module."""
-        parameters = parameters_of(optimizer)
+    def _private_parameters(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> Set[int]:
+        """Return the ids of an optimizer's `parameters` of which each rank has its own, beside
+        others whose gradients are averaged: experts that DDP ignores, and tensors of no module."""
         count, private = self._private.get(id(optimizer), (0, frozenset()))
         if count != len(parameters) and self._dims.dp > 1:  # some may have been added
             modules = {str(number): module for number, module in enumerate(self._watched)}
