@@ -125,17 +125,17 @@ class Queue:
 
 
 def is_of_another_run(run: RunFolder, script: str) -> bool:
-    """Return whether `script`, the path of a job's script, is the script of another run than `run`
-    and its array; False for a file of another name than runs' scripts have, without a ``job.json``
-    beside it (a site's sbatch may submit a copy), and where there is no such file here. Raise
-    OSError where the file can't be looked at."""
+    """Return whether `script`, the path of a job's script, is the script of another run than `run`,
+    its array and its tasks; False for a file of another name than runs' scripts have, without a
+    ``job.json`` beside it (a site's sbatch may submit a copy), and where there is no such file
+    here. Raise OSError where the file can't be looked at."""
     path = Path(script)
     if path.name != run.script.name or not os.path.isfile(path):
         return False
     if not os.path.isfile(path.with_name(run.job_json.name)):
         return False
-    run_scripts = [part.script for part in (run, RunFolder(run.whole))]
-    return not any(path.samefile(run_script) for run_script in filter(os.path.isfile, run_scripts))
+    folders = [path.parent] if run.is_task else [path.parent, RunFolder(path.parent).whole]
+    return not any(folder.samefile(part) for folder in folders for part in (run.path, run.whole))
 
 
 def read_queue() -> Queue:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
@@ -150,12 +151,13 @@ def _live_jobs(
     where the journal can't be read.
     """
     targets, unclear = [], []
+    paths = _Paths.of(run)
     for job in jobs:
         queued = queue.find(job, run)
         if queued and queue.life(job, run) is not Life.OVER:
             if _is_allocation(run):
                 targets += [] if _has_stopped(run) else [job]
-            elif _is_of_run(run, job, queued):
+            elif _is_of_run(paths, job, queued):
                 targets.append(job)
             else:
                 unclear.append(f"job {job.id} is live, and perhaps not of this run ({queued.name})")
@@ -165,25 +167,18 @@ def _live_jobs(
         job = JobRef(job_id)
         if (
             not job.is_among(targets)
-            and _may_be_of_run(run, queued)
-            and _is_of_run(run, job, queued)
+            and (queued.script in paths.scripts or _has_name(run, queued))
+            and _is_of_run(paths, job, queued)
         ):
             targets.append(job)
     return targets, unclear
 
 
-def _may_be_of_run(run: RunFolder, queued: QueuedJob) -> bool:
-    """Return whether a job that the journal does not name is worth a question to Slurm: it has the
-    run's script, or the run's name, whole or as much of it as comes before one of its dashes."""
-    name = run.name
+def _has_name(run: RunFolder, queued: QueuedJob) -> bool:
+    """Return whether a job has the name of a run, whole or as much of it as comes before one of its
+    dashes: one that the journal does not name is then worth a question to Slurm."""
     # A run is named NAME-USER, and its job NAME, where another user has runs of that name.
-    is_namesake = queued.name == name or name.startswith(f"{queued.name}-")
-    return _has_script(run, queued) or is_namesake
-
-
-def _has_script(run: RunFolder, queued: QueuedJob) -> bool:
-    """Return whether a job was submitted with the script of a run, or of its array."""
-    return queued.script in {os.path.realpath(part.script) for part in _parts(run)}
+    return queued.name == run.name or run.name.startswith(f"{queued.name}-")
 
 
 def _is_allocation(run: RunFolder) -> bool:
@@ -199,21 +194,31 @@ def _has_stopped(run: RunFolder) -> bool:
     return isinstance(last_event(run.events(), Started, VerdictGiven), VerdictGiven)
 
 
-def _is_of_run(run: RunFolder, job: JobRef, queued: QueuedJob) -> bool:
-    """Return whether a live job is the run's: it has its script, or by Slurm's record prints into
-    its folder (a copy of the script, or one that came through a pipe).
+@dataclass(frozen=True)
+class _Paths:
+    """The scripts, and the folders for output, of a run, of its array, and of its tasks, of which
+    each may have a job of its own; paths without links, as Slurm has them."""
+
+    scripts: frozenset[str]
+    logs: frozenset[str]
+
+    @classmethod
+    def of(cls, run: RunFolder) -> _Paths:
+        """Return the paths of a run. Raise OSError where the tasks can't be listed."""
+        parts = (run, RunFolder(run.whole), *run.tasks())
+        scripts = frozenset(os.path.realpath(part.script) for part in parts)
+        return cls(scripts, frozenset(os.path.realpath(part.logs) for part in parts))
+
+
+def _is_of_run(paths: _Paths, job: JobRef, queued: QueuedJob) -> bool:
+    """Return whether a live job is that of the run with `paths`: it has its script, or by Slurm's
+    record prints into its folder (a copy of the script, or one that came through a pipe).
 
     Raise HpcDdpError where Slurm gives no answer.
     """
-    if _has_script(run, queued):
+    if queued.script in paths.scripts:
         return True
-    folder = os.path.dirname(os.path.realpath(slurm.show_job(job).output or "/"))
-    return folder in {os.path.realpath(part.logs) for part in _parts(run)}
-
-
-def _parts(run: RunFolder) -> tuple[RunFolder, RunFolder]:
-    """Return a run and its array; a run that is no task twice."""
-    return run, RunFolder(run.whole)
+    return os.path.dirname(os.path.realpath(slurm.show_job(job).output or "/")) in paths.logs
 
 
 def _jobs_of_task(task: RunFolder, jobs: Sequence[JobRef]) -> list[JobRef]:

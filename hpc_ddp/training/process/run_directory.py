@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -61,10 +64,16 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     if os.path.lexists(run.path):
         check_links(run.path)
         check_executable(run)
-    finished = _move_away(run.path) if run.path.exists() and run.finished() else None
-    run.make()
-    info = {**process.identity(), "job": os.environ.get("SLURM_JOB_ID")}
-    attempt = run.claim_attempt(info, partial(_may_be_live, run, info))
+    info = {
+        **process.identity(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "restarts": os.environ.get("SLURM_RESTART_COUNT"),  # not set in a job's first start
+    }
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    # Of two starts at once, one would rename the other's new run as the finished one.
+    with _locked(run.path.parent / ".start"):
+        finished = _move_away(run.path) if run.path.exists() and run.finished() else None
+        attempt = run.make().claim_attempt(info, partial(_may_be_live, run, info))
     job = JobSpec(
         script=os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else env.stem,
         args=tuple(sys.argv[1:]),
@@ -83,17 +92,32 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     return run.path, attempt.number
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Make a file and wait for the lock on it, which keeps out the other processes that ask for it,
+    on a file system without locks none. Raise OSError where the file can't be made."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 def _may_be_live(run: RunFolder, own_info: dict[str, Any], info: dict[str, Any]) -> bool:
     """Return whether the attempt that `info` describes (its host, process and Slurm job) is live.
 
     On another host than `own_info`'s it is taken for live while the run's journal has changed in
-    the last `SILENT_S`, unless the journal has its end, or it is an earlier start of this very
-    Slurm job. One without a host is not live. Raise OSError where the journal can't be read.
+    the last `SILENT_S`, unless the journal has its end, or Slurm has started this very job again
+    since: one start of a job may have several of them, on a node each. One without a host is not
+    live. Raise OSError where the journal can't be read.
     """
     if process.is_live(info):
         return True
     is_same_job = info.get("job") is not None and info.get("job") == own_info["job"]
-    if info.get("host") in (None, own_info["host"]) or is_same_job:
+    is_earlier_start = is_same_job and info.get("restarts") != own_info["restarts"]
+    if info.get("host") in (None, own_info["host"]) or is_earlier_start:
         return False
     events = run.events()
     newest = [event for event in events if event.attempt == events[-1].attempt] if events else []

@@ -50,6 +50,36 @@ def test_a_job_that_prints_into_the_run_is_cancelled(
     assert slurm_commands.calls("scancel") == [["4"]]
 
 
+def test_an_array_is_cancelled_with_the_job_of_a_task_that_goes_on_alone(
+    slurm_commands: Slurm, run: RunFolder
+) -> None:
+    """The task's own script is no other run's, also before its job has begun."""
+    task = run.task(0).make()
+    task.job_json.write_text(JobSpec("train.py").to_json())
+    task.script.touch()
+    run.script.touch()
+    run.journal("submit").write(raw("queued", job_id="4"))
+    task.journal("submit").write(raw("queued", job_id="5"))
+    row = f"5|5|RUNNING|None|n1|9:00|/|{task.script}\n"
+    slurm_commands.answer("squeue", squeue_rows(row))
+    slurm_commands.answer("squeue")
+    slurm_commands.answer("scancel")
+    cancel(run)
+    assert slurm_commands.calls("scancel") == [["5"]]
+
+
+def test_the_job_of_another_task_is_no_job_of_a_task(slurm_commands: Slurm, run: RunFolder) -> None:
+    for task in (run.task(0).make(), run.task(1).make()):
+        task.job_json.write_text(JobSpec("train.py").to_json())
+        task.script.touch()
+    run.task(0).journal("submit").write(raw("queued", job_id="5"))
+    row = f"5|5|RUNNING|None|n1|9:00|/|{run.task(1).script}\n"
+    slurm_commands.answer("squeue", squeue_rows(row))
+    slurm_commands.answer("scontrol", HERE)
+    cancel(run.task(0))
+    assert slurm_commands.calls("scancel") == []
+
+
 def test_a_live_job_that_is_not_cancelled_is_named(slurm_commands: Slurm, run: RunFolder) -> None:
     run.journal("batch").write(raw("started", job_id="4"))
     slurm_commands.answer("squeue", squeue_rows("4|4|RUNNING|None|n1|9:00|/|mine.sh\n"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process import run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from tests.raw_events import raw
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -21,7 +25,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     monkeypatch.setenv("HPC_DDP_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     run = RunFolder(tmp_path / "runs" / LaunchEnv.from_env().stem / "local").make()
-    run.claim_attempt({"host": "elsewhere", "pid": 1, "job": "7"}, lambda _: False)
+    info = {"host": "elsewhere", "pid": 1, "job": "7", "restarts": None}
+    run.claim_attempt(info, lambda _: False)
     run.journal("rank-0").write(raw("started", backend="local", host="elsewhere", pid=1))
     return run
 
@@ -39,7 +44,44 @@ def test_a_run_whose_job_was_started_again_elsewhere_goes_on(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert _claim() == 1
+
+
+def test_a_run_that_another_node_of_the_same_job_is_at_is_not_taken(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(HpcDdpError, match="is already being run"):
+        _claim()
+
+
+def test_of_two_starts_beside_a_finished_run_one_is_refused(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other start, in a thread, comes between the look and the rename."""
+    run.journal("rank-0").write(raw("finished", step=1))
+    rename, lock, threads = run_directory._move_away, fcntl.flock, ThreadPoolExecutor()
+    rivals: list[Future[int]] = []
+    is_met = threading.Event()  # the rival waits for the lock, or has ended
+
+    def rename_late(path: Path) -> Path:
+        if not rivals:
+            rivals.append(threads.submit(_claim))
+            rivals[0].add_done_callback(lambda _: is_met.set())
+            assert is_met.wait(LIMIT_S)
+        return rename(path)
+
+    def note_rival(descriptor: int, kind: int) -> None:
+        if rivals:
+            is_met.set()
+        lock(descriptor, kind)
+
+    monkeypatch.setattr(run_directory, "_move_away", rename_late)
+    monkeypatch.setattr(fcntl, "flock", note_rival)
+    assert _claim() == 0
+    with pytest.raises(HpcDdpError, match="is already being run"):
+        rivals[0].result(LIMIT_S)
 
 
 @pytest.mark.parametrize("event", ["stopped", "finished"])
@@ -75,6 +117,7 @@ def test_a_link_in_place_of_the_run_is_not_followed(
 
 def test_a_job_that_is_no_text_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run.job_json.write_bytes(b"\xff{}")
     with pytest.raises(HpcDdpError, match=r"job\.json is broken"):
         _claim()
