@@ -27,21 +27,22 @@ from hpc_ddp.cli.click_options import (
     settings_of,
 )
 from hpc_ddp.cli.common import echo_surely, note_kept, say
-from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
+from hpc_ddp.core.errors import CAN_GO_ON, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables
 from hpc_ddp.report.status.run_table import local_trials
-from hpc_ddp.slurm import NoAnswerError, own_cluster
+from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import preflight as launch_preflight
 from hpc_ddp.submission.drill.runs import drill as run_drill
 from hpc_ddp.submission.plan import Plan, PreparedRun, plan_new
-from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun, set_aside
+from hpc_ddp.submission.restart import plan_continuation, plan_rerun, set_aside
+from hpc_ddp.submission.run_files.earlier import remove_note
+from hpc_ddp.submission.run_files.snapshot import changed_since
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.user import home_folder
-from hpc_ddp.submission.snapshot import changed_since
 
 
 class Forward:
@@ -125,27 +126,19 @@ def _prepare(
 def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
     """Start a run, from step 0 where it is to be `fresh`, and return the job or process.
 
-    After a failed start the checkpoints are moved back, unless the job may be queued.
-
     Raises
     ------
     HpcDdpError, OSError
-        as `backends.start`; an OSError also where a checkpoint can't be moved back
+        as `backends.start`
     UsageError
-        the disk refuses to set checkpoints aside: those that were moved by then stay there
+        the disk refuses to set checkpoints aside
     """
     try:  # before, since a job may start at once
         folders = set_aside(prepared) if fresh else []
     except UsageError:
         prepared.discard()
         raise
-    try:
-        started = backends.start(prepared)
-    except NoAnswerError:  # it may be queued, and is to begin at step 0
-        raise
-    except (HpcDdpError, OSError):
-        bring_back(folders)
-        raise
+    started = backends.start(prepared)
     for folder in folders:
         say(f"its checkpoints are kept in {folder}")
     return started
@@ -282,6 +275,7 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
         return
     prepared = _prepare(options)
     text = backends.render(prepared)
+    remove_note(prepared.run)
     say(f"run: {prepared.run.path}")
     if prepared.spec.backend in ("slurm", "submitit"):
         say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")

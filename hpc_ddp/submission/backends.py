@@ -31,6 +31,7 @@ from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission.plan import Plan, PreparedRun
+from hpc_ddp.submission.run_files.earlier import remove_note
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import (
     job_env,
@@ -347,8 +348,7 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
 
 def _start(prepared: PreparedRun, output: Output) -> StartedRun:
     """Do what `start` does, with its errors, but do not release the claim."""
-    spec, run = prepared.spec, prepared.run
-    journal, is_asked = run.journal("submit"), False
+    spec, run, journal = prepared.spec, prepared.run, prepared.run.journal("submit")
     try:
         render(prepared)
         indexes = set(array_indexes(spec.array)) if spec.array else set()
@@ -356,7 +356,10 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
         for part in (run, *tasks):
             part.cancelled.unlink(missing_ok=True)  # a start ends an earlier cancel
         submitted = Submitted(run.next_attempt(), spec.backend, spec.script)
-        is_asked = True  # the back-end
+    except (HpcDdpError, OSError, KeyboardInterrupt):
+        prepared.discard()
+        raise
+    try:
         started = BACKENDS[spec.backend].start(prepared, output)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
         journal.write(submitted)
@@ -364,16 +367,14 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
     except (HpcDdpError, OSError):
         prepared.discard()
         raise
-    except KeyboardInterrupt:
-        if not is_asked:
-            prepared.discard()
-        elif spec.backend != "local":
+    except KeyboardInterrupt:  # the same; a lost connection has no time for a note
+        if spec.backend != "local":
             say(
-                f"note: this start was broken off, and a job may be queued all the same: squeue"
-                f" --me. {run.path} has this start's settings by now, with which `hpc-ddp submit"
-                f" --run {run.quoted}` goes on; options given again win"
+                "note: this start was broken off, and a job may be queued all the same: squeue"
+                f" --me; if none is, the next start of {run.path} undoes this one"
             )
         raise
+    remove_note(run)
     # Only now: a refused one changes nothing about how the run has ended.
     journal.write(submitted)
     if started.job:

@@ -40,9 +40,10 @@ from hpc_ddp.core.job.variables import literal_names
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import check_idle, claim_start
-from hpc_ddp.submission import snapshot
+from hpc_ddp.submission.run_files import snapshot
+from hpc_ddp.submission.run_files.earlier import note_earlier, undo_start
+from hpc_ddp.submission.run_files.library import carry_library
 from hpc_ddp.submission.script.effect import without_effect
-from hpc_ddp.submission.script.library import carry_library
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import (
     Settings,
@@ -106,7 +107,7 @@ class Plan:
         """Write the run's folder, with all that the job needs, and return the run, ready to start.
         A run that exists already is claimed, until `backends.start` or this process ends: no other
         process can start it. With `is_forced` its jobs that can't be asked for are journaled as
-        over. The result keeps what the run's files had in them, for `discard`.
+        over.
 
         Raises
         ------
@@ -117,17 +118,12 @@ class Plan:
             is of another version of hpc-ddp; nothing of a new run is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
+        if not self.is_new:
+            try:
+                self._claim()
+            except OSError as error:
+                raise self._unwritable(error) from None
         try:
-            if not self.is_new:
-                claim_start(self.run)  # `backends.start` releases it
-                check_idle(self.run, self.is_forced)
-                if not self.is_fresh:
-                    _check_formats(self.run)
-                run = self.run
-                marks = [part.cancelled for part in (run, *run.tasks())]
-                for path in (run.job_json, run.limits_json, run.script, *marks):
-                    if path.exists():
-                        prepared.earlier[path] = path.read_bytes()
             self._write_files()
         except OSError as error:
             path = self.run.path
@@ -137,19 +133,32 @@ class Plan:
                     hint="the same command again",
                 ) from None
             prepared.discard()
-            reason = error.strerror or error
-            if isinstance(error, shutil.Error):  # of all files of a folder: path, copy and reason
-                *_, reason = error.args[0][0]
-            raise UsageError(
-                f"the run folder {self.run.path} can't be written: {reason}",
-                hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
-            ) from None
+            raise self._unwritable(error) from None
         except (UsageError, KeyboardInterrupt):
             prepared.discard()
             raise
         if self.rerun_of:
             self.run.journal("submit").write(Rerun(str(self.rerun_of.path)))
         return prepared
+
+    def _unwritable(self, error: OSError) -> UsageError:
+        """Return the error for a disk that refuses the run's folder."""
+        reason = error.strerror or error
+        if isinstance(error, shutil.Error):  # of all files of a folder: path, copy and reason
+            *_, reason = error.args[0][0]
+        return UsageError(
+            f"the run folder {self.run.path} can't be written: {reason}",
+            hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
+        )
+
+    def _claim(self) -> None:
+        """Claim an older run, and note what its files have in them. Raise UsageError and OSError as
+        `write` does, before anything is changed."""
+        claim_start(self.run)  # `backends.start` releases it
+        check_idle(self.run, self.is_forced)
+        if not self.is_fresh:
+            _check_formats(self.run)
+        note_earlier(self.run)
 
     def _write_files(self) -> None:
         """Write the run's folder: the library, the code, the job and its limits. Raise UsageError
@@ -194,32 +203,22 @@ def _with_all_tasks(spec: JobSpec, run: RunFolder) -> JobSpec:
 
 @dataclass(frozen=True)
 class PreparedRun(Plan):
-    """A run whose folder has all that a back-end needs to start it; `earlier` is what files of a
-    run that goes on had in them before, by path."""
-
-    earlier: dict[Path, bytes] = field(default_factory=dict)
+    """A run whose folder has all that a back-end needs to start it."""
 
     def discard(self) -> None:
-        """Remove the folder of a new run that could not be started, and that of its name if no
-        other run is there; what can't be removed stays, and so does what lies behind a link of
-        another user.
+        """Undo `write`, for a run that could not be started. Nothing is raised.
 
-        In an older run the files in `earlier` get their content back, and this start's snapshot of
-        the code goes; its new library stays. An older run that was refused before anything was
-        written stays as it is. Nothing is raised.
+        The folder of a new run is removed, and that of its name if no other run is there; what
+        can't be removed stays, and so does what lies behind a link of another user. For an older
+        run see `undo_start`; one that was refused before anything was written stays as it is.
         """
-        for path, content in self.earlier.items():  # a full disk would empty the others
-            with suppress(OSError):
-                if not path.exists() or path.read_bytes() != content:
-                    write_whole(path, content, mode=0o644)
-        was_written = bool(self.earlier)
-        if was_written and self.copies_code and not self.source:
-            shutil.rmtree(self.code, ignore_errors=True)  # the snapshot of this start
-        if self.is_new:
-            with suppress(OSError):
-                check_links(self.run.path)
-                shutil.rmtree(self.run.path, ignore_errors=True)
-                self.run.whole.parent.rmdir()  # fails while there are other runs of the name
+        if not self.is_new:
+            undo_start(self.run)
+            return
+        with suppress(OSError):
+            check_links(self.run.path)
+            shutil.rmtree(self.run.path, ignore_errors=True)
+            self.run.whole.parent.rmdir()  # fails while there are other runs of the name
 
 
 def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:

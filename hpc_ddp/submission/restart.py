@@ -18,6 +18,7 @@ from hpc_ddp.core.job.options import FIELDS, JobSpec
 from hpc_ddp.core.job.slurm_values import array_bound, array_indexes
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
+from hpc_ddp.submission.run_files.earlier import undo_broken_start
 from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, over
 from hpc_ddp.submission.settings.defaults import (
     NO_FILE,
@@ -63,6 +64,7 @@ def plan_rerun(
         the run's folder can't be read
     """
     check_executable(run)
+    undo_broken_start(run)
     old = _read_spec(run)
     _check_repeatable(run, old, changes)
     changed = {"args": with_values(old.args, changes), **_fields_of(old, options, settings, cwd)}
@@ -150,6 +152,7 @@ def plan_continuation(
         the run's folder can't be read
     """
     check_executable(run)
+    undo_broken_start(run)
     if "site" in options:
         raise UsageError(
             "--site has no effect beside --run: the run keeps its settings; accepted: single ones",
@@ -273,11 +276,3 @@ def set_aside(prepared: PreparedRun) -> list[Path]:
             f"the checkpoints of {run.path} can't be set aside: {error.strerror}",
             hint="the same command again, when the disk answers",
         ) from None
-
-
-def bring_back(folders: Sequence[Path]) -> None:
-    """Undo `set_aside`, which has returned these folders, where the start has failed: move the
-    checkpoints back, and note it in the journals. Raise OSError where the disk refuses; what was
-    not moved by then stays aside."""
-    for aside in folders:
-        checkpoints.bring_back(RunFolder(aside.parent.parent), aside)

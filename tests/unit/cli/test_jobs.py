@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,45 +14,7 @@ from click.testing import CliRunner
 
 from hpc_ddp.cli import common, jobs
 from hpc_ddp.cli.main import main
-from hpc_ddp.core import checkpoints
-from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.submission import backends
-from unit.fakes import raise_disk_full
-from unit.submission.fakes import prepare_run
-from unit.training.checkpoint.fakes import checkpoint_names, claim_run, make_saver, save_steps
-
-
-def test_a_refused_fresh_start_leaves_the_run_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = claim_run(tmp_path)
-    save_steps(make_saver(run), 1, 2)
-    names = checkpoint_names(run)
-
-    def start(prepared: object) -> None:
-        assert (checkpoints.lost(run), checkpoint_names(run)) == ([], ["aside-0"])
-        raise HpcDdpError("sbatch: error: invalid partition")
-
-    monkeypatch.setattr("hpc_ddp.submission.backends.start", start)
-    prepared: Any = SimpleNamespace(run=run, spec=SimpleNamespace(array=None))
-    with pytest.raises(HpcDdpError, match="invalid partition"):
-        jobs._begin(prepared, fresh=True)
-    assert checkpoint_names(run) == names == ["step-1", "step-2"]
-    shutil.rmtree(run.checkpoints / "step-1")
-    shutil.rmtree(run.checkpoints / "step-2")
-    assert checkpoints.lost(run) == ["step-2: it was saved, and is gone"]
-
-
-def test_a_fresh_start_that_fails_gives_the_checkpoints_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_back: list[Any] = []
-    monkeypatch.setattr(jobs, "set_aside", lambda prepared: ["aside-0"])
-    monkeypatch.setattr(jobs, "bring_back", given_back.extend)
-    monkeypatch.setattr(backends, "start", raise_disk_full)
-    with pytest.raises(OSError, match="No space left"):
-        jobs._begin(prepare_run(tmp_path), fresh=True)
-    assert given_back == ["aside-0"]
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -16,8 +16,7 @@ from hpc_ddp.core.journal.events import Queued
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import backends
-from hpc_ddp.submission.plan import PreparedRun, make_plan
-from hpc_ddp.submission.settings.config import Settings
+from hpc_ddp.submission.plan import PreparedRun
 from unit.fakes import Slurm, stop_clock
 
 
@@ -87,28 +86,6 @@ def test_options_of_a_profile_hide_no_job(
     assert slurm.queue() == {}
     slurm.cancel(["7"])
     assert name not in asking_env({name: "high"})
-
-
-def test_a_refused_start_leaves_an_older_run_as_it_was(
-    slurm_commands: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
-    run.job_json.write_text(JobSpec("train.py").to_json())
-    run.script.write_text("earlier")
-    run.cancelled.write_text("{}")
-    before = {path: path.read_bytes() for path in (run.job_json, run.script, run.cancelled)}
-    slurm_commands.answer("squeue")
-    slurm_commands.answer("sbatch", err="Invalid partition name", code=1)
-    spec = JobSpec(str(script), partition="nonsense")
-    plan = make_plan(spec, run, Settings({"script": "train.py"}), is_new=False)
-    prepared = plan.write()
-    assert prepared.code.is_dir()
-    with pytest.raises(HpcDdpError, match="Invalid partition"):
-        backends.start(prepared)
-    assert {path: path.read_bytes() for path in before} == before
-    assert not prepared.code.exists()
 
 
 def test_a_start_ends_an_earlier_cancel_of_its_tasks(

@@ -22,10 +22,10 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import release_start
-from hpc_ddp.submission import backends, plan, snapshot
+from hpc_ddp.submission import backends, plan
 from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation, plan_rerun
-from hpc_ddp.submission.script import library
+from hpc_ddp.submission.run_files import earlier, library, snapshot
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
@@ -372,6 +372,7 @@ def test_a_part_of_an_array_leaves_the_others_to_be_started(tmp_path: Path) -> N
     for part in ("3", "5", None):
         options = {"array": part} if part else {}
         continued = plan_continuation(run, options, Settings({}), tmp_path).write()
+        earlier.remove_note(run)  # the job is queued
         release_start(run)
         stored = JobSpec.from_json(run.job_json.read_bytes())
         arrays.append((continued.spec.array, stored.array))

@@ -13,9 +13,9 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.package_files import PACKAGE
-from hpc_ddp.submission.script.library import carry_library
+from hpc_ddp.submission.run_files import snapshot
+from hpc_ddp.submission.run_files.library import carry_library
 from tests.skips import skip_or_fail
 from unit.fakes import STRANGER
 

@@ -1,0 +1,150 @@
+"""Undoes what a start has changed in an older run, where Slurm has refused it or never answered.
+
+A note in the run's folder, from before the first change until Slurm has accepted the job, has what
+is needed: so the next start can undo one that Ctrl-C or a lost connection has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import list_names, read_json, write_whole
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import claim_start, describe_work, read_queue, release_start
+
+
+def note_earlier(run: RunFolder) -> None:
+    """Write the note for a start of `run`, in place of one that is there. Raise OSError where its
+    files can't be read, or the note can't be written."""
+    parts = (run, *run.tasks())
+    files = (run.job_json, run.limits_json, run.script, *(part.cancelled for part in parts))
+    contents = {
+        str(path.relative_to(run.path)): path.read_bytes().decode(errors="surrogateescape")
+        for path in files
+        if path.exists()
+    }
+    note = {
+        "time": time.time(),
+        "attempts": _count_attempts(run),
+        "files": contents,
+        "code": [path.name for path in _snapshots(run)],
+        "aside": [str(path.relative_to(run.path)) for path in _aside(run)],
+    }
+    write_whole(_note_of(run), json.dumps(note), mode=0o600)  # variables may be secret
+
+
+def remove_note(run: RunFolder) -> None:
+    """Remove the note of a start that Slurm has accepted. Where the disk refuses, it stays, and
+    nothing is raised: the job's first attempt makes it void."""
+    with suppress(OSError):
+        _note_of(run).unlink()
+
+
+def undo_start(run: RunFolder) -> None:
+    """Give the files of `run` their content from before the start that the note is of, remove that
+    start's snapshot of the code, move back the checkpoints that it has set aside, and remove the
+    note. The new library stays. Nothing where there is no note.
+
+    Nothing is raised: a file that the disk refuses stays as it is; where it refuses more, stderr
+    says so, and the note stays.
+    """
+    note = read_json(_note_of(run))
+    if not note:
+        return
+    for name, text in note["files"].items():
+        path, content = run.path / name, text.encode(errors="surrogateescape")
+        with suppress(OSError):  # a full disk would empty the others
+            if not path.exists() or path.read_bytes() != content:
+                write_whole(path, content, mode=0o644)
+    try:
+        for snapshot in _snapshots(run):
+            if snapshot.name not in note["code"]:
+                shutil.rmtree(snapshot, ignore_errors=True)
+        for folder in _aside(run):
+            if str(folder.relative_to(run.path)) not in note["aside"]:
+                checkpoints.bring_back(RunFolder(folder.parent.parent), folder)
+        remove_note(run)
+    except OSError as error:
+        say(
+            f"warning: of the refused start of {run.path} remains {error.filename}:"
+            f" {error.strerror}; the next one tries again to undo it"
+        )
+
+
+def undo_broken_start(run: RunFolder) -> None:
+    """Undo a start of a run, of its array or of a task of it that was broken off before Slurm had
+    answered, and print that; nothing where its job has begun since, or may be queued.
+
+    Raises
+    ------
+    UsageError
+        another process starts the run just now, or Slurm does not say what is queued
+    OSError
+        a journal can't be read, or as `describe_work`
+    """
+    for part in {run.path: run, run.whole: RunFolder(run.whole)}.values():
+        for folder in (part, *part.tasks()):
+            if _note_of(folder).exists():
+                _undo_if_broken(folder)
+
+
+def _undo_if_broken(run: RunFolder) -> None:
+    """Do what `undo_broken_start` does, with its errors, for a run that has a note."""
+    claim_start(run)
+    try:
+        note = read_json(_note_of(run))
+        if not note:
+            return
+        if _count_attempts(run) > note["attempts"]:
+            remove_note(run)  # the job was queued all the same
+            return
+        queue = read_queue()
+        if queue.problem:
+            raise UsageError(
+                f"a start of {run.path} was broken off, and it is not known whether its job is"
+                f" queued: {queue.problem}",
+                hint="the same command again, once Slurm answers",
+            )
+        if describe_work(run, queue, guesses=queue.jobs is not None) is None:
+            undo_start(run)
+            at = time.strftime("%b %d %H:%M", time.localtime(note["time"]))
+            say(
+                f"note: a start of {run.path} was broken off before Slurm had answered ({at}):"
+                " settings, code and checkpoints are those from before it"
+            )
+    finally:
+        release_start(run)
+
+
+def _note_of(run: RunFolder) -> Path:
+    """Return the path of a run's note."""
+    return run.path / ".before-start.json"
+
+
+def _count_attempts(run: RunFolder) -> int:
+    """Return how many attempts a run and its tasks have had. May raise OSError."""
+    return sum(part.next_attempt() for part in (run, *run.tasks()))
+
+
+def _snapshots(run: RunFolder) -> list[Path]:
+    """Return the snapshots of a run's code, without those of its array. May raise OSError."""
+    return [run.code / name for name in list_names(run.code) if name.isdecimal()]
+
+
+def _aside(run: RunFolder) -> list[Path]:
+    """Return the folders of checkpoints of a run and its tasks that were set aside. May raise
+    OSError."""
+    folders = [part.checkpoints for part in (run, *run.tasks())]
+    return [
+        folder / name
+        for folder in folders
+        for name in list_names(folder)
+        if name.startswith("aside-")
+    ]
