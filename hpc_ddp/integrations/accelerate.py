@@ -23,7 +23,6 @@ import torch
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.epochs import EpochStop, generators_of
-from hpc_ddp.integrations.stop_point import fix_order_of_sums
 from hpc_ddp.training.data.iterable import set_epoch
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class Stop(EpochStop):
         from three ranks on. The generators of random numbers are restored before the next batch of
         `batches`. Raises as `StopPoint.latest`; errors of ``load_state`` come through.
         """
-        fix_order_of_sums(models)
+        self.fix_order_of_sums(models)
         self._loaded = self._count_objects()
         if folder := self.latest():
             self._accelerator.load_state(str(folder / STATE))

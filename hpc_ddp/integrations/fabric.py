@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.epochs import EpochStop, generators_of
-from hpc_ddp.integrations.stop_point import fix_order_of_sums
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -80,7 +79,7 @@ class Stop(EpochStop):
             objects.setdefault("precision", precision)
         self._objects = objects
         models = (model for model in objects.values() if isinstance(model, torch.nn.Module))
-        fix_order_of_sums(models)
+        self.fix_order_of_sums(models)
         if folder := self.latest():
             options: dict[str, Any] = {}
             if "weights_only" in signature(self._fabric.load).parameters:

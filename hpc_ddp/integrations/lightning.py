@@ -27,7 +27,6 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.stop_point import (
     StopPoint,
     check_step,
-    fix_order_of_sums,
     warn_of_ranks,
 )
 from hpc_ddp.training.data.iterable import set_epoch
@@ -152,7 +151,7 @@ class StopCallback(Callback):
         """
         # Lightning's handler of SIGTERM broadcasts, and ranks are signalled in different steps.
         self._stop.take_signals()
-        fix_order_of_sums([trainer.strategy.model or pl_module])
+        self._stop.fix_order_of_sums([trainer.strategy.model or pl_module])
         self._stop.begin()
         check_step(
             self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"

@@ -33,7 +33,7 @@ from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
-from hpc_ddp.training.models.ddp import fix_bucket_order
+from hpc_ddp.training.models.ddp import BucketOrders
 from hpc_ddp.training.models.dtensor import gathered
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.control import Control, LoneControl
@@ -79,6 +79,7 @@ class StopPoint(Member):
         super().__init__(options)
         self.facts: dict[str, Any] = {}
         self._own_facts: dict[str, Any] = {}  # as `facts`, of a subclass: apart from the script's
+        self._buckets = BucketOrders()
         self._format = format
         self._newest: Path | None = None
         self._decision = Decision()  # which `checkpoint` carries out
@@ -114,7 +115,20 @@ class StopPoint(Member):
                 vars(self.position).update(manifest["position"])
                 self.facts.update(manifest["facts"])
                 self._own_facts.update(manifest["own_facts"])
+                self._buckets.load(manifest["buckets"])
         return self._newest
+
+    def fix_order_of_sums(self, models: Iterable[Any]) -> None:
+        """Have DDP add gradients in the same order before a restart and after it; all ranks call
+        it once, with the wrapped `models`, before the first step.
+
+        Each DDP in them is added to the run's `BucketOrders`; after a restart that is a collective,
+        which sets the gradients to None. Raise RuntimeError if a peer is gone.
+        """
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, DistributedDataParallel):
+                    self._buckets.add(module)
 
     def take_signals(self) -> None:
         """Take the signals back from a library that has set handlers of its own. Raise ValueError
@@ -214,6 +228,7 @@ class StopPoint(Member):
             "position": asdict(self.position),
             "facts": deepcopy(self.facts),
             "own_facts": deepcopy(self._own_facts),
+            "buckets": self._buckets.values(),
         }
         self._checkpoints.commit(self.position.step, facts, began)
         decision, self._decision = self._decision, Decision()
@@ -338,17 +353,3 @@ def warn_of_ranks(stop: StopPoint, ranks: int) -> None:
             " that some samples count twice or not at all"
         )
     stop.facts["ranks"] = ranks
-
-
-def fix_order_of_sums(models: Iterable[Any]) -> None:
-    """Have DDP add gradients in the same order before a restart and after it; all ranks call it,
-    with the wrapped `models`, before the first step.
-
-    For each DDP in them it runs one backward of a stand-in, a collective, and sets the gradients to
-    None. Models without DDP stay as they are, and so does DDP with ``static_graph``: after a
-    restart its sums may differ in their last bits. Raise RuntimeError if a peer is gone.
-    """
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                fix_bucket_order(module)

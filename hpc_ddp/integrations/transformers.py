@@ -32,7 +32,6 @@ from hpc_ddp.integrations.epochs import (
 from hpc_ddp.integrations.stop_point import (
     StopPoint,
     check_step,
-    fix_order_of_sums,
     warn_of_ranks,
 )
 from hpc_ddp.training.data.iterable import set_epoch
@@ -107,7 +106,7 @@ class StopCallback(TrainerCallback):
                 hint="trainer.train(resume_from_checkpoint=stop.latest(trainer))",
             )
         _check_loader(values.get("train_dataloader"), args.world_size)
-        fix_order_of_sums([self._trainer.model_wrapped])
+        self._stop.fix_order_of_sums([self._trainer.model_wrapped])
         self._stop.begin()
         check_step(self._stop, state.global_step, "train(trainer)")
         warn_of_ranks(self._stop, args.world_size)

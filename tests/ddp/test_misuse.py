@@ -60,7 +60,7 @@ def test_a_mistake_ends_in_a_sentence(crew: Any, case: str, words: str) -> None:
 def test_replicas_in_ddp_end_in_a_sentence(crew: Any) -> None:
     launch = crew.launch(2, "replicas", script="misuse.py")
     assert launch.wait() == [2, 2], launch.output()
-    assert "run.wrap (DDP) was called with replicas=2, of a sharded model" in launch.output()
+    assert "run.wrap (DDP) was called with replicas=2; accepted: fully_shard" in launch.output()
 
 
 def test_stages_that_track_other_objects_end_in_a_sentence(crew: Any) -> None:

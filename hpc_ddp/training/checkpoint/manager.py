@@ -28,6 +28,7 @@ from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.ddp import BucketOrders
 from hpc_ddp.training.models.dtensor import is_sharded, local_copies
 from hpc_ddp.training.models.generators import Generators
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -77,6 +78,7 @@ class CheckpointManager:
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
         self.generators = Generators(devices)
+        self.buckets = BucketOrders()
         self._buffer = StagingBuffer(devices[0])
         self._loaded: Loaded | None = None
         self._has_noted = False  # the flags of models
@@ -140,6 +142,7 @@ class CheckpointManager:
             say(note)
         vars(self._position).update(checkpoint.index.shared["position"])
         self.best = Best(**checkpoint.index.shared["best"])
+        self.buckets.load(checkpoint.index.shared["buckets"])
         self._written, self.resumed = self._identity(), True
         # All ranks of a stream take up the same one, whichever of them wrote it.
         first = checkpoint.index.first_of_stream(self._dims.stream)
@@ -257,6 +260,7 @@ class CheckpointManager:
                 **self._facts(),
                 "position": asdict(self._position),
                 "best": asdict(self.best),
+                "buckets": self.buckets.values(),
                 "tree": current.tree,
             },
             stream=self._dims.stream,

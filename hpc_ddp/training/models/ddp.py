@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import is_accelerator
@@ -62,7 +65,7 @@ class _StandIn(torch.nn.Module):
     """Uses every parameter once; its gradients are zero and arrive last parameter first. DDP
     expects sparse ones of the weights whose ids are in `sparse`."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], sparse: Container[int]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], sparse: Container[int]) -> None:
         super().__init__()
         self._parameters_of_model = tuple(parameters)  # a tuple, so nothing is registered
         self._sparse = sparse
@@ -107,46 +110,141 @@ def _sparse_embeddings(model: torch.nn.Module) -> dict[int, str]:
     return {id(embedding.weight): name for name, embedding in named if embedding.sparse}
 
 
-def fix_bucket_order(ddp: DistributedDataParallel) -> None:
-    """Run one forward and backward of `ddp` that changes nothing but the packing of gradients.
-
-    DDP packs gradients into buckets, and after the first backward of every process packs them
-    anew in the order in which they arrived. A resumed process so takes its first step with the
-    first packing, where the undisturbed run had the second, and from three ranks on the same
-    numbers added in another order give other bits. So every process, the first one too, has its
-    "first backward" before training: on a stand-in whose gradients are zero and arrive in an
-    order that depends on nothing but the model.
-
-    All ranks must call it. Leaves parameters, buffers, generators as they are and gradients
-    None, and calls no hooks of parameters. Does nothing under ``static_graph``, which would take
-    the stand-in's graph for the model's: such a run is equal to an undisturbed one up to rounding
-    only. Raises UsageError for embeddings with sparse gradients where the group's backend, as
-    NCCL, adds up dense ones only.
-    """
-    if ddp.static_graph:
-        return
-    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-    model: Any = ddp.module
-    syncs = ddp.broadcast_buffers
+def check_sparse_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise UsageError for embeddings with sparse gradients on a device where the backend of a
+    group, the default one for None, adds up dense ones only, as NCCL does. All ranks call it."""
     sparse = _sparse_embeddings(model)
-    ddp.module = _StandIn(parameters, sparse)
-    ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
+    weights = [weight for weight in model.parameters() if id(weight) in sparse]
     try:
-        # With device_ids, DDP takes the first of the arguments that it has moved there.
-        with _without_hooks(parameters):
-            ddp(None).backward()
+        for weight in weights[:1]:
+            zero = torch.zeros(1, dtype=weight.dtype, device=weight.device)
+            dist.all_reduce(zero.to_sparse(), group=group)
     except RuntimeError as error:
-        if not sparse or "sparse" not in str(error):
-            raise
         raise UsageError(
             f"the gradients of {', '.join(sparse.values())} are sparse, and the backend of this"
             " device adds up dense ones only",
             hint="take nn.Embedding with sparse=False, or start(backend='gloo')",
         ) from error
+
+
+def _trained(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """Return the parameters whose gradients a model's DDP adds up."""
+    return [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+
+
+def fix_bucket_order(ddp: DistributedDataParallel, order: Sequence[int] = ()) -> None:
+    """Run one forward and backward of `ddp` that changes nothing but the packing of gradients: they
+    are zero, and arrive in `order`, numbers of the trained parameters; without it in the reverse
+    order of definition.
+
+    All ranks must call it. Leaves parameters, buffers, generators as they are and gradients
+    None, and calls no hooks of parameters. Does nothing under ``static_graph``.
+    """
+    if ddp.static_graph:
+        return
+    parameters = _trained(ddp)
+    model: Any = ddp.module
+    syncs = ddp.broadcast_buffers
+    arriving = [parameters[number] for number in order] or parameters[::-1]
+    ddp.module = _StandIn(arriving[::-1], _sparse_embeddings(model))
+    ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
+    try:
+        # With device_ids, DDP takes the first of the arguments that it has moved there.
+        with _without_hooks(parameters):
+            ddp(None).backward()
     finally:
         ddp.module, ddp.broadcast_buffers = model, syncs
     for parameter in parameters:
         parameter.grad = None
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """A model's DDP, and the numbers of its trained parameters in the order in which their
+    gradients have arrived so far."""
+
+    ddp: DistributedDataParallel
+    arrived: dict[int, None] = field(default_factory=dict)  # its keys
+
+    @property
+    def order(self) -> list[int]:
+        """The order of all trained parameters, [] while it is not known."""
+        return [*self.arrived] if len(self.arrived) == len(_trained(self.ddp)) else []
+
+    def fix(self, order: Sequence[int]) -> bool:
+        """Fix the order, a collective, and return True; False where it is not of this model."""
+        if not order or sorted(order) != [*range(len(_trained(self.ddp)))]:
+            return False
+        fix_bucket_order(self.ddp, order)
+        self.arrived.clear()
+        self.arrived.update(dict.fromkeys(order))
+        return True
+
+    def note_arrivals(self) -> None:
+        """Note the order in the next backward that is averaged."""
+        handles: list[RemovableHandle] = []
+
+        def note(number: int, _: torch.Tensor) -> None:
+            """Note an arrival; the last one removes the hooks."""
+            if self.ddp.require_backward_grad_sync:
+                self.arrived[number] = None
+            if len(self.arrived) == len(handles):
+                for handle in handles:
+                    handle.remove()
+
+        parameters: list[Any] = _trained(self.ddp)
+        for number, parameter in enumerate(parameters):
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(note, number)))
+
+
+class BucketOrders:
+    """Lets the DDP models of a run pack gradients alike in each attempt.
+
+    DDP packs gradients into buckets, and after the first backward of every process packs them
+    anew, in the order in which they have arrived. A resumed process so takes its first step with
+    the first packing, where the undisturbed run had the second, and from three ranks on the same
+    numbers added in another order give other bits. So the order is noted in the first backward of
+    the run that is averaged, and kept in its checkpoints; a process that resumes has its "first
+    backward" before it trains, on a stand-in whose gradients arrive in that order.
+
+    Models are known by their number, in the order in which they were added. DDP packs nothing anew
+    with ``find_unused_parameters``. It would take the stand-in's graph for the model's under
+    ``static_graph``: such a run is equal to an undisturbed one up to rounding only.
+    """
+
+    def __init__(self) -> None:
+        self._packings: list[_Packing] = []
+        self._loaded: Sequence[Sequence[int]] = ()
+
+    def add(self, ddp: DistributedDataParallel) -> None:
+        """Add a model. Its order is fixed where one was loaded, which is a collective, else noted
+        in its first averaged backward."""
+        self._packings.append(_Packing(ddp))
+        if not self._fix(len(self._packings) - 1) and _packs_anew(ddp):
+            self._packings[-1].note_arrivals()
+
+    def load(self, orders: Sequence[Sequence[int]]) -> None:
+        """Fix the orders of the models that there are, and of those that will be added, by what
+        `values` has returned in an earlier attempt; it is a collective."""
+        self._loaded = orders
+        for number in range(len(self._packings)):
+            self._fix(number)
+
+    def values(self) -> list[list[int]]:
+        """Return for each model the numbers of its trained parameters in the order in which their
+        gradients arrive, [] where it is not known yet."""
+        return [packing.order for packing in self._packings]
+
+    def _fix(self, number: int) -> bool:
+        """Fix the order of a model by what was loaded; return whether it is fixed."""
+        packing = self._packings[number]
+        is_loaded = number < len(self._loaded) and _packs_anew(packing.ddp)
+        return is_loaded and packing.fix(self._loaded[number])
+
+
+def _packs_anew(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP packs gradients anew in the order of their arrival, which counts."""
+    return not (ddp.static_graph or ddp.find_unused_parameters)
 
 
 def set_averaging(model: Any, on: bool) -> None:

@@ -20,6 +20,7 @@ from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import (
+    check_sparse_gradients,
     compile_for_resume,
     fix_bucket_order,
     set_averaging,
@@ -105,8 +106,7 @@ class ModelSetup(Worker):
             )
         if dims.replicas > 1:
             raise UsageError(
-                f"run.wrap (DDP) was called with replicas={dims.replicas}, of a sharded model;"
-                " accepted there: run.fully_shard",
+                f"run.wrap (DDP) was called with replicas={dims.replicas}; accepted: fully_shard",
                 hint="without replicas= each rank has a whole model in DDP",
             )
         # The ranks of other stages have other layers.
@@ -123,12 +123,14 @@ class ModelSetup(Worker):
         return self._in_ddp(model, {"process_group": group, **options})
 
     def _in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-        """Wrap a model in DDP with its options, fix its bucket order, and note it in `_wrapped` and
-        for the timer; every rank must call it. `options` may get ``device_ids``."""
+        """Wrap a model in DDP with its options, which may get ``device_ids``, and note it; every
+        rank must call it. Raise UsageError for sparse gradients that can't be averaged."""
         if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
-        fix_bucket_order(ddp)
+        check_sparse_gradients(model, options["process_group"])
+        is_rank_0s = self._dims.pp == 1 and len(self.devices) == 1  # else there is no one order
+        (self._manager.buckets.add if is_rank_0s else fix_bucket_order)(ddp)
         self._timer.has_ddp = self._dims.pp == 1
         self._wrapped.append(ddp)
         return ddp

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import CPU
-from hpc_ddp.training.models.ddp import set_averaging, with_sync_batchnorm
+from hpc_ddp.training.models.ddp import BucketOrders, set_averaging, with_sync_batchnorm
 
 
 class NormAct(nn.BatchNorm2d):
@@ -47,3 +51,102 @@ def test_a_static_graph_is_recorded_with_averages(
     for on in (True, False):
         set_averaging(ddp, on)
         assert ddp.require_backward_grad_sync == (on or averages)
+
+
+class HeadFirst(nn.Module):
+    """Is defined in another order than it computes in, as CLIP, DETR and UNets are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, numbers: torch.Tensor) -> Any:
+        return self.head(self.body(numbers))
+
+
+ARRIVING = [1, 0, 5, 4, 3, 2]  # the head's weights are numbers 0 and 1
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    store: Any = vars(dist)["HashStore"]()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Packed:
+    """A model in DDP that notes how its gradients are packed."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.ddp = DistributedDataParallel(HeadFirst(), **options)
+        self._numbers = {id(weight): n for n, weight in enumerate(self.ddp.module.parameters())}
+        self.packed: list[int] = []
+        hook: Any = lambda _, bucket: self._note(bucket)  # noqa: E731
+        self.ddp.register_comm_hook(None, hook)
+
+    def _note(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        self.packed += [self._numbers[id(weight)] for weight in bucket.parameters()]
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def train(self) -> list[int]:
+        """Run a backward; return the numbers of the parameters, bucket by bucket."""
+        self.packed = []
+        self.ddp(torch.ones(2, 4)).sum().backward()
+        return self.packed
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_resumed_process_packs_gradients_as_the_first_one_did(is_late: bool) -> None:
+    """In the order in which they arrive: the order of definition would hide no all-reduce."""
+    first, orders = Packed(), BucketOrders()
+    orders.add(first.ddp)
+    assert orders.values() == [[]]
+    with first.ddp.no_sync():
+        first.train()
+    assert orders.values() == [[]]
+    first.train()
+    assert orders.values() == [ARRIVING]
+    assert first.train() == ARRIVING  # in whatever order torch packs them anew
+    assert orders.values() == [ARRIVING]
+
+    second, resumed = Packed(), BucketOrders()
+    before = [weight.clone() for weight in second.ddp.parameters()]
+    if is_late:
+        resumed.load([ARRIVING])
+    resumed.add(second.ddp)
+    if not is_late:
+        resumed.load([ARRIVING])
+    assert resumed.values() == [ARRIVING]
+    assert all(weight.grad is None for weight in second.ddp.parameters())
+    assert all(map(torch.equal, before, second.ddp.parameters()))
+    assert second.train() == ARRIVING
+    assert resumed.values() == [ARRIVING]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("loaded", [[], [[]], [[2, 1, 0]], [[0, 0, 1, 2, 3, 4]]])
+def test_an_order_of_another_model_is_none(loaded: list[list[int]]) -> None:
+    packed, orders = Packed(), BucketOrders()
+    orders.add(packed.ddp)
+    orders.load(loaded)
+    assert orders.values() == [[]]
+    packed.train()
+    assert orders.values() == [ARRIVING]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_where_ddp_packs_nothing_anew_no_order_is_noted(option: str) -> None:
+    packed, orders = Packed(**{option: True}), BucketOrders()
+    orders.load([ARRIVING])
+    orders.add(packed.ddp)
+    for _ in range(2):
+        packed.train()
+    assert orders.values() == [[]]
