@@ -38,6 +38,7 @@ from hpc_ddp.training.models.dtensor import gathered
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.control import Control, LoneControl
 from hpc_ddp.training.process.control_tree import open_control
+from hpc_ddp.training.process.environment import mark_trained, take_run
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.process.process_group import leave, leave_quickly, timeout_beyond
@@ -108,6 +109,8 @@ class StopPoint(Member):
                     "a second training has begun in this process; accepted: one for each run",
                     hint="each training (a fold, say) as a job of its own: hpc-ddp sweep",
                 )
+            if self._env.run is not None:
+                take_run()
             self._open()
             self._is_open = StopPoint._is_taken = True
             if newest := self._checkpoints.find_newest_of_library():
@@ -257,6 +260,8 @@ class StopPoint(Member):
         self._watchdog.end()
         self._end_journal()
         self._is_over = True
+        if self._env.is_within:
+            mark_trained()
         if self._env.notice is None:
             self._notices.end(then_exit=False)
         if self.rank == 0:

@@ -327,7 +327,7 @@ class Run(ModelSetup):
             scalars = {name: number("run.finish", name, result) for name, result in results.items()}
             # JSON has neither NaN nor infinity.
             numbers = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
-            self._end(Finished(self.position.step, numbers or None))
+            self._end(Finished(self.position.step, numbers or None, self._env.is_within or None))
             atexit.unregister(self._note_early_exit)  # it would keep the model in memory
 
     def __enter__(self) -> Run:

@@ -22,6 +22,7 @@ from hpc_ddp.training.models.precision import Precision, make_deterministic
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group
 from hpc_ddp.training.process.control_tree import open_control
+from hpc_ddp.training.process.environment import mark_trained, take_run
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.stops.signals import NONE, REASONS
@@ -58,6 +59,8 @@ class Worker(Member):
     def _join(self, options: Options) -> None:
         """Choose the devices, join the process group, and open the run's folder; every rank must
         call it. Raises as `start`."""
+        if self._env.run is not None:
+            take_run()  # a second group of the process may hang
         info = self._info
         self.seed = options.seed
         if options.deterministic:
@@ -153,6 +156,8 @@ class Worker(Member):
         for end in [sink.end for sink in (self._board, self._progress, self._profiler) if sink]:
             end()
         self._over = True
+        if self._env.is_within:
+            mark_trained()
         self._notices.end(then_exit=is_stop)
         process_group.leave(self._control, self.device, then_exit=is_stop)
         if self.rank == 0:

@@ -35,7 +35,8 @@ def become(worker: dict[str, Any]) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for number, handle in enumerate((null, log, log)):
         os.dup2(handle, number)
-    os.environ.update(worker["env"])
+    job = os.environ.get("SLURM_JOB_ID", "")
+    os.environ.update({"HPC_DDP_WORKER": f"{os.getpid()} {job}", **worker["env"]})
     os.chdir(worker["cwd"])
     sys.argv = worker["argv"]
     sys.path[0] = os.path.dirname(sys.argv[0])

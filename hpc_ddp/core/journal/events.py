@@ -302,7 +302,8 @@ class Stopped(JournalEvent):
 
 @dataclass(frozen=True)
 class Finished(JournalEvent):
-    """The training has ended; `results` of `run.finish`; with `at_exit` the exit code counts."""
+    """The training has ended; `results` of `run.finish`. With `at_exit` the exit code of its worker
+    counts, whose script may go on."""
 
     event = "finished"
     writer = RANK_0

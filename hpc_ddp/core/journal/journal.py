@@ -229,14 +229,18 @@ def events_of(path: Path) -> Iterator[JournalEvent]:
 
 def is_finished(events: Sequence[JournalEvent]) -> bool:
     """Return whether a run has reached its end, by the last verdict of the newest attempt that has
-    one or is `finished`, or without a verdict by that; False without either."""
+    one or is `finished`, or without a verdict by that; False without either. Where the exit code
+    counts (`Finished.at_exit`), the verdict is waited for, which a plain start has not."""
     last = last_event(events, VerdictGiven, Finished)
     if last is None:
         return False
     # Their clocks may differ, where the verdict is made on a login node (salloc).
     ends = [event for event in events if event.attempt == last.attempt]
-    verdict = last_event(ends, VerdictGiven)
-    return verdict is None or verdict.cause is Cause.FINISHED
+    if verdict := last_event(ends, VerdictGiven):
+        return verdict.cause is Cause.FINISHED
+    started = last_event(ends, Started)
+    has_launcher = started is not None and started.nodes is not None
+    return not (has_launcher and isinstance(last, Finished) and last.at_exit)
 
 
 def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:

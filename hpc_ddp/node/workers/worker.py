@@ -321,7 +321,8 @@ def prepare(command: list[str]) -> list[str]:
     os.dup2(log, 2)
     os.close(log)
     forget_task()
-    os.environ.update(as_task(), PYTHONPATH=python_path())
+    identity = f"{os.getpid()} {os.environ.get('SLURM_JOB_ID', '')}"  # `training` looks at it
+    os.environ.update(as_task(), PYTHONPATH=python_path(), HPC_DDP_WORKER=identity)
     # A set of strings has one order on all ranks, and after a resume: a vocabulary, for one.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     set_compile_cache()

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,10 @@ from typing import TypeVar
 from hpc_ddp.core.errors import UsageError
 
 T = TypeVar("T")
+
+# Of a worker: its process id and Slurm job, as node/workers/worker.py sets it; and the id of the
+# process in which `take_run` was called. All that a worker starts inherits both.
+WORKER, TRAINER = "HPC_DDP_WORKER", "HPC_DDP_TRAINER"
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,13 @@ class LaunchEnv:
     """The ``HPC_DDP_*`` variables, which hpc-ddp's launcher and supervisor set, or the user; None
     where one is not set, but for `node`, `runs` and `stem`.
 
-    `run` is the run's folder, `attempt` the attempt's number; a plain start has neither. `end_time`
-    is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds. `runs` is
-    the folder of plain starts' runs, `stem` the script's file name without ``.py``, their name.
-    `notice` is the file in which the supervisor gives notice, `local_notice` the one in its memory.
+    `run` is the run's folder, `attempt` the attempt's number; a plain start has neither. Nor has a
+    process, or a job, that a worker's training has started, or that clean-up lines have: its
+    environment names the run all the same. `is_within` is true in a process that a worker's script
+    has started (``--no-python run.sh``). `end_time` is in unix seconds, `save_every` in seconds or
+    ``"auto"``, `hang_after` in seconds. `runs` is the folder of plain starts' runs, `stem` the
+    script's file name without ``.py``, their name. `notice` is the file in which the supervisor
+    gives notice, `local_notice` the one in its memory.
     """
 
     run: Path | None
@@ -64,11 +72,13 @@ class LaunchEnv:
     backend: str | None
     runs: Path
     stem: str
+    is_within: bool = False
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> LaunchEnv:
         """Read the ``HPC_DDP_*`` variables. Raise UsageError for a value that is no number where it
         has to be one, and for a run without ``HPC_DDP_ATTEMPT``."""
+        environ = _without_others_run(environ)
         run, notice = environ.get("HPC_DDP_RUN"), environ.get("HPC_DDP_NOTICE")
         local_notice = environ.get("HPC_DDP_LOCAL_NOTICE")
         script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
@@ -86,7 +96,52 @@ class LaunchEnv:
             backend=environ.get("HPC_DDP_BACKEND") or None,
             runs=Path(os.path.expanduser(environ.get("HPC_DDP_RUNS") or "runs")).absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
+            is_within=bool(run) and environ[WORKER].partition(" ")[0] != str(os.getpid()),
         )
+
+
+def _without_others_run(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return variables without those of a run's attempt, where this process is no worker of it, but
+    has inherited them: it would train in a live run's folder."""
+    worker, _, job = environ.get(WORKER, "").partition(" ")
+    is_of_job = bool(worker) and job == environ.get("SLURM_JOB_ID", "")
+    if "HPC_DDP_RUN" not in environ:
+        return environ
+    if is_of_job and environ.get(TRAINER) in (None, str(os.getpid())):
+        return environ
+    of_attempt = ("RUN", "NOTICE", "LOCAL_NOTICE", "END_TIME", "PROFILE")
+    hidden = {f"HPC_DDP_{name}" for name in of_attempt}
+    return {name: text for name, text in environ.items() if name not in hidden}
+
+
+def take_run() -> None:
+    """Take the worker's run for this process. Raise UsageError where this process has taken it
+    before, or an earlier one of the worker's script has ended its training in it (`mark_trained`).
+    """
+    if TRAINER in os.environ:
+        raise UsageError(
+            "a second training has begun in a process that hpc-ddp has started; accepted: one",
+            hint="each training (a fold, a seed) as a run of its own: hpc-ddp sweep",
+        )
+    if _mark().exists():
+        raise UsageError(
+            "a second process of this worker has begun a training in the run; accepted: one",
+            hint="each stage as a run of its own: hpc-ddp submit --dependency afterok:JOB",
+        )
+    os.environ[TRAINER] = str(os.getpid())
+
+
+def mark_trained() -> None:
+    """Note, for a later process of this worker's script, that the training in its run has ended. A
+    disk that refuses it is passed over."""
+    with suppress(OSError):
+        _mark().touch()
+
+
+def _mark() -> Path:
+    """Return the path of the file of `mark_trained`, in the folder of this node's attempt."""
+    worker = os.environ[WORKER].partition(" ")[0]
+    return Path(os.environ.get("HPC_DDP_NODE_FOLDER", "."), f"trained-{worker}")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -185,6 +185,8 @@ def test_an_important_event_is_retried_for_a_minute(
         ([event_at("verdict", cause="finished"), event_at("started")], True),
         ([event_at("verdict", cause="preempted"), event_at("finished", 1.0, 1)], True),
         ([event_at("verdict", cause="failed"), event_at("finished", 1.0)], False),  # by two clocks
+        ([event_at("started", nodes=["n1"]), event_at("finished", at_exit=True)], False),
+        ([event_at("started"), event_at("finished", at_exit=True)], True),  # a plain start
     ],
 )
 def test_a_run_is_finished_by_its_last_event(events: list[JournalEvent], finished: bool) -> None:

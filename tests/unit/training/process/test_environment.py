@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv, mark_trained, take_run
 
 
 def test_rank_facts_come_from_torchrun_or_are_those_of_one_process() -> None:
@@ -29,3 +32,44 @@ def test_the_environment_names_a_window_to_profile() -> None:
     assert LaunchEnv.from_env({"HPC_DDP_PROFILE": "10:15"}).profile == (10, 15)
     with pytest.raises(UsageError, match="HPC_DDP_PROFILE is 'ten'"):
         LaunchEnv.from_env({"HPC_DDP_PROFILE": "ten"})
+
+
+def _worker(pid: int, job: str = "7", **more: str) -> dict[str, str]:
+    """Return the environment of a worker, and of all that it starts."""
+    env = {"HPC_DDP_RUN": "/r", "HPC_DDP_ATTEMPT": "2", "HPC_DDP_NOTICE": "/r/notice"}
+    return {**env, "HPC_DDP_WORKER": f"{pid} {job}", "SLURM_JOB_ID": "7", **more}
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_worker_or_a_process_of_its_script_has_the_run(is_within: bool) -> None:
+    env = LaunchEnv.from_env(_worker(os.getppid() if is_within else os.getpid()))
+    assert (env.run, env.attempt, env.is_within) == (Path("/r"), 2, is_within)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        _worker(1, SLURM_JOB_ID="8"),  # sbatch eval.sbatch, by rank 0
+        _worker(1, HPC_DDP_TRAINER="1"),  # torchrun eval.py, by rank 0
+        {"HPC_DDP_RUN": "/r", "HPC_DDP_ATTEMPT": "2", "SLURM_JOB_ID": "7"},  # in clean-up lines
+    ],
+)
+def test_what_a_training_starts_has_not_its_run(environ: dict[str, str]) -> None:
+    env = LaunchEnv.from_env(environ)
+    assert (env.run, env.attempt, env.notice, env.is_within) == (None, None, None, False)
+
+
+def test_a_process_trains_once_in_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HPC_DDP_WORKER", "1 ")
+    monkeypatch.setenv("HPC_DDP_NODE_FOLDER", str(tmp_path))
+    monkeypatch.delenv("HPC_DDP_TRAINER", raising=False)
+    take_run()
+    with pytest.raises(UsageError, match="second training has begun in a process"):
+        take_run()
+    monkeypatch.delenv("HPC_DDP_TRAINER")
+    mark_trained()
+    with pytest.raises(UsageError, match="second process of this worker"):
+        take_run()
+    monkeypatch.setenv("HPC_DDP_WORKER", "2 ")  # torchrun has started it again
+    take_run()
+    monkeypatch.delenv("HPC_DDP_TRAINER")
