@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import re
-import shlex
 import signal
 import socket
 import threading
@@ -30,8 +29,9 @@ from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.job.trackers import tracker_env
+from hpc_ddp.core.job.variables import export_lines
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.journal.journal import first_attempt
@@ -39,7 +39,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import first_port, free_port, reach
-from hpc_ddp.node.outcome import chain, end_step, requeue
+from hpc_ddp.node.outcome import chain, end_step, first_job, requeue
 from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
@@ -66,7 +66,7 @@ def queue_next(environ: dict[str, str]) -> None:
     Raise HpcDdpError as `chain.check_wanted` and `check_budget`, or for a broken job.json; OSError
     if the run's folder can't be read or written.
     """
-    run, own_job = _run_of(environ), _own_job(environ)
+    run, own_job = run_of_job(environ), _own_job(environ)
     restarts = requeue.restarts_of(environ)
     if not run.finished() and not restarts:
         array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
@@ -84,7 +84,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         return _begin(environ)
     except HpcDdpError:
         with contextlib.suppress(OSError):  # the refusal is what has to be read
-            chain.take_back_early(_run_of(environ), environ)
+            chain.take_back_early(run_of_job(environ), environ)
         raise
 
 
@@ -99,7 +99,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     refuse to answer), its job.json is broken, or Slurm does not expand the node list; OSError if
     the run's folder can't be used, or no port is free.
     """
-    run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
+    run, job_id = run_of_job(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
     restarts = requeue.restarts_of(environ)
     own_job = _own_job(environ)
@@ -138,6 +138,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         port=free_port(first_port(job_id, env.run)),
         cpus=_check_cpus(spec, environ),
     ).to_env()
+    values |= first_job.variables(run, attempt.number, environ)
     return values | tracker_env(run, environ, env.first_attempt)
 
 
@@ -188,23 +189,8 @@ def attempt_env(
     )
 
 
-def _run_of(environ: dict[str, str]) -> RunFolder:
-    """Return the run of HPC_DDP_RUN; in an array the run of this task, which `task_of` makes, with
-    its errors."""
-    run = AttemptEnv.from_env(environ).run_folder
-    task = environ.get("SLURM_ARRAY_TASK_ID")
-    if not task or run.path.name == f"task-{task}":
-        return run
-    return task_of(run, int(task))
-
-
 def _own_job(environ: dict[str, str]) -> JobRef:
     return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
-
-
-def export_lines(values: dict[str, str]) -> str:
-    """Return the variables as ``export NAME=value`` lines for bash."""
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
 
 
 # --- while the step runs -------------------------------------------------------------------
@@ -322,6 +308,7 @@ def verdict(environ: dict[str, str]) -> int:
     notify_of_end(run, facts, decided)
     code = requeue.go_on(run, attempt, environ, facts, decided)
     notify_of_end(run, facts, decided, code)
+    first_job.forget_before_setup(environ)
     return code
 
 

@@ -47,7 +47,7 @@ GLOO = (1, REFUSED.format("gloo", "it sends no tensors of sim")) if DEVICE == "s
         ("result", "run.finish was given accuracy, a list that is no number"),
         ("half shard", "precision is 'fp16' with run.fully_shard; accepted: 'fp32', 'bf16'"),
         ("own group", "torch's process group exists already; accepted: start() makes it"),
-        ("two starts", "start() was called again in a process that torchrun has started"),
+        ("two starts", "a second training has begun in a process that hpc-ddp has started"),
     ],
 )
 def test_a_mistake_ends_in_a_sentence(crew: Any, case: str, words: str) -> None:

@@ -233,6 +233,7 @@ class JobSpec(ResourceOptions):
     )
     preflight: bool = option(False, "Check the nodes first, and avoid bad ones.", group=WORKERS)
     sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    submit_dir: str = ""  # the folder of the first submit
     budget_gpu_hours: float | None = option(
         None, "Start and requeue no more once these are used.", group=CONTINUATION, metavar="HOURS"
     )

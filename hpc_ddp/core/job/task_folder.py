@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import patiently, read_text, write_whole
 from hpc_ddp.core.job.options import JobSpec
@@ -31,6 +32,16 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
         return task
 
     return patiently(make)
+
+
+def run_of_job(environ: Mapping[str, str]) -> RunFolder:
+    """Return the run of HPC_DDP_RUN; in an array the run of this task, which `task_of` makes, with
+    its errors."""
+    run = AttemptEnv.from_env(environ).run_folder
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    if not task or run.path.name == f"task-{task}":
+        return run
+    return task_of(run, int(task))
 
 
 def trial_of(run: RunFolder) -> Mapping[str, str]:

@@ -43,6 +43,18 @@ _OF_PMI = re.compile(r"PMI2?_(?!DEBUG|MMAP)\w+|PMIX_(?!MCA_)\w+|SLURM_(PMI|MPI_)
 _OF_A_PMI_TASK = re.compile(r"PMI2?_(RANK|SIZE|ID|FD|PORT|JOBID)|PMIX_(RANK|NAMESPACE)")
 
 
+# A later job of a run has other values of these than its first one, which set-up lines may read.
+OF_FIRST_JOB = (
+    *("SLURM_RESTART_COUNT", "SLURM_SUBMIT_DIR", "SLURM_ARRAY_TASK_COUNT"),
+    *("SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_STEP"),
+)
+
+
+def export_lines(values: Mapping[str, str]) -> str:
+    """Return variables as ``export NAME=value`` lines for bash."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+
+
 def is_of_worker(name: str) -> bool:
     """Return whether a variable's value is known in a worker only."""
     return bool(_OF_A_WORKER.fullmatch(name))

@@ -20,6 +20,7 @@ from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
+from hpc_ddp.node.outcome import first_job
 from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes
 
 CLUSTERS_OF_SUBMIT = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
@@ -188,8 +189,11 @@ def _queue_link(
     that Slurm does not release is printed. Raise OSError if a journal of the run can't be read.
     """
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
-    environ = {name: text for name, text in environ.items() if name not in CLUSTERS_OF_SUBMIT}
-    options = [f"--dependency=afterany:{own_id(environ)}"]
+    shell = first_job.before_setup(environ).items()
+    env = {name: text for name, text in shell if name not in CLUSTERS_OF_SUBMIT}
+    script_options = slurm.options_of(RunFolder(run.whole).script)
+    is_single = "singleton" in re.split("[,?]", script_options.get("dependency", ""))
+    options = [f"--dependency=afterany:{own_id(environ)}{',singleton' * is_single}"]
     kept_off = excluded_nodes(run, own_id(environ), give_up)
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
@@ -197,13 +201,12 @@ def _queue_link(
     array = RunFolder(run.whole)  # an array's script is that of all its tasks
     if task:
         options.append(f"--array={task}")
-    script_options = slurm.options_of(array.script)
     if "begin" in script_options:
         options.append("--begin=now")
     try:
         link = slurm.sbatch(
             array.script,
-            environ,
+            env,
             *options,
             earlier=[*array.jobs(array.events()), *run.jobs(run.events())],
             give_up=give_up,

@@ -23,6 +23,7 @@ from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.chain import own_id, queue_next_link
 from hpc_ddp.node.outcome.excluded_nodes import keep_off
+from hpc_ddp.node.outcome.first_job import RESTARTS
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
 
@@ -53,9 +54,10 @@ def restarts_of(environ: dict[str, str]) -> int:
     also outside of a job. Raise KeyError where it is set and SLURM_JOB_ID is not.
 
     Slurm sets SLURM_RESTART_COUNT in such a job alone. Another one may have it from a job in which
-    a person has called sbatch: so Slurm is asked, and without an answer the variable counts.
+    a person has called sbatch: so Slurm is asked, and without an answer the variable counts, or
+    what it was before `first_job.variables`.
     """
-    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    restarts = int(environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or 0)
     job = ask(environ["SLURM_JOB_ID"]) if restarts else None
     return job.restarts if job else restarts
 

@@ -14,7 +14,7 @@ from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_options import as_pairs
 from hpc_ddp.core.job.sweep import trial_args
-from hpc_ddp.core.job.variables import array_exports, is_of_worker, names_in
+from hpc_ddp.core.job.variables import OF_FIRST_JOB, array_exports, is_of_worker, names_in
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import parse_options
 from hpc_ddp.submission.script import container, template
@@ -159,6 +159,9 @@ class Rendering:
                 for pattern in dict.fromkeys(filter(None, (spec.output, spec.error)))
             ],
             "setup": [line for line in spec.setup if line not in spec.without],
+            "setup_names": [
+                name for name in OF_FIRST_JOB if any(name in line for line in spec.setup)
+            ],
             "teardown": spec.teardown,
             "host_python": installed_python(),
             "python": spec.python,

@@ -387,7 +387,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     job = {name: value for name, value in values.items() if name in FIELDS}
     name = settings.values["script"] if is_no_file else str(script)  # ./run.sh is not of PATH
-    job |= {"script": name, "chdir": working_directory(cwd, settings.get("chdir", ""))}
+    job |= {"script": name, "submit_dir": str(cwd)}
+    job["chdir"] = working_directory(cwd, settings.get("chdir", ""))
     if "template" in job:
         job["template"] = str(cwd / job["template"])
     if job.get("notify"):
@@ -395,6 +396,5 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     job["job_name"] = job.get("job_name") or name_for(script, bool(settings.get("module")))
     is_here = job.get("backend") == "local"
     in_container = bool(job.get("container") or job.get("image")) and not is_here
-    setup = () if is_here else job.get("setup", ())
-    job.setdefault("python", default_python(setup, in_container))
+    job.setdefault("python", default_python(() if is_here else job.get("setup", ()), in_container))
     return JobSpec(**job)

@@ -61,7 +61,7 @@ def origins(plan: Plan, settings: Settings) -> list[Origin]:
             rows += _variables(plan, settings)
         elif isinstance(value, tuple):
             rows += [_origin(plan, settings, key, line, line) for line in value]
-        elif value not in (None, "", {}) and value is not False:
+        elif value not in (None, "", {}) and value is not False and field.name != "submit_dir":
             rows.append(_origin(plan, settings, key, str(value), None))
     absent = {*plan.spec.without}
     return [row for row in rows if row.key == "without" or not {row.value, f"--{row.key}"} & absent]

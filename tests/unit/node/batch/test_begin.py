@@ -16,7 +16,9 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.job.trackers import tracker_env
+from hpc_ddp.core.job.variables import export_lines
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node import batch
@@ -51,6 +53,8 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
         "HPC_DDP_RESUME_IF": "",
         "HPC_DDP_FIRST_ATTEMPT": "0",
         "HPC_DDP_WARM_START": "1",
+        "HPC_DDP_SLURM_RESTARTS": "3",
+        "SLURM_RESTART_COUNT": "3",
         **tracker_env(run, {}),
     }
     (event,) = raw_events(run.path)
@@ -226,7 +230,7 @@ def test_a_task_of_an_array_has_a_folder_of_its_own(controller: Slurm, run: RunF
     assert linked(run, "7").resolve() == task.path
     last = environ | {"SLURM_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}
     assert begin(last) is not None
-    assert batch._run_of({**environ, "HPC_DDP_RUN": str(task.path)}) == task
+    assert run_of_job({**environ, "HPC_DDP_RUN": str(task.path)}) == task
     assert not linked(run, "5").exists()  # the array's own, linked at the submit
 
 
@@ -282,7 +286,7 @@ def test_the_smallest_node_sets_the_cpus(text: str, cpus: int) -> None:
 
 
 def test_exported_values_survive_a_shell() -> None:
-    lines = batch.export_lines({"A": "a b'$(x)", "B": ""})
+    lines = export_lines({"A": "a b'$(x)", "B": ""})
     done = subprocess.run(
         ["bash", "-c", f'{lines}printf "%s|%s" "$A" "$B"'], capture_output=True, text=True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome import first_job
 from hpc_ddp.node.outcome.chain import queue_next_link
 from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
@@ -186,6 +188,34 @@ def test_the_next_link_of_a_task_is_that_task(
         str(run.script),
     ]
     assert linked(run, "9").resolve() == run.path
+
+
+def test_the_next_link_of_a_singleton_is_one(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock
+) -> None:
+    """Two jobs of its name would run at once."""
+    run.script.write_text("#!/bin/bash\n#SBATCH --dependency=afterok:3,singleton\n")
+    slurm_commands.answer("sbatch", "9\n")
+    queue_next_link(run, run.attempt(0), job_environ())
+    assert slurm_commands.calls("sbatch")[-1][1] == "--dependency=afterany:7,singleton"
+
+
+def test_the_next_link_has_the_environment_from_before_the_set_up_lines(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock
+) -> None:
+    """They run again in the new job: what they export would count twice."""
+    path, log = os.environ["PATH"], run.path / "environ"
+    (run.logs / ".environ-7").write_text(f"PATH={path}\0DATA=/data\nx\0SLURM_JOB_NAME=a\0")
+    slurm_commands.answer_by("sbatch", f"env -0 >'{log}'; echo 9")
+    environ = job_environ(HPC_DDP_RUN=str(run.path), DATA="/data/train", HPC_DDP_UMASK="27")
+    queue_next_link(run, run.attempt(0), environ)
+    lines = log.read_text().split("\0")
+    assert "DATA=/data\nx" in lines
+    assert not [line for line in lines if line.startswith("SLURM_JOB_NAME")]
+    first_job.forget_before_setup(environ)
+    assert dict(first_job.before_setup(environ)) == environ
+    (run.logs / ".environ-7").write_text("PATH=/no/sbatch/here\0")
+    assert dict(first_job.before_setup(environ)) == environ
 
 
 @pytest.mark.parametrize(("excluded", "kept_off"), [("", "n2"), ("n[2,8-9]", "n8,n9,n2")])

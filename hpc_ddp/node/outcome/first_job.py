@@ -1,0 +1,96 @@
+"""What a later job of a run takes over from its first one: Slurm's own requeue would keep it.
+
+A later job is one that was queued where a requeue is refused, the next one of a chain, and that of
+``submit --run``. Slurm gives it variables of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_ddp.core.console.terminal import answer
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.slurm_values import array_indexes
+from hpc_ddp.core.job.task_folder import run_of_job
+from hpc_ddp.core.job.variables import export_lines
+from hpc_ddp.core.journal.journal import first_attempt
+from hpc_ddp.core.run_folder import RunFolder
+
+# Slurm's count in the job that this is, where `variables` has set another one.
+RESTARTS = "HPC_DDP_SLURM_RESTARTS"
+
+
+def variables(run: RunFolder, attempt: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return Slurm's variables of the first job of a run, by name, as far as it would be wrong to
+    go on with those of this one, whose `environ` it is; `attempt` is the number of this attempt.
+
+    SLURM_RESTART_COUNT counts the attempts before, since ``--fresh``: scripts resume by it. The
+    number of an array's tasks and the range of their indexes are those of the whole array, of which
+    this job may have a part: scripts share out their data by them. SLURM_SUBMIT_DIR is the folder
+    of the first submit. Raise OSError where the run's journal or its array's job can't be read, and
+    UsageError for a broken job.
+    """
+    array = RunFolder(run.whole)
+    spec = JobSpec.from_json(array.job_json.read_bytes())
+    starts = attempt - first_attempt(run.events())
+    own_restarts = environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or "0"
+    values = {RESTARTS: own_restarts}
+    if restarts := max(starts, int(own_restarts)):
+        values["SLURM_RESTART_COUNT"] = str(restarts)
+    if spec.submit_dir:
+        values["SLURM_SUBMIT_DIR"] = spec.submit_dir
+    if run.is_task and spec.array:
+        indexes = sorted({*array_indexes(spec.array), run.index})
+        step = re.fullmatch(r"\d+-\d+(?::(\d+))?(%\d+)?", spec.array)
+        values |= {
+            "SLURM_ARRAY_TASK_COUNT": str(len(indexes)),
+            "SLURM_ARRAY_TASK_MIN": str(indexes[0]),
+            "SLURM_ARRAY_TASK_MAX": str(indexes[-1]),
+            **({"SLURM_ARRAY_TASK_STEP": step[1] or "1"} if step else {}),
+        }
+    return values
+
+
+def before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the batch shell's environment from before its set-up lines, which a new job repeats:
+    what they have exported would count twice. `environ`, that of now, for a job without such lines,
+    and where the file that the batch script has written can't be read."""
+    try:
+        path = _file(environ)
+        if path.lstat().st_uid != os.geteuid():
+            return environ
+        text = path.read_bytes().decode(errors="surrogateescape")
+    except (OSError, KeyError):
+        return environ
+    values = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
+    if shutil.which("sbatch", path=values.get("PATH")) is None:  # a module has brought it
+        return environ
+    return {**values, **{name: environ[name] for name in ("HPC_DDP_UMASK",) if name in environ}}
+
+
+def forget_before_setup(environ: Mapping[str, str]) -> None:
+    """Remove the file that `before_setup` reads; nothing is raised."""
+    with suppress(OSError, KeyError):
+        _file(environ).unlink()
+
+
+def _file(environ: Mapping[str, str]) -> Path:
+    """Return the path of that file; raise KeyError without a job or a run."""
+    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
+    return RunFolder(run.whole).logs / f".environ-{environ['SLURM_JOB_ID']}"
+
+
+def main(_: list[str]) -> int:
+    """Answer the batch script with the lines that set `variables`, before its set-up lines; return
+    0. Where the run's folder can't be used, nothing is set: ``batch begin`` comes to it again."""
+    environ = dict(os.environ)
+    with suppress(HpcDdpError, OSError):
+        run = run_of_job(environ)
+        answer(export_lines(variables(run, run.next_attempt(), environ)))
+    return 0
