@@ -1,4 +1,4 @@
-"""What a later job of a run takes over from its first one: Slurm's own requeue would keep it.
+"""Values that a later job of a run takes over from its first one: a requeue of Slurm's keeps them.
 
 A later job is one that was queued where a requeue is refused, the next one of a chain, and that of
 ``submit --run``. Slurm gives it variables of its own.

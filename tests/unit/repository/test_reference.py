@@ -20,5 +20,5 @@ def test_each_setting_is_declared_in_a_group() -> None:
         for settings in (JobSpec, Placement)
         for declared_field in fields(settings)
     }
-    assert names - OPTIONS.keys() == {"script", "args", "sweep"}
+    assert names - OPTIONS.keys() == {"script", "args", "sweep", "submit-dir"}
     assert {declared.group for declared in OPTIONS.values()} == {*GROUPS}
