@@ -302,8 +302,7 @@ class Stopped(JournalEvent):
 
 @dataclass(frozen=True)
 class Finished(JournalEvent):
-    """The training has ended; `results` of `run.finish`. With `at_exit` the exit code of its worker
-    counts, whose script may go on."""
+    """The training has ended; `results` of `run.finish`; `at_exit`: the exit code counts."""
 
     event = "finished"
     writer = RANK_0

@@ -29,6 +29,11 @@ _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
 )
 
 
+# Their values count the tasks of a node, or are those of one.
+_OF_TASKS = re.compile(r"\bSLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK)\b")
+_DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
+
+
 def _program_text(result: Conversion, folder: Path) -> str:
     """Return the text of the program that a conversion names, '' where it can't be read."""
     path = folder / os.path.expanduser(str(result.values.get("script", ("",))[0]))
@@ -60,6 +65,26 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     ):
         if names := ", ".join(f"${name}" for name in sorted(variables) if not is_of_hpc_ddp(name)):
             result.notes.append((0, f"{names}: {reason}"))
+
+
+def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
+    """Note the set-up lines whose values are others in hpc-ddp's job: of the script's tasks, by its
+    `numbers`, where that job has one for each node; and those drawn anew at each start."""
+    per_node = numbers.get("SLURM_NTASKS_PER_NODE", 1)
+    has_tasks = per_node > 1 and result.values.get("launcher", ("torchrun",))[0] == "torchrun"
+    lines = [entry for entry in result.lists.get("setup", ()) if not PRINTS.match(entry[0])]
+    lines += [entry for entry in result.lists.get("args", ()) if "$SLURM_CPUS" in entry[0]]
+    for text, line in lines if has_tasks else ():
+        for name in sorted({match[0] for match in _OF_TASKS.finditer(text)} & numbers.keys()):
+            reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node: write it"
+            result.notes.append((line, f"${name} is {reason}"))
+    for text, line in lines:
+        if drawn := _DRAWN.search(text):
+            word = (drawn[1] or drawn[0]).strip("${")
+            reason = (
+                "has another value at each start, also where the run goes on: write a fixed one"
+            )
+            result.notes.append((line, f"{word or '$$'} {reason}"))
 
 
 def convert(
@@ -105,6 +130,7 @@ def convert(
         if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line, _ in result.lists[key]):
             result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
     _add_notes(result, scope, missing)
+    _note_values(result, numbers)
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
     secrets.take_out(result)

@@ -556,3 +556,24 @@ def test_a_dependency_on_jobs_of_the_name_is_taken_over() -> None:
     conversion = of_text("#SBATCH --dependency=afterok:5,singleton", "srun python train.py")
     assert conversion.settings()["dependency"] == "afterok:5,singleton"
     assert [line for line, note in conversion.notes if "goes on by itself" in note] == [2]
+
+
+@pytest.mark.parametrize(
+    ("argument", "note"),
+    [
+        ("$((1024 / SLURM_NTASKS))", "$SLURM_NTASKS is 8 there; hpc-ddp's job has one task"),
+        ("$SLURM_CPUS_PER_TASK", "$SLURM_CPUS_PER_TASK is 2 there; hpc-ddp's job has one task"),
+        ("$RANDOM", "RANDOM has another value at each start"),
+        ("run-$(date +%s)", "date has another value at each start"),
+        ("$(mktemp -d)", "mktemp has another value at each start"),
+        ("run-$$", "$$ has another value at each start"),
+        ("$SLURM_NTASKS", ""),  # a worker has it as a task would
+        ("$(hostname -s)", ""),
+    ],
+)
+def test_a_value_that_is_another_one_in_the_job_is_noted(argument: str, note: str) -> None:
+    lines = ("#SBATCH --nodes=2 --ntasks-per-node=4 --cpus-per-task=2", 'echo "at $(date)"')
+    launch = "srun --ntasks-per-node=1 torchrun --nnodes=2 --nproc_per_node=4 train.py"
+    result = of_text(*lines, f"{launch} --value {argument}")
+    notes = [text for _, text in result.notes if "is set" not in text]
+    assert [text.startswith(note) for text in notes] == [True] * bool(note)
