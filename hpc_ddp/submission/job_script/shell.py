@@ -250,6 +250,9 @@ class Scope:
                     yield from _literal(node, child.start_byte, child.end_byte, True)
                 elif child.is_named:
                     yield from self._parts(child, inner)
+                elif child.type == "$":  # at the end, and so a letter, or the shell's process id
+                    sign = source(child)
+                    yield Part(sign) if sign == "$" else self._code_part(sign, inner)
                 elif child.type == '"':  # tree-sitter has blanks before it in the node
                     yield from _literal(node, child.start_byte, child.end_byte - 1, True)
                 at = child.end_byte
