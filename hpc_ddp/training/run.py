@@ -52,8 +52,7 @@ class Run(ModelSetup):
 
         A batch counts when its `step` is done, so a look at one (``next(iter(loader))``) costs
         nothing. Every rank and loader worker reads all of an iterable data set, which must not
-        split itself by rank. A resume reads it from the start, unless a ``skip(n)`` of it returns
-        the rest.
+        split itself by rank. A resume reads it from the start, unless ``skip(n)`` returns the rest.
 
         Parameters
         ----------
@@ -69,7 +68,8 @@ class Run(ModelSetup):
         drop_last
             drops the last incomplete global batch, of which a rank may get one sample, or none
         options
-            ``shuffle`` (default: all but an iterable data set), and those of torch's DataLoader
+            ``shuffle`` (default: all but an iterable data set), and those of torch's DataLoader;
+            ``even=True``: as many samples on each rank, for a forward with collectives of its own
 
         Raises
         ------
@@ -77,10 +77,10 @@ class Run(ModelSetup):
             a second loader, or one after `track`; too few samples for a step; or a refused option
         """
         self._calls.check_loader(self._loader is not None, self._manager.tracked)
-        rank, ranks = self._dims.dp_rank, self._dims.dp
+        place = self._dims.dp_rank, self._dims.dp, drop_last, options.pop("even", False)
         self._loader = Loader(
             dataset,
-            make_plan(batch_size, global_batch_size, accumulate, rank, ranks, drop_last),
+            make_plan(batch_size, global_batch_size, accumulate, *place),
             seed=self.seed,
             position=self.position,
             device=self.device,

@@ -135,6 +135,7 @@ class CheckpointManager:
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
+        self.buckets.load(checkpoint.index.shared["buckets"])  # it may do an optimizer's step
         notes = put_back.find_ignored_settings(objects, tree, self.trained)
         self._put_back(objects, tree, checkpoint, added)
         self._loaded = Loaded(objects, tree, checkpoint, self.trained, added)
@@ -142,7 +143,6 @@ class CheckpointManager:
             say(note)
         vars(self._position).update(checkpoint.index.shared["position"])
         self.best = Best(**checkpoint.index.shared["best"])
-        self.buckets.load(checkpoint.index.shared["buckets"])
         self._written, self.resumed = self._identity(), True
         # All ranks of a stream take up the same one, whichever of them wrote it.
         first = checkpoint.index.first_of_stream(self._dims.stream)

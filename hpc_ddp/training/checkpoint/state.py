@@ -50,6 +50,17 @@ def unwrap(thing: Any) -> Any:
             return thing
 
 
+def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a module without the wrappers of DDP and DataParallel, whose forward has collectives
+    or copies; that of torch.compile, within them, stays."""
+    wrappers = (DistributedDataParallel, DataParallel)
+    inner: Any = model
+    while isinstance(inner, wrappers) or isinstance(getattr(inner, "_orig_mod", None), wrappers):
+        inner = inner.module if isinstance(inner, wrappers) else inner._orig_mod
+    plain: torch.nn.Module = inner
+    return plain
+
+
 @dataclass(frozen=True)
 class State:
     """The objects' state, taken apart.

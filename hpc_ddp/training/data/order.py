@@ -70,8 +70,9 @@ class BatchPlan:
 
     Each optimizer step takes a global batch. A rank has its part of it in at most `accumulate`
     micro-batches, at the tail of an epoch in fewer, but every rank in the same number. With
-    `drop_last` an incomplete global batch is left out. `rank` and `world_size` count data parallel
-    ranks.
+    `drop_last` an incomplete global batch is left out; with `even` all ranks have as many samples
+    in each micro-batch, for which fewer than `world_size` of a global batch are left out, or all
+    ranks get the same ones. `rank` and `world_size` count data parallel ranks.
     """
 
     size: int
@@ -79,6 +80,7 @@ class BatchPlan:
     world_size: int
     accumulate: int = 1
     drop_last: bool = False
+    even: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -112,14 +114,19 @@ class BatchPlan:
         over the samples of the global batch, however unevenly they are spread. `ends_epoch`: the
         global batch is the last one.
         """
-        total = len(block)
+        total = used = len(block)
         places = block[self.rank :: self.world_size]
-        count = _ceil(_ceil(total, self.world_size), self.batch_size)
+        if self.even and total < self.world_size:
+            places, used = block, total * self.world_size
+        elif self.even:
+            used -= total % self.world_size
+            places = places[: used // self.world_size]
+        count = _ceil(_ceil(used, self.world_size), self.batch_size)
         repeated = block[:2]  # two, since batch norm refuses a single one
         return [
             MicroBatch(
                 places=part or repeated,
-                weight=len(part) * self.world_size / total,
+                weight=len(part) * self.world_size / used,
                 total=total,
                 ends_step=i == count - 1,
                 ends_epoch=ends_epoch,
@@ -136,11 +143,12 @@ def make_plan(
     rank: int,
     world_size: int,
     drop_last: bool = False,
+    even: bool = False,
 ) -> BatchPlan:
     """Return the plan of data parallel rank `rank` for `batch_size` samples per rank and
     micro-batch, or for `global_batch_size` samples of all ranks together per step.
 
-    `accumulate` counts micro-batches per step; `drop_last` drops an incomplete global batch.
+    `accumulate` counts micro-batches per step; `drop_last` and `even` as `BatchPlan` has them.
 
     Raises
     ------
@@ -158,7 +166,7 @@ def make_plan(
         if number is not None and (not isinstance(number, int) or number < 1):
             raise UsageError(f"{name} is {number!r}; accepted: a whole number from 1")
     size = global_batch_size or (batch_size or 0) * accumulate * world_size
-    return BatchPlan(size, rank, world_size, accumulate, drop_last)
+    return BatchPlan(size, rank, world_size, accumulate, drop_last, even)
 
 
 def _ceil(number: int, divisor: int) -> int:

@@ -18,16 +18,21 @@ from torch.utils.hooks import RemovableHandle
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import is_accelerator
 
+MOST_SHAPES = 64  # of batches, for each of which a compiled model has its kernels
+
 
 def compile_for_resume(model: torch.nn.Module) -> None:
     """Compile a model in place, so that a resumed process computes with the same kernels.
 
-    The first forward with a shape compiles. A torch without the option ``deterministic`` compiles
-    without it.
+    The first forward with a shape compiles, of `MOST_SHAPES`. A torch without the option
+    ``deterministic`` compiles without it.
     """
     # Static shapes: a kernel for any shape, made at the epoch's shorter last batch, would take over
     # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.
     can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
+    # Beyond it torch computes eagerly: a resumed process that meets other shapes first, others.
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_SHAPES)
     model.compile(dynamic=False, options={"deterministic": True} if can else None)
 
 

@@ -131,6 +131,7 @@ class Average(AveragedModel):
         """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
         self._decay = decay
+        self._begun_on = _device_of(model)
 
     @torch.no_grad()
     def update_parameters(self, model: torch.nn.Module) -> None:
@@ -139,6 +140,9 @@ class Average(AveragedModel):
         Raise ValueError for a model with another number of tensors; nothing is averaged then.
         """
         self.n_averaged = self.n_averaged.cpu()  # it may have moved with the weights
+        device = _device_of(model)
+        if _device_of(self.module) == self._begun_on != device:  # the model alone was moved
+            self.module.to(device)
         for shards in (self.module, model):  # an evaluation may have gathered them
             reshard(shards)
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -173,6 +177,11 @@ def _replace_non_finite(means: Sequence[torch.Tensor], news: Sequence[torch.Tens
     """
     for mean, new in zip(means, news, strict=True):
         mean.copy_(torch.where(torch.isfinite(mean), mean, new))
+
+
+def _device_of(model: torch.nn.Module) -> torch.device | None:
+    """Return the device of a model's first tensor, None without any."""
+    return next((tensor.device for tensor in _tensors(model)), None)
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:

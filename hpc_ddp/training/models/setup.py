@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import TrainingBegun
-from hpc_ddp.training.checkpoint.state import unwrap
+from hpc_ddp.training.checkpoint.state import unwrap, without_ddp
 from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
@@ -28,7 +28,12 @@ from hpc_ddp.training.models.ddp import (
 )
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
-from hpc_ddp.training.models.tracked import GradientWatch, check_copies, check_models
+from hpc_ddp.training.models.tracked import (
+    GradientWatch,
+    check_copies,
+    check_models,
+    warn_of_stateless,
+)
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.worker import Worker
@@ -270,15 +275,9 @@ class ModelSetup(Worker):
         return loss if self._micro_batch.weight == 1.0 else loss * self._micro_batch.weight
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
-        """Return a copy of the model, without its wrapper, whose weights follow it: an exponential
-        moving average.
-
-        Name it in `track`, and call its ``update_parameters(model)`` after each optimizer step.
-
-        Raises
-        ------
-        UsageError
-            `decay` is not from 0 to 1, or the model is in fully_shard already
+        """Return a copy of the model, without its wrappers, whose weights follow it: an exponential
+        moving average. Name it in `track`, and call its ``update_parameters(model)`` after each
+        optimizer step. Raise UsageError as `averaged`.
         """
         return averaged(unwrap(model), decay)
 
@@ -323,11 +322,12 @@ class ModelSetup(Worker):
         group = self.mesh["dp"].get_group() if self._dims.pp > 1 else None
         share_buffers(plain, self.device, group)
         with self.untimed(), in_eval_mode(plain):
-            yield plain if isinstance(model, torch.nn.Module) else model
+            yield without_ddp(model) if isinstance(model, torch.nn.Module) else model
 
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
         """Raise UsageError for tracked `objects`, as `check_models` and `check_copies` do."""
         check_models(objects, self._wrapped, self._dims.pp > 1)
+        warn_of_stateless(objects, self._say)
         check_copies(objects.values(), self._wrapped, self._dims)
 
     def _begin_loop(self, is_over: bool) -> None:

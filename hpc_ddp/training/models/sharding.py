@@ -78,8 +78,15 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
 
 
 class _Stage(PipelineStage):
-    """torch's stage, whose backward is not under the autocast of its forward, as torch
-    recommends."""
+    """torch's stage, whose backward is not under the autocast of its forward, as torch recommends,
+    and averages gradients in the last micro-batch of a step alone (`set_averaging`)."""
+
+    def backward_maybe_with_nosync(
+        self, kind: Any, options: Any, last_backward: bool = False
+    ) -> Any:
+        is_last = last_backward and getattr(self.submod, "require_backward_grad_sync", True)
+        backward: Any = super().backward_maybe_with_nosync
+        return backward(kind, options, last_backward=is_last)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
         with torch.autocast(self.device.type, enabled=False):

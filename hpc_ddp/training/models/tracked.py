@@ -133,6 +133,18 @@ def warn_of_untracked(
             warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
 
 
+def warn_of_stateless(objects: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    """Warn, by `warn`, of metrics of torchmetrics whose state dicts have nothing, as theirs are
+    made: each attempt begins them anew."""
+    for name, thing in objects.items():
+        is_metric = isinstance(thing, torch.nn.Module) and hasattr(thing, "persistent")
+        if is_metric and not thing.state_dict():
+            warn(
+                f"WARNING: {name}, a {type(thing).__name__}, has nothing in its state_dict, so a"
+                f" resume begins it anew; {name}.persistent(True) before run.track keeps it"
+            )
+
+
 # Steps of an attempt in which `GradientWatch` looks.
 _EARLY = 64
 

@@ -295,3 +295,13 @@ def test_numbers_of_numpy_are_saved_as_pythons() -> None:
     saved = state.collect({"thing": Holds(numbers)}).tree["thing"]["value"]
     assert saved == [0.1, 3, True]
     assert list(map(type, saved)) == [float, int, bool]
+
+
+def test_an_evaluation_has_the_compiled_model_without_ddp() -> None:
+    net = nn.Linear(2, 2)
+    compiled: Any = torch.compile(net)
+    assert state.without_ddp(nn.DataParallel(compiled)) is compiled
+    assert state.without_ddp(compiled) is compiled
+    around: Any = torch.compile(nn.DataParallel(net))
+    assert state.without_ddp(around) is net
+    assert state.without_ddp(net) is net

@@ -19,6 +19,7 @@ from hpc_ddp.training.data.order import (
     MicroBatch,
     Position,
     derive,
+    make_plan,
     permutation,
 )
 from unit.training.data.fakes import batch_arguments, plans_of, small_sizes
@@ -212,3 +213,24 @@ def test_a_new_position_is_before_the_first_step() -> None:
         "is_behind": False,
         "passes": 0,
     }
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("samples", range(1, 20))
+def test_all_ranks_have_as_many_samples_where_that_is_asked_for(
+    samples: int, accumulate: int
+) -> None:
+    """Collectives in a training's forward need it; a rest of fewer samples than ranks is left out,
+    or where there is nothing else, on all ranks."""
+    plans = [make_plan(2, None, accumulate, rank, 3, even=True) for rank in range(3)]
+    epochs = [[*plan.micro_batches(samples, 0)] for plan in plans]
+    for alike in zip(*epochs, strict=True):
+        assert len({len(piece.places) for piece in alike}) == 1
+    size = 6 * accumulate
+    for first in range(0, samples, size):
+        block = range(first, min(first + size, samples))
+        pieces = [piece for plan in plans for piece in plan.pieces(block, ends_epoch=False)]
+        used = {place for piece in pieces for place in piece.places}
+        assert len(block) - len(used) == (len(block) % 3 if len(block) >= 3 else 0)
+        assert sum(piece.weight for piece in pieces) == pytest.approx(3)
+        assert {piece.total for piece in pieces} == {len(block)}

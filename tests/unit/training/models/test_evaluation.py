@@ -144,3 +144,19 @@ def test_weights_without_gradients_at_that_moment_are_averaged() -> None:
     model.weight.add_(2)
     average.update_parameters(model)
     torch.testing.assert_close(average.module.weight, before + 1)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_average_follows_its_model_to_another_device(is_kept: bool) -> None:
+    """`run.wrap` moves the model alone; an average that its script has moved stays there."""
+    model = nn.Linear(2, 2).to("meta" if is_kept else "cpu")
+    average = averaged(model, 0.9)
+    if is_kept:
+        average.to_empty(device="cpu")
+        average.n_averaged.zero_()
+        model = nn.Linear(2, 2)
+    else:
+        model.to("meta")
+    average.update_parameters(model)
+    kinds = {tensor.device.type for tensor in average.module.parameters()}
+    assert kinds == {"cpu" if is_kept else "meta"}

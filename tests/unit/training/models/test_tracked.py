@@ -17,6 +17,7 @@ from hpc_ddp.training.models.tracked import (
     add_hook_tables,
     check_models,
     inner_optimizer,
+    warn_of_stateless,
     warn_of_untracked,
 )
 
@@ -174,3 +175,23 @@ def test_an_optimizer_that_is_not_set_up_can_be_hooked() -> None:
         optimizer.register_step_pre_hook(print)
         optimizer.register_step_post_hook(print)
     assert inner._optimizer_step_pre_hooks is hooks
+
+
+class Metric(nn.Module):
+    """As one of torchmetrics, whose states are in no state dict until `persistent` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1), persistent=False)
+
+    def persistent(self, mode: bool) -> None:
+        self._non_persistent_buffers_set.clear()
+
+
+def test_a_metric_of_which_nothing_is_saved_is_named() -> None:
+    lines: list[str] = []
+    kept = Metric()
+    kept.persistent(True)
+    warn_of_stateless({"metric": Metric(), "kept": kept, "loss": nn.MSELoss()}, lines.append)
+    (line,) = lines
+    assert "metric, a Metric, has nothing in its state_dict" in line
