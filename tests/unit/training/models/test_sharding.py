@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import CPU
@@ -133,18 +132,16 @@ def test_few_schedules_are_kept(monkeypatch: pytest.MonkeyPatch, sharding: Any) 
 
 @pytest.mark.parametrize("syncs", [True, False])
 def test_a_stage_averages_gradients_once_in_a_step(
-    monkeypatch: pytest.MonkeyPatch, syncs: bool
+    monkeypatch: pytest.MonkeyPatch, sharding: Any, syncs: bool
 ) -> None:
     """torch's does so in the last micro-batch of each call of its schedule."""
-    from hpc_ddp.training.models.sharding import _Stage
-
     calls: list[bool] = []
 
     def note(*_: Any, last_backward: bool) -> None:
         calls.append(last_backward)
 
-    monkeypatch.setattr(PipelineStage, "backward_maybe_with_nosync", note)
-    stage: Any = object.__new__(_Stage)
+    monkeypatch.setattr(sharding.PipelineStage, "backward_maybe_with_nosync", note)
+    stage: Any = object.__new__(sharding._Stage)
     stage.submod = SimpleNamespace(require_backward_grad_sync=syncs)
     for is_last in (False, True):
         stage.backward_maybe_with_nosync("full", {}, last_backward=is_last)
