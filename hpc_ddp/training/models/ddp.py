@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -118,16 +117,16 @@ def _sparse_embeddings(model: torch.nn.Module) -> dict[int, str]:
 def check_sparse_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise UsageError for embeddings with sparse gradients on a device where the backend of a
     group, the default one for None, adds up dense ones only, as NCCL does. All ranks call it."""
-    sparse = _sparse_embeddings(model)
-    weights = [weight for weight in model.parameters() if id(weight) in sparse]
+    names = _sparse_embeddings(model)
+    sparse = [w for w in model.parameters() if id(w) in names and w.requires_grad]
     try:
-        for weight in weights[:1]:
+        for weight in sparse[:1]:
             zero = torch.zeros(1, dtype=weight.dtype, device=weight.device)
             dist.all_reduce(zero.to_sparse(), group=group)
     except RuntimeError as error:
         raise UsageError(
-            f"the gradients of {', '.join(sparse.values())} are sparse, and the backend of this"
-            " device adds up dense ones only",
+            f"the gradients of {', '.join(names[id(weight)] for weight in sparse)} are sparse, and"
+            " the backend of this device adds up dense ones only",
             hint="take nn.Embedding with sparse=False, or start(backend='gloo')",
         ) from error
 
@@ -137,50 +136,58 @@ def _trained(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
 
 
-def fix_bucket_order(ddp: DistributedDataParallel, order: Sequence[int] = ()) -> None:
+def fix_bucket_order(
+    ddp: DistributedDataParallel,
+    arriving: Sequence[torch.nn.Parameter] = (),
+) -> None:
     """Run one forward and backward of `ddp` that changes nothing but the packing of gradients: they
-    are zero, and arrive in `order`, numbers of the trained parameters; without it in the reverse
-    order of definition.
+    are zero, and arrive in the order of the parameters `arriving`, all that it was made with;
+    without these in the reverse order of definition.
 
     All ranks must call it. Leaves parameters, buffers, generators as they are and gradients
     None, and calls no hooks of parameters. Does nothing under ``static_graph``.
     """
     if ddp.static_graph:
         return
-    parameters = _trained(ddp)
+    parameters = arriving or _trained(ddp)[::-1]
     model: Any = ddp.module
     syncs = ddp.broadcast_buffers
-    arriving = [parameters[number] for number in order] or parameters[::-1]
-    ddp.module = _StandIn(arriving[::-1], _sparse_embeddings(model))
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    ddp.module = _StandIn(parameters[::-1], _sparse_embeddings(model))
     ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
     try:
+        for parameter in frozen:  # since then: DDP waits for their gradients, too
+            parameter.requires_grad_(True)
         # With device_ids, DDP takes the first of the arguments that it has moved there.
         with _without_hooks(parameters):
             ddp(None).backward()
     finally:
         ddp.module, ddp.broadcast_buffers = model, syncs
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     for parameter in parameters:
         parameter.grad = None
 
 
-@dataclass(frozen=True)
 class _Packing:
-    """A model's DDP, and the numbers of its trained parameters in the order in which their
-    gradients have arrived so far."""
+    """A model's DDP with its parameters, of which some may be frozen later, and their numbers in
+    the order in which their gradients have arrived so far, as the keys of `arrived`."""
 
-    ddp: DistributedDataParallel
-    arrived: dict[int, None] = field(default_factory=dict)  # its keys
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self.parameters = _trained(ddp)
+        self.arrived: dict[int, None] = {}
 
     @property
     def order(self) -> list[int]:
-        """The order of all trained parameters, [] while it is not known."""
-        return [*self.arrived] if len(self.arrived) == len(_trained(self.ddp)) else []
+        """The order of all parameters, [] while it is not known."""
+        return [*self.arrived] if len(self.arrived) == len(self.parameters) else []
 
     def fix(self, order: Sequence[int]) -> bool:
         """Fix the order, a collective, and return True; False where it is not of this model."""
-        if not order or sorted(order) != [*range(len(_trained(self.ddp)))]:
+        if not order or sorted(order) != [*range(len(self.parameters))]:
             return False
-        fix_bucket_order(self.ddp, order)
+        fix_bucket_order(self.ddp, [self.parameters[number] for number in order])
         self.arrived.clear()
         self.arrived.update(dict.fromkeys(order))
         return True
@@ -197,7 +204,7 @@ class _Packing:
                 for handle in handles:
                     handle.remove()
 
-        parameters: list[Any] = _trained(self.ddp)
+        parameters: list[Any] = self.parameters
         for number, parameter in enumerate(parameters):
             handles.append(parameter.register_post_accumulate_grad_hook(partial(note, number)))
 

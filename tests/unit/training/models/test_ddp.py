@@ -114,6 +114,7 @@ def test_a_resumed_process_packs_gradients_as_the_first_one_did(is_late: bool) -
     first.train()
     assert orders.values() == [ARRIVING]
     assert first.train() == ARRIVING  # in whatever order torch packs them anew
+    first.ddp.module.head.requires_grad_(False)
     assert orders.values() == [ARRIVING]
 
     second, resumed = Packed(), BucketOrders()
@@ -122,7 +123,10 @@ def test_a_resumed_process_packs_gradients_as_the_first_one_did(is_late: bool) -
         resumed.load([ARRIVING])
     resumed.add(second.ddp)
     if not is_late:
+        second.ddp.module.head.requires_grad_(False)  # as the generator of a GAN, at times
         resumed.load([ARRIVING])
+        assert not second.ddp.module.head.weight.requires_grad
+        second.ddp.module.head.requires_grad_(True)
     assert resumed.values() == [ARRIVING]
     assert all(weight.grad is None for weight in second.ddp.parameters())
     assert all(map(torch.equal, before, second.ddp.parameters()))
