@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,10 @@ def exits(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(member, "drop_failing_prints", lambda: None)
     monkeypatch.setattr(stop_point, "leave_quickly", lambda: None)
     monkeypatch.setattr(atexit, "register", calls.append)
-    for name, text in {"RUN": run.path, "ATTEMPT": 0, "NOTICE": run.path / "notice"}.items():
+    job = os.environ.get("SLURM_JOB_ID", "")
+    worker = {"WORKER": f"{os.getpid()} {job}", "TRAINER": "removed at the end, if one is set"}
+    paths = {"RUN": run.path, "ATTEMPT": 0, "NOTICE": run.path / "notice"}
+    for name, text in {**paths, **worker}.items():
         monkeypatch.setenv(f"HPC_DDP_{name}", str(text))
     monkeypatch.delenv("RANK", raising=False)
     return calls
@@ -59,6 +63,7 @@ def exits(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def make(**options: Any) -> StopPoint:
     """Make the stop point of another process."""
     StopPoint._is_taken = False
+    os.environ.pop("HPC_DDP_TRAINER", None)
     return StopPoint(hang_after=None, save_every=None, **options)
 
 
