@@ -109,9 +109,9 @@ class StopPoint(Member):
                     "a second training has begun in this process; accepted: one for each run",
                     hint="each training (a fold, say) as a job of its own: hpc-ddp sweep",
                 )
+            self._open()
             if self._env.run is not None:
                 take_run()
-            self._open()
             self._is_open = StopPoint._is_taken = True
             if newest := self._checkpoints.find_newest_of_library():
                 self._newest, manifest = newest
