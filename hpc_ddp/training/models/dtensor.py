@@ -197,37 +197,42 @@ def reduced(tensor: Any) -> torch.Tensor:
 
 
 def step_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Hook an optimizer, so that it steps one tensor at a time where a group has DTensors and plain
-    ones, and the script has chosen neither ``foreach`` nor ``fused`` for it.
+    """Hook an optimizer, so that for its step a group with DTensors and plain tensors is two, where
+    the script has chosen neither ``foreach`` nor ``fused`` for it.
 
     On accelerators torch's optimizers take all tensors of a group in one call (foreach), which is
     refused for a mixture, as tensor parallelism leaves it: its plan names the layers that are cut.
-    The choice holds for the step only: a checkpoint of it may be taken up without a mixture.
+    One tensor at a time takes several times as long. The groups are apart for the step only: a
+    checkpoint of it may be taken up without a mixture.
     """
-    mixed: dict[int, tuple[int, bool]] = {}  # by group; parameters may be added to one
-    changed: list[dict[str, Any]] = []
+    mixed: dict[tuple[int, int], bool] = {}  # by group and its size: parameters may be added to one
+    parts: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []  # of each group, during a step
 
     def is_mixed(group: dict[str, Any]) -> bool:
         """Return whether a group has DTensors and plain tensors."""
-        count = len(group["params"])
-        if mixed.get(id(group), (-1,))[0] != count:
-            mixed[id(group)] = (
-                count,
-                len({is_sharded(parameter) for parameter in group["params"]}) == 2,
-            )
-        return mixed[id(group)][1]
+        key = id(group), len(group["params"])
+        if key not in mixed:
+            mixed[key] = len(set(map(is_sharded, group["params"]))) == 2
+        return mixed[key]
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Switch foreach off in mixed groups that leave the choice to torch."""
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused") and is_mixed(group):
-                group["foreach"] = False
-                changed.append(group)
+        """Put two groups in the place of each mixed one that leaves the choice to torch."""
+        after(optimizer)  # of a step that has raised an error
+        groups = optimizer.param_groups
+        if not any(map(is_mixed, groups)):
+            return
+        for group in groups:
+            is_open = group.get("foreach", False) is None and not group.get("fused")
+            parts.append((group, _apart(group) if is_open and is_mixed(group) else [group]))
+        groups[:] = [part for _, of_group in parts for part in of_group]
 
-    def after(*_: Any) -> None:
-        """Give the groups back their choice."""
-        while changed:
-            changed.pop()["foreach"] = None
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Put the groups back, with the values that the step has changed in them."""
+        for group, of_group in parts:
+            group.update({key: v for key, v in of_group[0].items() if key != "params"})
+        if parts:
+            optimizer.param_groups[:] = [group for group, _ in parts]
+        parts.clear()
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
@@ -339,3 +344,11 @@ def _local(tensor: Any) -> torch.Tensor:
     """Return what this rank has of a tensor, without its graph."""
     local: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return local.detach()
+
+
+def _apart(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an optimizer's group as two, of its DTensors and of its plain tensors."""
+    kinds: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for parameter in group["params"]:
+        kinds[is_sharded(parameter)].append(parameter)
+    return [{**group, "params": parameters} for parameters in kinds.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -89,7 +90,7 @@ def _in_parcels(buffers: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
         yield parcel
 
 
-def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
+def averaged(model: torch.nn.Module, decay: float) -> Average:
     """Return a copy of a model whose ``update_parameters`` averages weights and running statistics:
     `decay` is the share of the average that an update keeps.
 
@@ -131,7 +132,13 @@ class Average(AveragedModel):
         """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
         self._decay = decay
-        self._begun_on = _device_of(model)
+        self._source, self._begun_on = weakref.ref(model), _device_of(model)
+
+    def follow(self) -> None:
+        """Move to the device of the model that it was copied from, unless it was moved itself."""
+        model = self._source()
+        if model is not None and _device_of(self.module) == self._begun_on:
+            self.module.to(_device_of(model))
 
     @torch.no_grad()
     def update_parameters(self, model: torch.nn.Module) -> None:
@@ -140,9 +147,6 @@ class Average(AveragedModel):
         Raise ValueError for a model with another number of tensors; nothing is averaged then.
         """
         self.n_averaged = self.n_averaged.cpu()  # it may have moved with the weights
-        device = _device_of(model)
-        if _device_of(self.module) == self._begun_on != device:  # the model alone was moved
-            self.module.to(device)
         for shards in (self.module, model):  # an evaluation may have gathered them
             reshard(shards)
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

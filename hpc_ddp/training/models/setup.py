@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
@@ -26,7 +25,7 @@ from hpc_ddp.training.models.ddp import (
     set_averaging,
     with_sync_batchnorm,
 )
-from hpc_ddp.training.models.evaluation import averaged, in_eval_mode, share_buffers
+from hpc_ddp.training.models.evaluation import Average, averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.models.tracked import (
     GradientWatch,
@@ -52,6 +51,7 @@ class ModelSetup(Worker):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._wrapped: list[Any] = []  # models whose gradients DDP or FSDP2 averages
+        self._averages: list[Average] = []
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
         self._calls = CallOrder(self._say)
@@ -90,8 +90,7 @@ class ModelSetup(Worker):
         Parameters
         ----------
         sync_batchnorm
-            takes batch norm's statistics over the global batch; torch can do that on GPUs only,
-            and on CPUs a message says that it is off
+            takes batch norm's statistics over the global batch; on CPUs it is off, with a message
         compile
             compiles the model in place, so that the keys of its state stay as they are; once for
             each shape of a batch, of which there should be few
@@ -121,6 +120,8 @@ class ModelSetup(Worker):
         self._precision.watch(model)
         if len(self.devices) == 1:
             model.to(self.device)
+            for average in self._averages:
+                average.follow()
         if compile:
             compile_for_resume(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -274,12 +275,12 @@ class ModelSetup(Worker):
         """Return the loss times the weight of the current micro-batch (see `backward`)."""
         return loss if self._micro_batch.weight == 1.0 else loss * self._micro_batch.weight
 
-    def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
+    def ema(self, model: torch.nn.Module, decay: float = 0.999) -> Average:
         """Return a copy of the model, without its wrappers, whose weights follow it: an exponential
         moving average. Name it in `track`, and call its ``update_parameters(model)`` after each
-        optimizer step. Raise UsageError as `averaged`.
-        """
-        return averaged(unwrap(model), decay)
+        optimizer step. Raise UsageError as `averaged`."""
+        self._averages.append(averaged(unwrap(model), decay))
+        return self._averages[-1]
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
         """Return this rank's part of an evaluation set, every sample on exactly one rank.

@@ -56,25 +56,35 @@ def test_gradients_are_scaled_in_one_call_for_each_type(two_ranks: None) -> None
     assert sum(sizes) == pytest.approx(1.5**2, rel=0.01)
 
 
-def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The change lasts for the step only: a checkpoint may be resumed where all are of one kind."""
-    first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+def test_a_group_of_two_kinds_is_stepped_as_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the step only: a checkpoint may be resumed where all are of one kind."""
+    first, second, third, fourth = (torch.nn.Parameter(torch.ones(2)) for _ in range(4))
     monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is third)
     calls: list[Any] = []
 
     class Spied(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            calls.append([group["foreach"] for group in self.param_groups])
+            calls.append([group["params"] for group in self.param_groups])
+            for group in self.param_groups:
+                group["seen"] = len(calls)
+            if len(calls) == 4:
+                raise ValueError
 
     optimizer = Spied([first], lr=0.1)
     dtensor.step_apart(optimizer)
     optimizer.step()
-    optimizer.add_param_group({"params": [second, third]})
+    optimizer.add_param_group({"params": [second, third, fourth], "lr": 0.5})
     optimizer.step()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "foreach": True})
     optimizer.step()
-    assert calls == [[None], [None, False], [None, False, True]]
-    assert [group["foreach"] for group in optimizer.param_groups] == [None, None, True]
+    assert [[len(group) for group in call] for call in calls] == [[1], [1, 1, 2], [1, 1, 2, 1]]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3, 1]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 0.1]
+    assert [group["seen"] for group in optimizer.param_groups] == [3, 3, 3]
+    with pytest.raises(ValueError):  # noqa: PT011
+        optimizer.step()
+    optimizer.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3, 1]
 
 
 def test_nothing_is_sharded_before_torchs_module_is_imported(
@@ -148,14 +158,16 @@ def test_only_a_pending_sum_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_fused_optimizer_steps_sharded_and_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, part = (nn.Parameter(torch.ones(1)) for _ in range(2))
     monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is part)
-    for fused, foreach in ((True, None), (False, False)):
+    for fused, counts in ((True, [2]), (False, [1, 1])):
         optimizer = torch.optim.Adam([plain, part], fused=fused)
         calls: list[Any] = []
         dtensor.step_apart(optimizer)
         optimizer.register_step_pre_hook(
-            lambda optimizer, *_, of=calls: of.append(optimizer.param_groups[0]["foreach"])
+            lambda optimizer, *_, of=calls: of.extend(
+                len(group["params"]) for group in optimizer.param_groups
+            )
         )
         plain.grad, part.grad = torch.ones(1), torch.ones(1)
         optimizer.step()
-        assert calls == [foreach]
-        assert optimizer.param_groups[0]["foreach"] is None
+        assert calls == counts
+        assert len(optimizer.param_groups) == 1

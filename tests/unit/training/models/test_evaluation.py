@@ -153,10 +153,8 @@ def test_an_average_follows_its_model_to_another_device(is_kept: bool) -> None:
     average = averaged(model, 0.9)
     if is_kept:
         average.to_empty(device="cpu")
-        average.n_averaged.zero_()
-        model = nn.Linear(2, 2)
     else:
         model.to("meta")
-    average.update_parameters(model)
+    average.follow()
     kinds = {tensor.device.type for tensor in average.module.parameters()}
     assert kinds == {"cpu" if is_kept else "meta"}
