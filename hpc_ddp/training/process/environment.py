@@ -104,7 +104,8 @@ def _without_others_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return variables without those of a run's attempt, where this process is no worker of it, but
     has inherited them: it would train in a live run's folder."""
     worker, _, job = environ.get(WORKER, "").partition(" ")
-    is_of_job = bool(worker) and job == environ.get("SLURM_JOB_ID", "")
+    # A script may remove it, for a library that would take Slurm for its launcher.
+    is_of_job = bool(worker) and environ.get("SLURM_JOB_ID", job) == job
     if "HPC_DDP_RUN" not in environ:
         return environ
     if is_of_job and environ.get(TRAINER) in (None, str(os.getpid())):

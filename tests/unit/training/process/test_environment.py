@@ -44,6 +44,9 @@ def _worker(pid: int, job: str = "7", **more: str) -> dict[str, str]:
 def test_a_worker_or_a_process_of_its_script_has_the_run(is_within: bool) -> None:
     env = LaunchEnv.from_env(_worker(os.getppid() if is_within else os.getpid()))
     assert (env.run, env.attempt, env.is_within) == (Path("/r"), 2, is_within)
+    bare = _worker(os.getpid())
+    del bare["SLURM_JOB_ID"]  # some scripts do so
+    assert LaunchEnv.from_env(bare).attempt == 2
 
 
 @pytest.mark.parametrize(
