@@ -51,7 +51,8 @@ def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> No
 
     Raise OSError if the run's folder can't be read or written.
     """
-    dependency = re.fullmatch(r"afterany:(\d+)", environ.get("SLURM_JOB_DEPENDENCY", ""))
+    waited_for = environ.get("SLURM_JOB_DEPENDENCY", "")
+    dependency = re.fullmatch(r"afterany:(\d+)(,singleton)?", waited_for)
     jobs = run.jobs(run.events())
     if not dependency or job.is_among(jobs) or not JobRef(dependency[1]).is_among(jobs):
         return

@@ -54,10 +54,11 @@ def test_a_job_that_the_job_before_it_has_queued_is_a_link(run: RunFolder) -> No
     assert not is_link(run, JobRef("7"))
 
 
+@pytest.mark.parametrize("singleton", ["", ",singleton"])
 @pytest.mark.parametrize("has_attempt", [True, False])
 @pytest.mark.parametrize("has_verdict", [True, False])
 def test_a_job_whose_id_came_too_late_is_a_link(
-    tmp_path: Path, slurm_commands: Slurm, has_attempt: bool, has_verdict: bool
+    tmp_path: Path, slurm_commands: Slurm, singleton: str, has_attempt: bool, has_verdict: bool
 ) -> None:
     """The job before it was cancelled while its sbatch waited for an answer."""
     run = RunFolder(tmp_path / "run").make()
@@ -66,7 +67,7 @@ def test_a_job_whose_id_came_too_late_is_a_link(
         run.claim_attempt({"job_id": "7"}, is_live=lambda info: False)
     if has_attempt and has_verdict:
         run.journal("batch").write(raw("verdict", cause="preempted", action="requeue", why=""))
-    record_late_link(run, JobRef("8"), {"SLURM_JOB_DEPENDENCY": "afterany:7"})
+    record_late_link(run, JobRef("8"), {"SLURM_JOB_DEPENDENCY": f"afterany:7{singleton}"})
     assert is_link(run, JobRef("8"))
     assert run.jobs(run.events()) == [JobRef("7"), JobRef("8")]
     slurm_commands.answer("scontrol", "   JobState=CANCELLED Reason=None\n")
