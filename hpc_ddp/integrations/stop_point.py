@@ -118,7 +118,7 @@ class StopPoint(Member):
                 vars(self.position).update(manifest["position"])
                 self.facts.update(manifest["facts"])
                 self._own_facts.update(manifest["own_facts"])
-                self._buckets.load(manifest["buckets"])
+                self._buckets.load(manifest.get("buckets", ()))
         return self._newest
 
     def fix_order_of_sums(self, models: Iterable[Any]) -> None:

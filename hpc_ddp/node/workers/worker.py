@@ -322,6 +322,7 @@ def prepare(command: list[str]) -> list[str]:
     os.close(log)
     forget_task()
     identity = f"{os.getpid()} {os.environ.get('SLURM_JOB_ID', '')}"  # `training` looks at it
+    os.environ.pop("HPC_DDP_TRAINER", None)  # of a training that has called sbatch for this job
     os.environ.update(as_task(), PYTHONPATH=python_path(), HPC_DDP_WORKER=identity)
     # A set of strings has one order on all ranks, and after a resume: a vocabulary, for one.
     os.environ.setdefault("PYTHONHASHSEED", "0")

@@ -195,6 +195,16 @@ def test_a_script_has_the_users_umask(
     assert (tmp_path / "rank-2.log").read_text() == "0o2 False\n"
 
 
+def test_a_worker_is_known_by_its_process_and_its_job(
+    start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
+) -> None:
+    """A training of another job has called sbatch for this one: its identity was inherited."""
+    look = "import os; env = os.environ; print(env['HPC_DDP_WORKER'], 'HPC_DDP_TRAINER' in env)"
+    start(look=look, SLURM_JOB_ID="8", HPC_DDP_WORKER="1 7", HPC_DDP_TRAINER="1")
+    pid = pid_in(tmp_path / "rank-2.pid")
+    assert (tmp_path / "rank-2.log").read_text() == f"{pid} 8 False\n"
+
+
 def test_a_worker_whose_agent_has_died_does_not_begin(
     start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
 ) -> None:

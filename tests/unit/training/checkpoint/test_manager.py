@@ -57,6 +57,25 @@ def test_a_resumed_run_has_its_objects_and_its_position(run: RunFolder, make: Ma
         again.track({"count": fresh}, {})
 
 
+def test_a_checkpoint_from_before_the_order_of_buckets_was_kept_is_taken_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(make(), Position(step=4))
+    manager.track({"count": Holds(9)}, {})
+    manager.save_surely()
+    later, count = make(), Holds(0)
+    restore = later.restore
+
+    def restore_older() -> Any:
+        restored: Any = restore()
+        del restored.index.shared["buckets"]
+        return restored
+
+    monkeypatch.setattr(later, "restore", restore_older)
+    make_manager(later).track({"count": count}, {})
+    assert count.value == 9
+
+
 def test_an_object_that_is_new_on_purpose_begins_as_it_is_made(make: Make) -> None:
     manager = make_manager(make(), Position(step=4))
     manager.track({"count": Holds(9)}, {})
