@@ -24,7 +24,8 @@ from hpc_ddp.core.run_folder import RunFolder
 LOG_BYTES = 2**20  # of the end of each log
 TOTAL_BYTES = 100 * 2**20
 FOLDERS = ("journal", "logs")
-LEFT_OUT = re.compile(r"flight-rank-.*|secret")  # no text; what an attempt's agents sign with
+# No text; what an attempt's agents sign with; drafts, and the environment of the batch script.
+LEFT_OUT = re.compile(r"flight-rank-.*|secret|\..*")
 JOB_FILES = ("job.json", "job.sbatch")
 REDACTED = "[redacted]"
 

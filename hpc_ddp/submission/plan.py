@@ -173,7 +173,8 @@ class Plan:
         if self.source:
             newest, inside = snapshot.newest(self.source, self.spec.program, self.spec.module)
             with drafted_folder(self.code) as draft:
-                shutil.copytree(newest, draft, symlinks=True, dirs_exist_ok=True)
+                copy = shutil.copy  # with times of now, as `carry_library`
+                shutil.copytree(newest, draft, True, copy_function=copy, dirs_exist_ok=True)
             snapshot.note_script(self.code, self.spec.program, inside)
         elif self.copies_code:
             snapshot.take(self.spec.program, run, self.exclude)

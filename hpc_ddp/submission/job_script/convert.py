@@ -31,6 +31,7 @@ _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
 
 # Their values count the tasks of a node, or are those of one.
 _OF_TASKS = re.compile(r"\bSLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK)\b")
+_OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -68,12 +69,18 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
 
 
 def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
-    """Note the set-up lines whose values are others in hpc-ddp's job: of the script's tasks, by its
-    `numbers`, where that job has one for each node; and those drawn anew at each start."""
+    """Note the set-up lines and arguments whose values are others in hpc-ddp's job: of the script's
+    tasks, by its `numbers`, where that job has one for each node; those drawn anew at each start;
+    and a job's id, by which a script would not find its checkpoints in the next job."""
     per_node = numbers.get("SLURM_NTASKS_PER_NODE", 1)
     has_tasks = per_node > 1 and result.values.get("launcher", ("torchrun",))[0] == "torchrun"
     lines = [entry for entry in result.lists.get("setup", ()) if not PRINTS.match(entry[0])]
-    lines += [entry for entry in result.lists.get("args", ()) if "$SLURM_CPUS" in entry[0]]
+    arguments = result.lists.get("args", ())
+    for text, line in (*lines, *arguments):
+        if named := _OF_JOB.search(text):
+            reason = "is another one where the run goes on in a new job: $HPC_DDP_RUN stays"
+            result.notes.append((line, f"${named[0]} {reason}"))
+    lines += [entry for entry in arguments if "$SLURM_CPUS" in entry[0]]
     for text, line in lines if has_tasks else ():
         for name in sorted({match[0] for match in _OF_TASKS.finditer(text)} & numbers.keys()):
             reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node: write it"

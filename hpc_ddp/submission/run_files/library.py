@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 from hpc_ddp.core.file_io import close_to_others, drafted_folder
 from hpc_ddp.core.run_folder import RunFolder
@@ -23,11 +24,14 @@ def carry_library(run: RunFolder) -> None:
     """
     if run.lib.is_symlink():
         return
-    earlier, ignored = run.path / ".lib-earlier", shutil.ignore_patterns("__pycache__")
+    earlier = run.path / ".lib-earlier"
+    copy = partial(  # with times of now: sites remove from scratch what has old ones
+        shutil.copytree, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copy
+    )
     with drafted_folder(run.lib) as draft:
         package = draft / "hpc_ddp"
         for name in TRAVELS:
-            shutil.copytree(PACKAGE / name, package / name, ignore=ignored)
+            copy(PACKAGE / name, package / name)
         for name in ("__init__.py", "live_jobs.py", "slurm.py", "slurm_text.py", "py.typed"):
             shutil.copy(PACKAGE / name, package / name)
         shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")

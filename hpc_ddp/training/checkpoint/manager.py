@@ -135,9 +135,8 @@ class CheckpointManager:
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
-        self.buckets.load(
-            checkpoint.index.shared.get("buckets", ())
-        )  # it may do an optimizer's step
+        # Before the objects: an optimizer in the backward may do a step.
+        self.buckets.load(checkpoint.index.shared.get("buckets", ()))
         notes = put_back.find_ignored_settings(objects, tree, self.trained)
         self._put_back(objects, tree, checkpoint, added)
         self._loaded = Loaded(objects, tree, checkpoint, self.trained, added)

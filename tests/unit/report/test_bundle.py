@@ -63,6 +63,14 @@ def test_links_of_another_user_reach_no_bundle(
         run.events()
 
 
+def test_the_environment_of_the_batch_script_is_left_out(run: RunFolder, tmp_path: Path) -> None:
+    (run.logs / ".environ-7").write_text("INTERNAL=a-word\0")
+    (run.logs / "slurm.out").write_text("out")
+    packed, omissions = bundle.write(run, tmp_path / "bundle.tar.gz")
+    assert [line for line in omissions if ".environ-7" in line]
+    assert not [line for line in packed if ".environ" in line]
+
+
 @pytest.mark.parametrize("text", ["-" * 10**5, "--" + "token" * 20_000, "key" + " " * 10**5])
 def test_a_long_line_is_redacted_in_linear_time(text: str) -> None:
     """With a look from each dash over all others, 10,000 took 28 s."""

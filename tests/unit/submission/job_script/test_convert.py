@@ -567,6 +567,8 @@ def test_a_dependency_on_jobs_of_the_name_is_taken_over() -> None:
         ("run-$(date +%s)", "date has another value at each start"),
         ("$(mktemp -d)", "mktemp has another value at each start"),
         ("run-$$", "$$ has another value at each start"),
+        ("out/$SLURM_JOB_ID", "$SLURM_JOB_ID is another one where the run goes on in a new job"),
+        ("out/${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", "$SLURM_ARRAY_JOB_ID is another one"),
         ("$SLURM_NTASKS", ""),  # a worker has it as a task would
         ("$(hostname -s)", ""),
     ],

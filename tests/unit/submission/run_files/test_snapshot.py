@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,6 +82,17 @@ def test_a_later_start_brings_its_own_library(tmp_path: Path) -> None:
     current = PACKAGE / "node" / "batch.py"
     assert (run.lib / "hpc_ddp" / "node" / "batch.py").read_text() == current.read_text()
     assert not list(run.path.glob(".lib*"))
+
+
+def test_what_a_submit_copies_has_the_times_of_now(tmp_path: Path) -> None:
+    """Sites remove files of old times from scratch; the package was installed long ago."""
+    began = time.time() - 60
+    run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
+    carry_library(run)
+    (tmp_path / "train.py").touch()
+    os.utime(tmp_path / "train.py", (1, 1))
+    snapshot.take(tmp_path / "train.py", run, ())
+    assert min(path.stat().st_mtime for path in run.path.rglob("*.py")) > began
 
 
 def test_a_snapshot_takes_no_folder_of_an_older_one(tmp_path: Path) -> None:
