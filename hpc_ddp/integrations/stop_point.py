@@ -123,11 +123,12 @@ class StopPoint(Member):
 
     def fix_order_of_sums(self, models: Iterable[Any]) -> None:
         """Have DDP add gradients in the same order before a restart and after it; all ranks call
-        it once, with the wrapped `models`, before the first step.
+        it with the wrapped `models`, before the first step, and again with those of another try.
 
         Each DDP in them is added to the run's `BucketOrders`; after a restart that is a collective,
         which sets the gradients to None. Raise RuntimeError if a peer is gone.
         """
+        self._buckets.clear()
         for model in models:
             for module in model.modules():
                 if isinstance(module, DistributedDataParallel):

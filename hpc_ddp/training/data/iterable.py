@@ -95,13 +95,14 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         """Read one global batch from place `first` on, less at the end; return its places and the
         samples that this rank may need by place."""
         plan, samples, number = self._plan, dict[int, Any](), first
+        shared = plan.world_size if plan.even else 2  # of a rest, or to repeat
         with rng.untouched():
             while number < first + plan.size:
                 sample = self._next(source, number)
                 if sample is _END:
                     break
                 offset = number - first
-                if offset % plan.world_size == plan.rank or offset < 2:  # two to repeat
+                if offset % plan.world_size == plan.rank or offset < shared:
                     samples[number] = sample
                 number += 1
         return range(first, number), samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import is_accelerator
 
+PACKING = "_hpc_ddp_packing"  # an attribute of a model's DDP
 MOST_SHAPES = 64  # of batches, for each of which a compiled model has its kernels
 
 
@@ -131,9 +133,11 @@ def check_sparse_gradients(model: torch.nn.Module, group: dist.ProcessGroup | No
         ) from error
 
 
-def _trained(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+def _packed(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """Return the parameters whose gradients a model's DDP adds up."""
-    return [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    named = ddp.module.named_parameters()
+    ignored = ddp.parameters_to_ignore
+    return [weight for name, weight in named if weight.requires_grad and name not in ignored]
 
 
 def fix_bucket_order(
@@ -149,7 +153,7 @@ def fix_bucket_order(
     """
     if ddp.static_graph:
         return
-    parameters = arriving or _trained(ddp)[::-1]
+    parameters = arriving or _packed(ddp)[::-1]
     model: Any = ddp.module
     syncs = ddp.broadcast_buffers
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
@@ -170,12 +174,11 @@ def fix_bucket_order(
 
 
 class _Packing:
-    """A model's DDP with its parameters, of which some may be frozen later, and their numbers in
-    the order in which their gradients have arrived so far, as the keys of `arrived`."""
+    """The parameters of a model in DDP, of which some may be frozen later, and their numbers in the
+    order in which their gradients have arrived so far, as the keys of `arrived`."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp = ddp
-        self.parameters = _trained(ddp)
+        self.parameters = _packed(ddp)
         self.arrived: dict[int, None] = {}
 
     @property
@@ -183,24 +186,29 @@ class _Packing:
         """The order of all parameters, [] while it is not known."""
         return [*self.arrived] if len(self.arrived) == len(self.parameters) else []
 
-    def fix(self, order: Sequence[int]) -> bool:
+    def fix(self, ddp: DistributedDataParallel, order: Sequence[int]) -> bool:
         """Fix the order, a collective, and return True; False where it is not of this model."""
         if not order or sorted(order) != [*range(len(self.parameters))]:
             return False
-        fix_bucket_order(self.ddp, [self.parameters[number] for number in order])
-        self.arrived.clear()
-        self.arrived.update(dict.fromkeys(order))
+        fix_bucket_order(ddp, [self.parameters[number] for number in order])
+        self.arrived = dict.fromkeys(order)
         return True
 
-    def note_arrivals(self) -> None:
-        """Note the order in the next backward that is averaged."""
+    def note_arrivals(self, ddp: DistributedDataParallel) -> None:
+        """Note the order in the next backward that DDP averages: behind a forward of it that was to
+        be averaged. What a script trains by the plain module before that, DDP does not see."""
         handles: list[RemovableHandle] = []
+        wrapper = weakref.ref(ddp)
 
         def note(number: int, _: torch.Tensor) -> None:
             """Note an arrival; the last one removes the hooks."""
-            if self.ddp.require_backward_grad_sync:
-                self.arrived[number] = None
-            if len(self.arrived) == len(handles):
+            model: Any = wrapper()
+            if model is not None and not (
+                model._lazy_init_ran and model.require_forward_param_sync  # as its forward sets it
+            ):
+                return
+            self.arrived[number] = None
+            if model is None or len(self.arrived) == len(handles):
                 for handle in handles:
                     handle.remove()
 
@@ -219,39 +227,46 @@ class BucketOrders:
     the run that is averaged, and kept in its checkpoints; a process that resumes has its "first
     backward" before it trains, on a stand-in whose gradients arrive in that order.
 
-    Models are known by their number, in the order in which they were added. DDP packs nothing anew
-    with ``find_unused_parameters``. It would take the stand-in's graph for the model's under
-    ``static_graph``: such a run is equal to an undisturbed one up to rounding only.
+    Models are known by their number, in the order in which they were added, without those that the
+    script has let go. DDP packs nothing anew with ``find_unused_parameters``. It would take the
+    stand-in's graph for the model's under ``static_graph``: such a run is equal to an undisturbed
+    one up to rounding only.
     """
 
     def __init__(self) -> None:
-        self._packings: list[_Packing] = []
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
         self._loaded: Sequence[Sequence[int]] = ()
 
     def add(self, ddp: DistributedDataParallel) -> None:
         """Add a model. Its order is fixed where one was loaded, which is a collective, else noted
         in its first averaged backward."""
-        self._packings.append(_Packing(ddp))
-        if not self._fix(len(self._packings) - 1) and _packs_anew(ddp):
-            self._packings[-1].note_arrivals()
+        packing = vars(ddp)[PACKING] = _Packing(ddp)  # there, to live as long as the model
+        number = len(self._living())
+        self._models = [*map(weakref.ref, [*self._living(), ddp])]
+        if _packs_anew(ddp) and not packing.fix(ddp, [*self._loaded[number : number + 1], []][0]):
+            packing.note_arrivals(ddp)
+
+    def clear(self) -> None:
+        """Forget the models: others will be added in their place."""
+        self._models.clear()
 
     def load(self, orders: Sequence[Sequence[int]]) -> None:
         """Fix the orders of the models that there are, and of those that will be added, by what
         `values` has returned in an earlier attempt; it is a collective."""
         self._loaded = orders
-        for number in range(len(self._packings)):
-            self._fix(number)
+        for ddp, order in zip(self._living(), orders, strict=False):
+            if _packs_anew(ddp):
+                vars(ddp)[PACKING].fix(ddp, order)
 
     def values(self) -> list[list[int]]:
-        """Return for each model the numbers of its trained parameters in the order in which their
-        gradients arrive, [] where it is not known yet."""
-        return [packing.order for packing in self._packings]
+        """Return for each model the numbers of its parameters in the order in which their gradients
+        arrive, [] where it is not known yet."""
+        return [vars(ddp)[PACKING].order for ddp in self._living()]
 
-    def _fix(self, number: int) -> bool:
-        """Fix the order of a model by what was loaded; return whether it is fixed."""
-        packing = self._packings[number]
-        is_loaded = number < len(self._loaded) and _packs_anew(packing.ddp)
-        return is_loaded and packing.fix(self._loaded[number])
+    def _living(self) -> list[DistributedDataParallel]:
+        """Return the models that the script has not let go."""
+        models = [reference() for reference in self._models]
+        return [ddp for ddp in models if ddp is not None]
 
 
 def _packs_anew(ddp: DistributedDataParallel) -> bool:

@@ -96,18 +96,20 @@ class LaunchEnv:
             backend=environ.get("HPC_DDP_BACKEND") or None,
             runs=Path(os.path.expanduser(environ.get("HPC_DDP_RUNS") or "runs")).absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
-            is_within=bool(run) and environ[WORKER].partition(" ")[0] != str(os.getpid()),
+            is_within=bool(run) and _worker(environ) not in ("", str(os.getpid())),
         )
 
 
 def _without_others_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return variables without those of a run's attempt, where this process is no worker of it, but
     has inherited them: it would train in a live run's folder."""
-    worker, _, job = environ.get(WORKER, "").partition(" ")
-    # A script may remove it, for a library that would take Slurm for its launcher.
-    is_of_job = bool(worker) and environ.get("SLURM_JOB_ID", job) == job
     if "HPC_DDP_RUN" not in environ:
         return environ
+    job = environ.get(WORKER, "").partition(" ")[2]
+    # A script may remove it, for a library that would take Slurm for its launcher.
+    is_of_job = environ.get("SLURM_JOB_ID", job) == job
+    if WORKER not in environ:  # a run's library from before it: a supervisor sets the other one
+        is_of_job = "HPC_DDP_NODE_FOLDER" in environ
     if is_of_job and environ.get(TRAINER) in (None, str(os.getpid())):
         return environ
     of_attempt = ("RUN", "NOTICE", "LOCAL_NOTICE", "END_TIME", "PROFILE")
@@ -141,8 +143,12 @@ def mark_trained() -> None:
 
 def _mark() -> Path:
     """Return the path of the file of `mark_trained`, in the folder of this node's attempt."""
-    worker = os.environ[WORKER].partition(" ")[0]
-    return Path(os.environ.get("HPC_DDP_NODE_FOLDER", "."), f"trained-{worker}")
+    return Path(os.environ.get("HPC_DDP_NODE_FOLDER", "."), f"trained-{_worker(os.environ)}")
+
+
+def _worker(environ: Mapping[str, str]) -> str:
+    """Return the process id of the worker whose variables these are, '' where it is not known."""
+    return environ.get(WORKER, "").partition(" ")[0]
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

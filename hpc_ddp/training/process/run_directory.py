@@ -87,6 +87,8 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     else:
         _adopt_job(run, JobSpec.from_json(run.job_json.read_bytes()), job)
     moved = f" (the finished one is now {finished})" if finished else ""
+    if outer := os.environ.get("HPC_DDP_RUN"):
+        moved += f"; a run of its own: this process is no worker of {outer}"
     say(f"run: {run.path}{moved}")
     run.journal("rank-0", attempt.number).write(Started(backend="local", **process.identity()))
     return run.path, attempt.number

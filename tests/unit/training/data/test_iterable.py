@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,11 +96,15 @@ class SkippingStream(RecordedStream):
         return RecordedStream(self.samples, self.start + n)
 
 
-@given(st.integers(0, 40), batch_arguments(), st.integers(1, 4), st.integers(0, 20), st.booleans())
+@given(
+    *(st.integers(0, 40), batch_arguments(), st.integers(1, 4), st.integers(0, 20)),
+    *(st.booleans(), st.booleans()),
+)
 def test_a_stream_is_cut_like_a_data_set(
-    samples: int, way: dict[str, Any], world_size: int, start: int, drop_last: bool
+    samples: int, way: dict[str, Any], world_size: int, start: int, drop_last: bool, even: bool
 ) -> None:
-    for cut in plans_of(way, world_size, drop_last):
+    for uneven in plans_of(way, world_size, drop_last):
+        cut = replace(uneven, even=even)
         position = Position(samples=min(start, samples))
         position.samples -= position.samples % cut.size * drop_last
         expected = list(cut.micro_batches(samples, position.samples))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +134,54 @@ def test_a_resumed_process_packs_gradients_as_the_first_one_did(is_late: bool) -
     assert all(map(torch.equal, before, second.ddp.parameters()))
     assert second.train() == ARRIVING
     assert resumed.values() == [ARRIVING]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_backward_past_ddp_says_nothing_of_its_order() -> None:
+    """A regulariser's, or that of a part which is trained by the plain module at first."""
+    packed, orders = Packed(), BucketOrders()
+    orders.add(packed.ddp)
+    plain = packed.ddp.module
+    plain.body[0].weight.square().sum().backward()
+    with torch.no_grad():
+        packed.ddp(torch.ones(2, 4))
+    plain(torch.ones(2, 4)).sum().backward()
+    plain.head.weight.square().sum().backward()
+    assert orders.values() == [[]]
+    packed.train()
+    assert orders.values() == [ARRIVING]
+    assert packed.train() == ARRIVING
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_ddp_ignores_is_not_waited_for() -> None:
+    """As an expert of this rank that gets no sample for a while."""
+    model: Any = nn.ModuleDict({"whole": HeadFirst(), "expert": nn.Linear(4, 4)})
+    model.forward = lambda numbers: model["whole"](numbers)
+    model._ddp_params_and_buffers_to_ignore = ["expert.weight", "expert.bias"]
+    ddp, orders = DistributedDataParallel(model), BucketOrders()
+    orders.add(ddp)
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert orders.values() == [ARRIVING]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_is_let_go_is_neither_kept_nor_counted() -> None:
+    """A search for the largest batch wraps the model anew at each try, with buckets on the GPU."""
+    orders = BucketOrders()
+    for count in range(3):
+        ddp = DistributedDataParallel(HeadFirst())
+        orders.add(ddp)
+        if count:
+            ddp(torch.ones(2, 4)).sum().backward()
+        model = weakref.ref(ddp)
+        if count < 2:
+            del ddp
+            gc.collect()
+            assert model() is None
+    assert orders.values() == [ARRIVING]
+    orders.clear()
+    assert orders.values() == []
 
 
 @pytest.mark.usefixtures("alone")

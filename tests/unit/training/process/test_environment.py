@@ -47,6 +47,9 @@ def test_a_worker_or_a_process_of_its_script_has_the_run(is_within: bool) -> Non
     bare = _worker(os.getpid())
     del bare["SLURM_JOB_ID"]  # some scripts do so
     assert LaunchEnv.from_env(bare).attempt == 2
+    older = {"HPC_DDP_RUN": "/r", "HPC_DDP_ATTEMPT": "2", "HPC_DDP_NODE_FOLDER": "/n"}
+    env = LaunchEnv.from_env(older)  # a run's library from before there was an identity
+    assert (env.attempt, env.is_within) == (2, False)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_of_two_starts_beside_a_finished_run_one_is_refused(
     rename, lock, threads = run_directory._move_away, fcntl.flock, ThreadPoolExecutor()
     rivals: list[Future[int]] = []
     is_met = threading.Event()  # the rival waits for the lock, or has ended
+    first = threading.current_thread()
 
     def rename_late(path: Path) -> Path:
         if not rivals:
@@ -73,7 +74,7 @@ def test_of_two_starts_beside_a_finished_run_one_is_refused(
         return rename(path)
 
     def note_rival(descriptor: int, kind: int) -> None:
-        if rivals:
+        if threading.current_thread() is not first:
             is_met.set()
         lock(descriptor, kind)
 
