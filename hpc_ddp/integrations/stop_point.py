@@ -333,7 +333,8 @@ class StopPoint(Member):
         is not known here (`at_exit`), and print the goodput; nothing if a later attempt has begun.
         Raise OSError where the attempts can't be listed."""
         if self.folder.is_newest(self._journal.attempt):
-            self._journal.write_surely(Finished(self.position.step, at_exit=True))
+            within = self._env.is_within or None
+            self._journal.write_surely(Finished(self.position.step, at_exit=True, within=within))
             self._say_goodput()
 
 

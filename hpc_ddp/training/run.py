@@ -325,9 +325,9 @@ class Run(ModelSetup):
         """
         if not self._calls.is_failing():
             scalars = {name: number("run.finish", name, result) for name, result in results.items()}
-            # JSON has neither NaN nor infinity.
-            numbers = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
-            self._end(Finished(self.position.step, numbers or None, self._env.is_within or None))
+            numbers = {n: v if math.isfinite(v) else None for n, v in scalars.items()}  # for JSON
+            within = self._env.is_within or None
+            self._end(Finished(self.position.step, numbers or None, within=within))
             atexit.unregister(self._note_early_exit)  # it would keep the model in memory
 
     def __enter__(self) -> Run:

@@ -43,7 +43,8 @@ def test_a_worker_trains_once_and_its_script_counts_to_the_end(tmp_path: Path, s
     for path in (tmp_path / "runs" / "train" / "local", run.path):
         assert f"steps 3 {path}" in job.printed()
     ends = [event for event in raw_events(run.path) if event["event"] == "finished"]
-    assert [event["at_exit"] for event in ends] == [True]
+    assert [event["within"] for event in ends] == [True]
+    assert "this training runs below bash, which dies of a notice" in job.printed()
     assert run.finished() is (stages == 1)
     refusal = "a second process of this worker has begun a training in the run"
     assert (refusal in job.printed()) is (stages > 1)

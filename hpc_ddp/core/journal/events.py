@@ -302,13 +302,14 @@ class Stopped(JournalEvent):
 
 @dataclass(frozen=True)
 class Finished(JournalEvent):
-    """The training has ended; `results` of `run.finish`; `at_exit`: the exit code counts."""
+    """The training has ended; with `at_exit`, or `within` a worker's script, exit codes count."""
 
     event = "finished"
     writer = RANK_0
     step: int
     results: Mapping[str, Any] | None = None
     at_exit: bool | None = None
+    within: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -389,10 +390,8 @@ def parse_event(line: bytes | str) -> JournalEvent | None:
 
 def event_of(line: Any) -> JournalEvent | None:
     """Return the event of a line's JSON value; None for an unknown kind of event, and no object.
-
     Raise ValueError if a field has a value of another type than the record's, or time, attempt or a
-    word is missing.
-    """
+    word is missing."""
     kind = _BY_NAME.get(str(line.get("event"))) if isinstance(line, dict) else None
     if kind is None:
         return None

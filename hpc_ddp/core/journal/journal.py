@@ -230,7 +230,7 @@ def events_of(path: Path) -> Iterator[JournalEvent]:
 def is_finished(events: Sequence[JournalEvent]) -> bool:
     """Return whether a run has reached its end, by the last verdict of the newest attempt that has
     one or is `finished`, or without a verdict by that; False without either. Where the exit code
-    counts (`Finished.at_exit`), the verdict is waited for, which a plain start has not."""
+    counts (see `Finished`), the verdict is waited for, which a plain start has not."""
     last = last_event(events, VerdictGiven, Finished)
     if last is None:
         return False
@@ -240,7 +240,8 @@ def is_finished(events: Sequence[JournalEvent]) -> bool:
         return verdict.cause is Cause.FINISHED
     started = last_event(ends, Started)
     has_launcher = started is not None and started.nodes is not None
-    return not (has_launcher and isinstance(last, Finished) and last.at_exit)
+    by_code = isinstance(last, Finished) and (last.at_exit or last.within)
+    return not (has_launcher and by_code)
 
 
 def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:

@@ -17,10 +17,8 @@ unfinished     give up, as failed: the script left its loop and did not call run
 failed         requeue up to ``max_failures`` times where it may help, else give up
 =============  ==========================================================================
 
-``max_requeues`` 0 permits no requeue at all.
-
-More than three times ``max_failures`` attempts in a row without a newer checkpoint end a run,
-whatever their causes; preemptions do not count.
+``max_requeues`` 0 permits no requeue at all. More than three times ``max_failures`` attempts in a
+row without a newer checkpoint end a run, whatever their causes; preemptions do not count.
 """
 
 from __future__ import annotations
@@ -228,7 +226,9 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.CANCELLED
     codes, complete = [record["code"] for record in facts.ends], facts.complete
     is_good, finished = complete and not any(codes), facts.here(Finished)
-    if finished and (is_good or (facts.notices and not finished.at_exit)):
+    is_through = is_good or (facts.notices and finished and not finished.at_exit)
+    # After a notice a later stage of the worker's script may have stopped with 0, or been cut off.
+    if finished and is_through and not (finished.within and (facts.notices or not is_good)):
         return Cause.FINISHED
     if job and job.preempted:
         return Cause.PREEMPTED

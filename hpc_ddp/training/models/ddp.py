@@ -196,7 +196,7 @@ class _Packing:
 
     def note_arrivals(self, ddp: DistributedDataParallel) -> None:
         """Note the order in the next backward that DDP averages: behind a forward of it that was to
-        be averaged. What a script trains by the plain module before that, DDP does not see."""
+        be averaged. DDP does not see what a script trains by the plain module before that."""
         handles: list[RemovableHandle] = []
         wrapper = weakref.ref(ddp)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from hpc_ddp.core.journal.events import Finished, RankFailed, Started, Stopped
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process.control import Control
-from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from hpc_ddp.training.process.environment import WORKER, DistEnv, LaunchEnv
 from hpc_ddp.training.process.process_group import on_first
 
 SILENT_S = 300.0  # a live run of another host writes its journal more often
@@ -46,9 +47,25 @@ def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder
         a peer is gone
     """
     if env.run is not None and env.attempt is not None:
+        if env.is_within and control.rank == 0:
+            warn_of_wrapper()
         return RunFolder(env.run), env.attempt
     path, attempt = on_first(control, partial(_claim_local, env, dist_env))
     return RunFolder(path), attempt
+
+
+def warn_of_wrapper() -> None:
+    """Print a warning where a notice would end the worker's own process above this one, a shell
+    say, and the training with it; none where that process can't be seen."""
+    with suppress(OSError, ValueError):
+        worker = int(os.environ[WORKER].partition(" ")[0])
+        if not process.handles(worker, signal.SIGTERM, or_ignores=True):
+            name = process.proc_text(worker, "comm").strip()
+            say(
+                f"WARNING: this training runs below {name}, which dies of a notice, and the step"
+                " with it, maybe before all is saved; hint: exec python … in its last line, or"
+                " trap : TERM in its first"
+            )
 
 
 def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:

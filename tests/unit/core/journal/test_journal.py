@@ -186,6 +186,7 @@ def test_an_important_event_is_retried_for_a_minute(
         ([event_at("verdict", cause="preempted"), event_at("finished", 1.0, 1)], True),
         ([event_at("verdict", cause="failed"), event_at("finished", 1.0)], False),  # by two clocks
         ([event_at("started", nodes=["n1"]), event_at("finished", at_exit=True)], False),
+        ([event_at("started", nodes=["n1"]), event_at("finished", within=True)], False),
         ([event_at("started"), event_at("finished", at_exit=True)], True),  # a plain start
     ],
 )

@@ -81,6 +81,18 @@ def test_after_a_notice_the_end_of_a_script_counts_by_its_exit_codes() -> None:
     assert (verdict.cause, verdict.action) == ("notice", "requeue")
 
 
+def test_after_a_notice_a_script_with_several_stages_is_not_through() -> None:
+    """Its last one may have stopped at the notice, with 0."""
+    events = (event_of("first_step", step=1), event_of("finished", step=9, within=True))
+    assert decide_by(records=FINE, events=events).cause == "finished"
+    noticed = (record_of("n1", "SIGTERM"), record_of("n2", "SIGTERM"))
+    verdict = decide_by(records=noticed, events=events)
+    assert (verdict.cause, verdict.action) == ("notice", "requeue")
+    preempted = replace(RUNNING, preempted_at=900.0)
+    assert decide_by(job=preempted, records=noticed, events=events).cause == "preempted"
+    assert decide_by(records=failed_records(), events=events).cause == "failed"
+
+
 def test_a_crash_after_the_training_is_a_crash() -> None:
     events = (event_of("first_step", step=1), event_of("checkpoint", step=9), event_of("finished"))
     assert decide_by(records=failed_records(), events=events).cause == "failed"
