@@ -19,7 +19,7 @@ from hpc_ddp.core import process
 from hpc_ddp.core.checkpoints import published
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import check_links, write_json
+from hpc_ddp.core.file_io import check_links, make_folders, write_json
 from hpc_ddp.core.file_owners import check_executable, check_folder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Finished, RankFailed, Started, Stopped
@@ -86,7 +86,7 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
         "job": os.environ.get("SLURM_JOB_ID"),
         "restarts": os.environ.get("SLURM_RESTART_COUNT"),  # not set in a job's first start
     }
-    run.path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(run.path.parent)
     # Of two starts at once, one would rename the other's new run as the finished one.
     with _locked(run.path.parent / ".start"):
         finished = _move_away(run.path) if run.path.exists() and run.finished() else None

@@ -35,6 +35,20 @@ def _claim() -> int:
     return run_directory._claim_local(LaunchEnv.from_env(), DistEnv.from_env({}))[1]
 
 
+def test_folders_of_runs_are_closed_to_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another start would refuse them: the user's umask is that of a project."""
+    monkeypatch.setenv("HPC_DDP_RUNS", str(tmp_path / "project" / "runs"))
+    umask = os.umask(0o002)
+    try:
+        assert _claim() == 0
+    finally:
+        os.umask(umask)
+    modes = [path.stat().st_mode & 0o022 for path in tmp_path.rglob("*") if path.is_dir()]
+    assert not any(modes)
+
+
 def test_a_run_that_another_host_is_at_is_not_taken(run: RunFolder) -> None:
     with pytest.raises(HpcDdpError, match="is already being run"):
         _claim()
