@@ -166,6 +166,15 @@ def handles(pid: int, number: int, or_ignores: bool = False) -> bool:
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
+def mortal_name(pid: int) -> str:
+    """Return the name of a process that would die of SIGTERM, a preemption's signal; '' for one
+    that handles or ignores it, and for one that can't be seen from here."""
+    with suppress(OSError):
+        if not handles(pid, signal.SIGTERM, or_ignores=True):
+            return proc_text(pid, "comm").strip()
+    return ""
+
+
 def began_at(pid: int | None = None) -> float | None:
     """Return when a process started, in unix seconds, by default this one; None where there is no
     /proc, or no such process."""

@@ -110,8 +110,7 @@ class StopPoint(Member):
                     hint="each training (a fold, say) as a job of its own: hpc-ddp sweep",
                 )
             self._open()
-            if self._env.run is not None:
-                take_run()
+            take_run(self._env)
             self._is_open = StopPoint._is_taken = True
             if newest := self._checkpoints.find_newest_of_library():
                 self._newest, manifest = newest
@@ -261,8 +260,7 @@ class StopPoint(Member):
         self._watchdog.end()
         self._end_journal()
         self._is_over = True
-        if self._env.is_within:
-            mark_trained()
+        mark_trained(self._env)
         if self._env.notice is None:
             self._notices.end(then_exit=False)
         if self.rank == 0:

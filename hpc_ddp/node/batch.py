@@ -138,7 +138,8 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         port=free_port(first_port(job_id, env.run)),
         cpus=_check_cpus(spec, environ),
     ).to_env()
-    values |= patiently(partial(first_job.variables, run, attempt.number, environ))
+    starts = attempt.number - env.first_attempt
+    values |= patiently(partial(first_job.variables, run, starts, environ))
     return values | tracker_env(run, environ, env.first_attempt)
 
 

@@ -22,7 +22,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.attempt_folder import NodeFolder
-from hpc_ddp.core.process import NOTICE_SIGNALS, handles, proc_text
+from hpc_ddp.core.process import NOTICE_SIGNALS, mortal_name
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.peer_links import Task
@@ -49,10 +49,9 @@ def ignore_notices() -> None:
 def warn_of_wrapper(environ: Mapping[str, str]) -> None:
     """Print a warning if Slurm's task (SLURM_TASK_PID) is a process above this one that would die
     of SIGTERM, a preemption's signal; none if that process can't be seen from this container."""
-    with suppress(OSError, ValueError):
+    with suppress(ValueError):
         task = int(environ.get("SLURM_TASK_PID") or os.getpid())
-        if task != os.getpid() and not handles(task, signal.SIGTERM, or_ignores=True):
-            name = proc_text(task, "comm").strip()
+        if task != os.getpid() and (name := mortal_name(task)):
             say(
                 f"WARNING: this Python runs below {name}, which dies of a preemption's signal, and"
                 " the job with it, before it has saved; hint: end the wrapper (--python,"

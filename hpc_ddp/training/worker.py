@@ -59,8 +59,7 @@ class Worker(Member):
     def _join(self, options: Options) -> None:
         """Choose the devices, join the process group, and open the run's folder; every rank must
         call it. Raises as `start`."""
-        if self._env.run is not None:
-            take_run()  # a second group of the process may hang
+        take_run(self._env)  # a second group of the process may hang
         info = self._info
         self.seed = options.seed
         if options.deterministic:
@@ -156,8 +155,7 @@ class Worker(Member):
         for end in [sink.end for sink in (self._board, self._progress, self._profiler) if sink]:
             end()
         self._over = True
-        if self._env.is_within:
-            mark_trained()
+        mark_trained(self._env)
         self._notices.end(then_exit=is_stop)
         process_group.leave(self._control, self.device, then_exit=is_stop)
         if self.rank == 0:

@@ -26,19 +26,17 @@ from hpc_ddp.core.run_folder import RunFolder
 RESTARTS = "HPC_DDP_SLURM_RESTARTS"
 
 
-def variables(run: RunFolder, attempt: int, environ: Mapping[str, str]) -> dict[str, str]:
+def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return Slurm's variables of the first job of a run, by name, as far as it would be wrong to
-    go on with those of this one, whose `environ` it is; `attempt` is the number of this attempt.
+    go on with those of this one, whose `environ` it is; `starts` is the number of attempts before.
 
-    SLURM_RESTART_COUNT counts the attempts before, since ``--fresh``: scripts resume by it. The
-    number of an array's tasks and the range of their indexes are those of the whole array, of which
-    this job may have a part: scripts share out their data by them. SLURM_SUBMIT_DIR is the folder
-    of the first submit. Raise OSError where the run's journal or its array's job can't be read, and
-    UsageError for a broken job.
+    SLURM_RESTART_COUNT counts these: scripts resume by it. The number of an array's tasks and the
+    range of their indexes are those of the whole array, of which this job may have a part: scripts
+    share out their data by them. SLURM_SUBMIT_DIR is the folder of the first submit. Raise OSError
+    where the job of the run, or its array, can't be read, and UsageError for a broken one.
     """
     array = RunFolder(run.whole)
     spec = JobSpec.from_json(array.job_json.read_bytes())
-    starts = attempt - first_attempt(run.events())
     own_restarts = environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or "0"
     values = {RESTARTS: own_restarts}
     if restarts := max(starts, int(own_restarts)):
@@ -55,6 +53,11 @@ def variables(run: RunFolder, attempt: int, environ: Mapping[str, str]) -> dict[
             **({"SLURM_ARRAY_TASK_STEP": step[1] or "1"} if step else {}),
         }
     return values
+
+
+def count_starts(run: RunFolder) -> int:
+    """Return how many attempts a run has had since ``--fresh``. May raise OSError."""
+    return run.next_attempt() - first_attempt(run.events())
 
 
 def before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -92,5 +95,5 @@ def main(_: list[str]) -> int:
     environ = dict(os.environ)
     with suppress(HpcDdpError, OSError):
         run = run_of_job(environ)
-        answer(export_lines(variables(run, run.next_attempt(), environ)))
+        answer(export_lines(variables(run, count_starts(run), environ)))
     return 0

@@ -241,9 +241,10 @@ class BucketOrders:
         """Add a model. Its order is fixed where one was loaded, which is a collective, else noted
         in its first averaged backward."""
         packing = vars(ddp)[PACKING] = _Packing(ddp)  # there, to live as long as the model
-        number = len(self._living())
-        self._models = [*map(weakref.ref, [*self._living(), ddp])]
-        if _packs_anew(ddp) and not packing.fix(ddp, [*self._loaded[number : number + 1], []][0]):
+        models = [*self._living(), ddp]
+        self._models = [*map(weakref.ref, models)]
+        order = self._loaded[len(models) - 1] if len(models) <= len(self._loaded) else ()
+        if _packs_anew(ddp) and not packing.fix(ddp, order):
             packing.note_arrivals(ddp)
 
     def clear(self) -> None:

@@ -117,10 +117,12 @@ def _without_others_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {name: text for name, text in environ.items() if name not in hidden}
 
 
-def take_run() -> None:
-    """Take the worker's run for this process. Raise UsageError where this process has taken it
-    before, or an earlier one of the worker's script has ended its training in it (`mark_trained`).
-    """
+def take_run(env: LaunchEnv) -> None:
+    """Take the worker's run for this process; nothing under a plain start. Raise UsageError where
+    this process has taken it before, or an earlier one of the worker's script has ended its
+    training in it (`mark_trained`)."""
+    if env.run is None:
+        return
     if TRAINER in os.environ:
         raise UsageError(
             "a second training has begun in a process that hpc-ddp has started; accepted: one",
@@ -134,11 +136,12 @@ def take_run() -> None:
     os.environ[TRAINER] = str(os.getpid())
 
 
-def mark_trained() -> None:
-    """Note, for a later process of this worker's script, that the training in its run has ended. A
-    disk that refuses it is passed over."""
+def mark_trained(env: LaunchEnv) -> None:
+    """Note, for a later process of this worker's script, that the training in its run has ended;
+    nothing in the worker itself. A disk that refuses it is passed over."""
     with suppress(OSError):
-        _mark().touch()
+        if env.is_within:
+            _mark().touch()
 
 
 def _mark() -> Path:

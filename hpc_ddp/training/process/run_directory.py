@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -48,24 +47,21 @@ def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder
     """
     if env.run is not None and env.attempt is not None:
         if env.is_within and control.rank == 0:
-            warn_of_wrapper()
+            _warn_of_shell()
         return RunFolder(env.run), env.attempt
     path, attempt = on_first(control, partial(_claim_local, env, dist_env))
     return RunFolder(path), attempt
 
 
-def warn_of_wrapper() -> None:
+def _warn_of_shell() -> None:
     """Print a warning where a notice would end the worker's own process above this one, a shell
-    say, and the training with it; none where that process can't be seen."""
-    with suppress(OSError, ValueError):
-        worker = int(os.environ[WORKER].partition(" ")[0])
-        if not process.handles(worker, signal.SIGTERM, or_ignores=True):
-            name = process.proc_text(worker, "comm").strip()
-            say(
-                f"WARNING: this training runs below {name}, which dies of a notice, and the step"
-                " with it, maybe before all is saved; hint: exec python … in its last line, or"
-                " trap : TERM in its first"
-            )
+    say, and the training with it."""
+    if name := process.mortal_name(int(os.environ[WORKER].partition(" ")[0])):
+        say(
+            f"WARNING: this training runs below {name}, which dies of a notice, and the step with"
+            " it, maybe before all is saved; hint: exec python … in its last line, or trap : TERM"
+            " in its first"
+        )
 
 
 def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:

@@ -28,10 +28,13 @@ def test_starts_are_counted_over_all_jobs(
 ) -> None:
     """Scripts resume where SLURM_RESTART_COUNT is above 0."""
     run.journal("submit").write(raw("fresh", first_attempt=fresh))
-    values = first_job.variables(run, attempt, {"SLURM_RESTART_COUNT": of_slurm})
+    for _ in range(attempt):
+        run.claim_attempt({}, lambda info: False)
+    starts = first_job.count_starts(run)
+    values = first_job.variables(run, starts, {"SLURM_RESTART_COUNT": of_slurm})
     assert values.get("SLURM_RESTART_COUNT") == restarts
     assert values["HPC_DDP_SLURM_RESTARTS"] == (of_slurm or "0")
-    again = first_job.variables(run, attempt, values)
+    again = first_job.variables(run, starts, values)
     assert again == values
     assert values["SLURM_SUBMIT_DIR"] == "/home/me/proj"
 

@@ -69,13 +69,14 @@ def test_a_process_trains_once_in_a_run(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("HPC_DDP_WORKER", "1 ")
     monkeypatch.setenv("HPC_DDP_NODE_FOLDER", str(tmp_path))
     monkeypatch.delenv("HPC_DDP_TRAINER", raising=False)
-    take_run()
+    env = LaunchEnv.from_env(_worker(1))
+    take_run(env)
     with pytest.raises(UsageError, match="second training has begun in a process"):
-        take_run()
+        take_run(env)
     monkeypatch.delenv("HPC_DDP_TRAINER")
-    mark_trained()
+    mark_trained(env)
     with pytest.raises(UsageError, match="second process of this worker"):
-        take_run()
+        take_run(env)
     monkeypatch.setenv("HPC_DDP_WORKER", "2 ")  # torchrun has started it again
-    take_run()
+    take_run(env)
     monkeypatch.delenv("HPC_DDP_TRAINER")
