@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -132,12 +131,11 @@ class Average(AveragedModel):
         """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
         self._decay = decay
-        self._source, self._begun_on = weakref.ref(model), _device_of(model)
+        self._begun_on = _device_of(model)
 
-    def follow(self) -> None:
+    def follow(self, model: torch.nn.Module) -> None:
         """Move to the device of the model that it was copied from, unless it was moved itself."""
-        model = self._source()
-        if model is not None and _device_of(self.module) == self._begun_on:
+        if _device_of(self.module) == self._begun_on:
             self.module.to(_device_of(model))
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ class ModelSetup(Worker):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._wrapped: list[Any] = []  # models whose gradients DDP or FSDP2 averages
-        self._averages: list[Average] = []
+        self._averages: list[tuple[Average, torch.nn.Module]] = []  # each with its model
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
         self._calls = CallOrder(self._say)
@@ -120,8 +120,8 @@ class ModelSetup(Worker):
         self._precision.watch(model)
         if len(self.devices) == 1:
             model.to(self.device)
-            for average in self._averages:
-                average.follow()
+            for average, source in self._averages:
+                average.follow(source)
         if compile:
             compile_for_resume(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -279,8 +279,9 @@ class ModelSetup(Worker):
         """Return a copy of the model, without its wrappers, whose weights follow it: an exponential
         moving average. Name it in `track`, and call its ``update_parameters(model)`` after each
         optimizer step. Raise UsageError as `averaged`."""
-        self._averages.append(averaged(unwrap(model), decay))
-        return self._averages[-1]
+        average = averaged(unwrap(model), decay)
+        self._averages.append((average, model))
+        return average
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
         """Return this rank's part of an evaluation set, every sample on exactly one rank.
@@ -312,11 +313,10 @@ class ModelSetup(Worker):
         """Give the plain model inside the block, in eval mode and without gradients, the same on
         all ranks; of a `Pipeline`, itself.
 
-        The plain one, because the DDP wrapper may have collectives in every forward, and
-        they may have fewer batches. Persistent buffers (running means of batch norm, say) become
-        those of rank 0, or of the stage's first rank, as in a checkpoint. All ranks must enter. A
-        sharded model's forward and a pipeline's has collectives nevertheless: give it
-        ``run.shard(..., even=True)``.
+        The plain one, since DDP may have collectives in every forward, and ranks fewer batches; a
+        compiled one stays so. Persistent buffers (running means of batch norm, say) become those of
+        rank 0, or of the stage's first rank, as in a checkpoint. All ranks must enter. A sharded
+        model's forward, or a pipeline's, has collectives: give it ``run.shard(..., even=True)``.
         """
         plain = unwrap(model if isinstance(model, torch.nn.Module) else model.stage)
         # In a pipeline rank 0's are another stage's.

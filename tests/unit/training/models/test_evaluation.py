@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -155,6 +156,13 @@ def test_an_average_follows_its_model_to_another_device(is_kept: bool) -> None:
         average.to_empty(device="cpu")
     else:
         model.to("meta")
-    average.follow()
+    average.follow(model)
     kinds = {tensor.device.type for tensor in average.module.parameters()}
     assert kinds == {"cpu" if is_kept else "meta"}
+
+
+def test_an_average_can_be_saved_whole() -> None:
+    saved = io.BytesIO()
+    torch.save(averaged(nn.Linear(2, 2), 0.9), saved)
+    saved.seek(0)
+    assert torch.load(saved, weights_only=False).n_averaged == 0
