@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ RANK_NAMES = re.compile(
 )
 OF_ENVIRON = ("os", "collections.abc", "_collections_abc")  # modules whose code os.environ is
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
+ENDING_S = 1.0  # of a thread that has been joined
 
 
 def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -> None:
@@ -57,8 +59,17 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
     if not (pid := os.fork()):  # thread pools that survive a fork end their threads before one
         os._exit(0)
     os.waitpid(pid, 0)
-    if (count := len(os.listdir("/proc/self/task"))) > 1:
+    if (count := _count_threads()) > 1:
         raise UnfitError(f"an import has started {count - 1} threads")
+
+
+def _count_threads() -> int:
+    """Return how many threads this process has. Those that end have `ENDING_S` for it: a join
+    returns before the kernel has removed the thread."""
+    give_up = time.monotonic() + ENDING_S
+    while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return count
 
 
 def _has_initialised_device() -> bool:

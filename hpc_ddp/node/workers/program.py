@@ -1,16 +1,26 @@
-"""A job's program that is no script: it becomes a module, as by ``python -m``, or a command.
+"""A job's program that is no script: it becomes a module, as by ``python -m``, or starts a command.
 
 ``program.py module FOLDER NAME ARGS…``: Python looks in FOLDER first, as ``python -m`` does in the
 working directory; it is that folder's copy in the run.
 ``program.py command NAME ARGS…``: found by PATH, else beside this Python, as in an environment that
-is not activated.
+is not activated. This process lives as long as the command, and as a training that outlives it.
 """
 
+import ctypes
 import os
+import re
+import resource
 import runpy
 import shutil
+import signal
 import sys
+from collections.abc import Iterable, Set
+from contextlib import suppress
 from typing import NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+AWAITED = (*NOTICE_SIGNALS, signal.SIGCHLD)
 
 
 def run_module(folder: str, name: str, *args: str) -> None:
@@ -22,15 +32,94 @@ def run_module(folder: str, name: str, *args: str) -> None:
 
 
 def run_command(name: str, *args: str) -> NoReturn:
-    """Replace this process by a command; exit with a message and a shell's code, 126 or 127, where
-    it can't be started."""
+    """Run a command in a child process, and end as it ends: with its exit code, or by its signal; a
+    shell's code, 126 or 127, and a message where it can't be started.
+
+    A notice is passed on to the command, and ends a shell around a training. The training then
+    gets it, too, and saves: it is waited for, and its exit code counts.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    parent, command = os.getpid(), os.fork()
+    if not command:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os._exit(_become(name, args))
+    for notice in NOTICE_SIGNALS:  # blocked as they are: others see that this process lives on
+        signal.signal(notice, lambda *_: None)
+    status = _wait_for({command})[command]
+    number = os.WTERMSIG(status)  # 0 for an exit
+    if number in NOTICE_SIGNALS and (trainings := _children_that_handle(number)):
+        _send(trainings, number)
+        status = next(filter(None, _wait_for(trainings).values()), 0)
+    _end_as(status)
+
+
+def _become(name: str, args: Iterable[str]) -> int:
+    """Replace this process by a command; print why it can't be started, and return a shell's
+    code."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # as a script has it by python -u
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable)) or name
     try:
         os.execvp(path, [name, *args])
     except OSError as error:
-        print(f"hpc-ddp: {name} can't be started: {error.strerror}", file=sys.stderr)
-        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+        print(f"hpc-ddp: {name} can't be started: {error.strerror}", file=sys.stderr, flush=True)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _wait_for(processes: Set[int]) -> dict[int, int]:
+    """Wait until children have ended, and pass on to them what `NOTICE_SIGNALS` come meanwhile;
+    return the wait status of each. `AWAITED` have to be blocked."""
+    statuses: dict[int, int] = {}
+    while True:
+        with suppress(ChildProcessError):  # none is left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                statuses[ended[0]] = ended[1]
+        running = processes - statuses.keys()
+        if not running:
+            return {process: statuses[process] for process in processes}
+        number = signal.sigwait(AWAITED)
+        if number != signal.SIGCHLD:
+            _send(running, number)
+
+
+def _send(children: Set[int], number: int) -> None:
+    """Send a signal to children that have not been waited for."""
+    for process in children:
+        os.kill(process, number)
+
+
+def _children_that_handle(number: int) -> set[int]:
+    """Return the ids of this process's children that have a handler for a signal, as a training
+    has; none where there is no /proc."""
+    children = set()
+    for process in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with suppress(OSError), open(f"/proc/{process}/status", errors="replace") as file:
+            text = file.read()
+            fields = dict(re.findall(r"^(PPid|SigCgt):\s*(\w+)$", text, re.M))
+            if int(fields["PPid"]) == os.getpid() and int(fields["SigCgt"], 16) >> number - 1 & 1:
+                children.add(int(process))
+    return children
+
+
+def _end_as(status: int) -> NoReturn:
+    """End this process as another one has ended, whose wait status is given."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # that process has left one
+        with suppress(OSError):  # SIGKILL
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def _prctl(option: int, setting: int) -> None:
+    """Set an option of this process; nothing on other systems than Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, setting)
 
 
 if __name__ == "__main__":

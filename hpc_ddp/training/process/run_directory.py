@@ -54,13 +54,13 @@ def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder
 
 
 def _warn_of_shell() -> None:
-    """Print a warning where a notice would end the worker's own process above this one, a shell
-    say, and the training with it."""
+    """Print a warning where a notice would end the worker's own process above this one, as that of
+    `multiprocessing.spawn`, and the training with it."""
     if name := process.mortal_name(int(os.environ[WORKER].partition(" ")[0])):
         say(
-            f"WARNING: this training runs below {name}, which dies of a notice, and the step with"
-            " it, maybe before all is saved; hint: exec python … in its last line, or trap : TERM"
-            " in its first"
+            f"WARNING: this training runs below {name}, which dies of a preemption's signal, and"
+            " the step with it, maybe before all is saved; hint: let hpc-ddp start a process for"
+            " each rank: --nproc-per-node N"
         )
 
 
