@@ -29,6 +29,7 @@ _NUMBER = re.compile(
 _DAY = re.compile(r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b")
 # Of the test cluster: it has no reverse names, and only pretends to have GPUs.
 _CLUSTER = re.compile(r"\bhd\d+\b")  # of the process of pytest that has it
+_PROGRESS = re.compile(r"^step \d+/\d+ .*\n?", re.M)  # a line every so many seconds
 NOISE = re.compile(r"^\[W.*(?:hostname of the client socket|socket\.cpp).*\n?", re.M)
 
 
@@ -77,12 +78,13 @@ def _commands(body: str) -> Iterator[Command]:
 
 
 def same(shown: str, printed: str) -> bool:
-    """Tell whether a page shows what was printed, but for numbers, times and spaces."""
+    """Tell whether a page shows what was printed, but for numbers, times, spaces and progress."""
     return _matches(_plain(shown), _plain(printed))
 
 
 def _plain(text: str) -> list[str]:
-    text = _CLUSTER.sub("CLUSTER", _RUN_ID.sub("RUN", NOISE.sub("", text)))
+    text = _PROGRESS.sub("", NOISE.sub("", text))
+    text = _CLUSTER.sub("CLUSTER", _RUN_ID.sub("RUN", text))
     text = _DAY.sub("DAY", _NUMBER.sub("0", text))
     text = re.sub(
         r"goodput 0[ %]*:.*", "goodput", text

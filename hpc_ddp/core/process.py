@@ -128,15 +128,6 @@ def _pid_here(number: str, namespace: str) -> int | None:
     return None
 
 
-def record(path: Path) -> None:
-    """Write a pid file of this process, which `live_pid` reads; raise OSError if the disk
-    refuses."""
-    namespace = _namespace("self") if Path("/proc/self").exists() else ""  # a Mac has none
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(f"{os.getpid()} {_began(os.getpid())} {namespace}")
-    temporary.replace(path)  # a supervisor reads it at any time
-
-
 def may_hide(path: Path) -> bool:
     """Return whether a pid file names a process of another PID namespace than this process's, so
     that it may run without being seen from here; False where the file can't be read."""

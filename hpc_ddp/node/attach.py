@@ -11,11 +11,21 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.core.process import SHOW_STACKS, STACKS, handles, is_memory_file, live_pid, may_hide
+from hpc_ddp.core.process import (
+    SHOW_STACKS,
+    STACKS,
+    handles,
+    is_memory_file,
+    live_pid,
+    may_hide,
+    proc_text,
+)
 
 ANSWER_S = 5.0  # how long a signalled worker is given
 # What makes a process a rank of a world. The attached command is none: a script that is tried in a
@@ -31,18 +41,45 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def worker_of(pid_file: Path) -> int:
-    """Return the process id of the worker that a file ``rank-<r>.pid`` names.
+    """Return the process id of the worker that a file ``rank-<r>.pid`` names. Where that waits for
+    a command (``--no-python``), it is the id of the nearest process below it that has called
+    `start`, else of the command.
 
     Raises
     ------
     HpcDdpError
         this host has no such process: it has not started yet, has ended, or can't be seen from here
+    OSError
+        it has ended meanwhile
     """
     pid = live_pid(pid_file)
     if pid is None:
         but = ", or one in a container that can't be seen from here" if may_hide(pid_file) else ""
         raise HpcDdpError(f"{pid_file.stem} has no process on {os.uname().nodename} now{but}")
-    return pid
+    if not re.search("/workers/program.py\0command\0", proc_text(pid, "cmdline")):
+        return pid
+    processes = [*_below(pid), pid]
+    return next(filter(_has_stacks, processes), processes[0])
+
+
+def _below(pid: int) -> list[int]:
+    """Return the ids of the processes below one, its children first."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            parent = proc_text(name, "stat").rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(name))
+    below = children[pid]
+    for process in below:  # it grows meanwhile
+        below += children[process]
+    return below
+
+
+def _has_stacks(pid: int) -> bool:
+    """Return whether a process writes its own stacks when asked to; False once it is gone."""
+    with suppress(OSError):
+        return _stacks_file(pid) is not None
+    return False
 
 
 def run(pid: int, command: list[str]) -> None:

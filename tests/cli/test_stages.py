@@ -81,14 +81,16 @@ def test_a_training_saves_though_the_shell_around_it_dies(tmp_path: Path, launch
     """Slurm sends a preemption's signal to each process of a step, at some sites."""
     (tmp_path / "train.py").write_text(SLOW)
     script = tmp_path / "run.sh"
-    script.write_text(f"echo $$ > {tmp_path}/shell\n{sys.executable} {tmp_path}/train.py\nexit 7\n")
+    lines = f"cd {tmp_path}", "echo $$ > shell", f"{sys.executable} train.py", "touch behind"
+    script.write_text("\n".join(lines))
     words = ("--nproc-per-node", "1", "--launcher", launcher, "--no-python", "bash", str(script))
     job = DryRun(tmp_path / "runs", *words)
     job.until("first_step")
+    os.kill(pid_in(tmp_path / "shell"), signal.SIGTERM)
     job.process.send_signal(signal.SIGTERM)
     job.until_printed("saves")
-    os.kill(pid_in(tmp_path / "shell"), signal.SIGTERM)
     assert job.end() == 75, job.printed()
+    assert not (tmp_path / "behind").exists()
     assert len(job.events("stopped")) == 1
     assert job.explain()["lost_steps"] == 0
 

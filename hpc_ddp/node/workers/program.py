@@ -14,7 +14,7 @@ import runpy
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
 from typing import NoReturn
 
@@ -51,9 +51,8 @@ def run_command(name: str, *args: str) -> NoReturn:
         signal.signal(notice, lambda *_: None)
     status = _wait_for({command})[command]
     number = os.WTERMSIG(status)  # 0 for an exit
-    if number in NOTICE_SIGNALS and (trainings := _children_that_handle(number)):
-        _send(trainings, number)
-        status = next(filter(None, _wait_for(trainings).values()), 0)
+    if number in NOTICE_SIGNALS and (statuses := _wait_for_trainings(number)):
+        status = next(filter(None, statuses), 0)
     _end_as(status)
 
 
@@ -91,17 +90,30 @@ def _send(children: Set[int], number: int) -> None:
         os.kill(process, number)
 
 
-def _children_that_handle(number: int) -> set[int]:
-    """Return the ids of this process's children that have a handler for a signal, as a training
-    has; none where there is no /proc."""
-    children = set()
+def _wait_for_trainings(number: int) -> list[int]:
+    """Send a signal, which has ended the command, to what that leaves: shells, and the programs
+    below them that handle it, as a training does. Wait for these; return their wait statuses."""
+    while True:
+        masks, parents = {}, set()
+        for process, parent, caught in _processes():
+            parents.add(parent)
+            if parent == os.getpid():
+                masks[process] = caught
+        trainings = {process for process, caught in masks.items() if caught >> number - 1 & 1}
+        shells = masks.keys() & parents - trainings
+        _send(shells or trainings, number)
+        statuses = _wait_for(shells or trainings)
+        if not shells:  # what they leave are children of this process now
+            return list(statuses.values())
+
+
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """Yield each process's id, its parent's, and the mask of the signals that it handles; none
+    where there is no /proc."""
     for process in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with suppress(OSError), open(f"/proc/{process}/status", errors="replace") as file:
-            text = file.read()
-            fields = dict(re.findall(r"^(PPid|SigCgt):\s*(\w+)$", text, re.M))
-            if int(fields["PPid"]) == os.getpid() and int(fields["SigCgt"], 16) >> number - 1 & 1:
-                children.add(int(process))
-    return children
+            fields = dict(re.findall(r"^(PPid|SigCgt):\s*(\w+)$", file.read(), re.M))
+            yield int(process), int(fields["PPid"]), int(fields["SigCgt"], 16)
 
 
 def _end_as(status: int) -> NoReturn:

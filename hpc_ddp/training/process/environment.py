@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_ddp.core import process
 from hpc_ddp.core.errors import UsageError
 
 T = TypeVar("T")
@@ -119,10 +118,9 @@ def _without_others_run(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def take_run(env: LaunchEnv) -> None:
-    """Take the worker's run for this process, and its place in the pid file; nothing under a plain
-    start. A disk that refuses the pid file is passed over. Raise UsageError where this process has
-    taken the run before, or an earlier one of the worker's script has ended its training in it
-    (`mark_trained`)."""
+    """Take the worker's run for this process; nothing under a plain start. Raise UsageError where
+    this process has taken it before, or an earlier one of the worker's script has ended its
+    training in it (`mark_trained`)."""
     if env.run is None:
         return
     if TRAINER in os.environ:
@@ -136,32 +134,14 @@ def take_run(env: LaunchEnv) -> None:
             hint="each stage as a run of its own: hpc-ddp submit --dependency afterok:JOB",
         )
     os.environ[TRAINER] = str(os.getpid())
-    if env.is_within:
-        # The supervisor signals this process from now on: its signal would end a shell above it.
-        pid_file, set_aside = _pid_files()
-        with suppress(OSError):
-            if process.live_pid(pid_file):  # not an earlier process that has failed
-                set_aside.unlink(missing_ok=True)
-                os.link(pid_file, set_aside)
-            process.record(pid_file)
 
 
 def mark_trained(env: LaunchEnv) -> None:
     """Note, for a later process of this worker's script, that the training in its run has ended;
     nothing in the worker itself. A disk that refuses it is passed over."""
-    if env.is_within:
-        with suppress(OSError):
+    with suppress(OSError):
+        if env.is_within:
             _mark().touch()
-        with suppress(OSError):
-            pid_file, set_aside = _pid_files()
-            set_aside.replace(pid_file)
-
-
-def _pid_files() -> tuple[Path, Path]:
-    """Return the pid file of this rank, and where that of its worker lies while another process
-    trains."""
-    name = Path(os.environ.get("HPC_DDP_NODE_FOLDER", "."), f"rank-{os.environ.get('RANK', 0)}")
-    return name.with_suffix(".pid"), name.with_suffix(".worker")
 
 
 def _mark() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core.process import mortal_name
+from hpc_ddp.core.process import identity, mortal_name
+from hpc_ddp.node.attach import worker_of
 from hpc_ddp.node.workers import program
 from tests.waiting import pid_in, wait_until
 
@@ -49,16 +51,35 @@ def test_a_command_without_permission_has_a_shells_code(tmp_path: Path) -> None:
         assert "run.sh can't be started: Permission denied" in process.stderr.read()
 
 
-@pytest.mark.parametrize("code", [0, 5])
-def test_a_training_is_waited_for_when_its_shell_dies(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize(("code", "levels"), [(0, 1), (5, 1), (5, 3)])
+def test_a_training_is_waited_for_when_its_shell_dies(
+    tmp_path: Path, code: int, levels: int
+) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    words = f"{sys.executable} {tmp_path}/train.py {tmp_path} 0.5 {code}"
-    with start_command("sh", "-c", f"echo $$ > {tmp_path}/shell; {words}; exit 7") as process:
+    line = f"{sys.executable} {tmp_path}/train.py {tmp_path} 0.5 {code}"
+    for _ in range(1, levels):
+        line = f"sh -c {shlex.quote(line + '; exit 7')}"
+    line = f"echo $$ > {tmp_path}/shell; {line}; touch {tmp_path}/behind"
+    with start_command("sh", "-c", line) as process:
         wait_until((tmp_path / "ready").exists, "the training")
         assert mortal_name(process.pid) == ""
         os.kill(pid_in(tmp_path / "shell"), signal.SIGTERM)
         assert process.wait(60) == code
     assert (tmp_path / "saved").exists()
+    assert not (tmp_path / "behind").exists()
+
+
+def test_a_program_behind_a_shell_is_attached_to(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    line = f"{sys.executable} {tmp_path}/train.py {tmp_path} 0 0; exit 7"
+    with start_command("sh", "-c", line) as process:
+        wait_until((tmp_path / "ready").exists, "the training")
+        record = identity(process.pid)
+        (tmp_path / "rank-0.pid").write_text(f"{process.pid} {record['began']}")
+        shell = worker_of(tmp_path / "rank-0.pid")
+        assert Path(f"/proc/{shell}/comm").read_text() == "sh\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def test_a_notice_is_passed_on(tmp_path: Path) -> None:
