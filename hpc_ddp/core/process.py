@@ -137,8 +137,9 @@ def may_hide(path: Path) -> bool:
 
 
 def signal_recorded(paths: Iterable[Path], number: int) -> int:
-    """Send signal `number` to the processes of pid files that still run. Return how many got it,
-    plus those that got none but may run in a container, where they can't be seen from here.
+    """Send signal `number` to the processes of pid files that still run; SIGKILL also to the others
+    of their process group, as to a training below a shell. Return how many got it, plus those that
+    got none but may run in a container, where they can't be seen from here.
 
     Raise PermissionError for a process of another user; those after it then get no signal.
     """
@@ -149,7 +150,8 @@ def signal_recorded(paths: Iterable[Path], number: int) -> int:
             count += may_hide(path)
             continue
         with suppress(ProcessLookupError):  # just now
-            os.kill(pid, number)
+            is_group = number == signal.SIGKILL and os.getpgid(pid) == pid
+            (os.killpg if is_group else os.kill)(pid, number)
             count += 1
     return count
 

@@ -57,3 +57,29 @@ def test_a_training_below_a_wrapper_saves_at_a_preemption(
     assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
     assert in_one_go(job)
     assert same_weights(job, walked)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("launcher", "proctrack"), [("torchrun", "cgroup"), ("srun", "linuxproc")])
+def test_a_training_below_a_shell_saves_at_a_preemption(
+    hpc: Hpc,
+    cluster: Cluster,
+    walked: Job,
+    tmp_path: Path,
+    launcher: str,
+    proctrack: Proctrack,
+) -> None:
+    """Where Slurm signals every process of a step the shell dies at once, else of the notice."""
+    use(cluster, proctrack)
+    script = tmp_path / "run.sh"
+    script.write_text(f'{sys.executable} "$@"\ntouch {tmp_path}/behind-$RANK\n')
+    words = ("--launcher", launcher, *ONE_BY_TWO, "--no-python", "bash", str(script))
+    job = hpc.submit(*words, *QUICK_WALK, "--write-seconds", "1", "--hold-at", "25")
+    job.held(25)
+    job.preempt()
+    assert job.event("stopped")["step"] >= 25
+    assert not list(tmp_path.glob("behind-*"))
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert in_one_go(job)
+    assert same_weights(job, walked)

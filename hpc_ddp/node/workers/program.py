@@ -9,18 +9,20 @@ is not activated. This process lives as long as the command, and as a training t
 import ctypes
 import os
 import re
-import resource
 import runpy
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
 from typing import NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AWAITED = (*NOTICE_SIGNALS, signal.SIGCHLD)
+NOTICE_S = 1.0  # Slurm signals the processes of a step one after the other
+REST_S = 60.0  # for what else runs when a training has ended: another one that saves, or a helper
 
 
 def run_module(folder: str, name: str, *args: str) -> None:
@@ -36,8 +38,9 @@ def run_command(name: str, *args: str) -> NoReturn:
     shell's code, 126 or 127, and a message where it can't be started.
 
     A notice is passed on to the command, and ends a shell around a training. The training then
-    gets it, too, and saves: it is waited for, and its exit code counts.
+    gets it, too, and is waited for until it has saved; if it fails, its exit code counts.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child can be waited for
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     parent, command = os.getpid(), os.fork()
@@ -47,13 +50,15 @@ def run_command(name: str, *args: str) -> NoReturn:
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os._exit(_become(name, args))
-    for notice in NOTICE_SIGNALS:  # blocked as they are: others see that this process lives on
-        signal.signal(notice, lambda *_: None)
-    status = _wait_for({command})[command]
-    number = os.WTERMSIG(status)  # 0 for an exit
-    if number in NOTICE_SIGNALS and (statuses := _wait_for_trainings(number)):
-        status = next(filter(None, statuses), 0)
-    _end_as(status)
+    for number in NOTICE_SIGNALS:  # blocked as they are: others see that this process lives on
+        signal.signal(number, lambda *_: None)
+    tree = ProcessTree()
+    tree.wait_for_one_of({command})
+    status = tree.statuses[command]
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in NOTICE_SIGNALS and not tree.notice:
+        tree.await_notice()
+    codes = tree.wait_for_trainings() if tree.notice else []
+    _end_as(next(filter(None, codes), status))
 
 
 def _become(name: str, args: Iterable[str]) -> int:
@@ -68,59 +73,121 @@ def _become(name: str, args: Iterable[str]) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def _wait_for(processes: Set[int]) -> dict[int, int]:
-    """Wait until children have ended, and pass on to them what `NOTICE_SIGNALS` come meanwhile;
-    return the wait status of each. `AWAITED` have to be blocked."""
-    statuses: dict[int, int] = {}
-    while True:
-        with suppress(ChildProcessError):  # none is left
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                statuses[ended[0]] = ended[1]
-        running = processes - statuses.keys()
-        if not running:
-            return {process: statuses[process] for process in processes}
-        number = signal.sigwait(AWAITED)
-        if number != signal.SIGCHLD:
-            _send(running, number)
+class ProcessTree:
+    """The processes below this one, and the notice that they have got. `AWAITED` have to be
+    blocked.
 
+    `notice` is the newest signal of a notice, 0 without one; `statuses` are the wait statuses of
+    children that have ended.
+    """
 
-def _send(children: Set[int], number: int) -> None:
-    """Send a signal to children that have not been waited for."""
-    for process in children:
-        os.kill(process, number)
+    def __init__(self) -> None:
+        self.notice = 0
+        self.statuses: dict[int, int] = {}
+        self._is_for_all = False  # each process below has got it from its sender
+        self._signalled: set[int] = set()
 
+    def wait_for_one_of(self, children: Set[int], limit_s: float = 3e6) -> bool:
+        """Wait until one of `children` has ended, and pass on to them each notice that comes
+        meanwhile; return whether one has ended within `limit_s`."""
+        give_up = time.monotonic() + limit_s
+        while True:
+            with suppress(ChildProcessError):  # none is left
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    self.statuses[ended[0]] = ended[1]
+            if not children.isdisjoint(self.statuses):
+                return True
+            left_s = give_up - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self._take_signal(left_s) and not self._is_for_all:
+                self._send(children)
 
-def _wait_for_trainings(number: int) -> list[int]:
-    """Send a signal, which has ended the command, to what that leaves: shells, and the programs
-    below them that handle it, as a training does. Wait for these; return their wait statuses."""
-    while True:
-        masks, parents = {}, set()
-        for process, parent, caught in _processes():
+    def await_notice(self) -> None:
+        """Wait `NOTICE_S` for a notice of this process."""
+        give_up = time.monotonic() + NOTICE_S
+        while not self.notice and time.monotonic() < give_up:
+            self._take_signal(NOTICE_S)
+
+    def wait_for_trainings(self) -> list[int]:
+        """Pass the notice on to what a command leaves: shells, which it ends, and the programs that
+        handle it, as a training does. Wait for these and those that ignore it; return the wait
+        statuses of those that have ended.
+
+        A helper, which handles the notice and goes on, has `REST_S` once a training has ended.
+        """
+        trainings: set[int] = set()
+        while True:
+            shells, survivors, _ = self._children()
+            trainings |= survivors
+            awaited = shells | survivors
+            if not self._is_for_all:
+                self._send(awaited - self._signalled)
+            limit_s = 3e6 if trainings.isdisjoint(self.statuses) else REST_S
+            if not awaited or not self.wait_for_one_of(awaited, limit_s):
+                break
+        if not self._is_for_all:
+            self._send(self._children()[2])
+        return [self.statuses[process] for process in trainings if process in self.statuses]
+
+    def _take_signal(self, limit_s: float) -> bool:
+        """Wait for a signal; return whether it is a notice, which is then noted."""
+        if sys.platform != "linux":
+            number, sender = signal.sigwait(AWAITED), os.getppid()
+        elif report := signal.sigtimedwait(AWAITED, limit_s):
+            number, sender = report.si_signo, report.si_pid
+        else:
+            return False
+        if number == signal.SIGCHLD:
+            return False
+        self.notice, self._is_for_all = number, _signals_all(sender)
+        return True
+
+    def _send(self, processes: Set[int]) -> None:
+        """Pass the notice on to children."""
+        self._signalled |= processes
+        for process in processes - self.statuses.keys():
+            with suppress(ProcessLookupError):
+                os.kill(process, self.notice)
+
+    def _children(self) -> tuple[set[int], set[int], set[int]]:
+        """Return this process's children: those that the notice ends and that have children, as a
+        shell; those that live on; and those that it ends."""
+        survivors: set[int] = set()
+        mortals: set[int] = set()
+        parents: set[int] = set()
+        for process, parent, mask in _processes():
             parents.add(parent)
             if parent == os.getpid():
-                masks[process] = caught
-        trainings = {process for process, caught in masks.items() if caught >> number - 1 & 1}
-        shells = masks.keys() & parents - trainings
-        _send(shells or trainings, number)
-        statuses = _wait_for(shells or trainings)
-        if not shells:  # what they leave are children of this process now
-            return list(statuses.values())
+                (survivors if mask >> self.notice - 1 & 1 else mortals).add(process)
+        return mortals & parents, survivors, mortals - parents
 
 
 def _processes() -> Iterator[tuple[int, int, int]]:
-    """Yield each process's id, its parent's, and the mask of the signals that it handles; none
-    where there is no /proc."""
+    """Yield each process's id, its parent's, and the mask of the signals that it handles or
+    ignores; none where there is no /proc."""
     for process in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with suppress(OSError), open(f"/proc/{process}/status", errors="replace") as file:
-            fields = dict(re.findall(r"^(PPid|SigCgt):\s*(\w+)$", file.read(), re.M))
-            yield int(process), int(fields["PPid"]), int(fields["SigCgt"], 16)
+            fields = dict(re.findall(r"^(PPid|SigCgt|SigIgn):\s*(\w+)$", file.read(), re.M))
+            mask = int(fields["SigCgt"], 16) | int(fields["SigIgn"], 16)
+            yield int(process), int(fields["PPid"]), mask
+
+
+def _signals_all(sender: int) -> bool:
+    """Return whether a process signals all processes of a worker at once: torchrun's agent, and
+    Slurm, which a container may hide."""
+    if not sender or str(sender) == os.environ.get("HPC_DDP_AGENT_PID"):
+        return True
+    with suppress(OSError), open(f"/proc/{sender}/comm", errors="replace") as file:
+        return file.read().startswith("slurmstepd")
+    return False
 
 
 def _end_as(status: int) -> NoReturn:
     """End this process as another one has ended, whose wait status is given."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # that process has left one
+        _prctl(PR_SET_DUMPABLE, 0)  # that process has left a core
         with suppress(OSError):  # SIGKILL
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

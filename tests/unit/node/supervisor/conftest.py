@@ -28,5 +28,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The signals that were sent, as process id and number."""
     result: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: result.append((pid, number)))
+    monkeypatch.setattr(os, "getpgid", lambda pid: 0)
     monkeypatch.setattr(process, "_began", lambda pid: "then")
     return result
