@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -108,6 +109,17 @@ def proc_text(pid: int | str, name: str) -> str:
     A process may have any bytes for its name: those that are no UTF-8 are replaced.
     """
     return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """Return the ids of the processes of this machine by their parent's, {} where there is no
+    /proc."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with suppress(OSError):
+            parent = proc_text(pid, "stat").rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(pid))
+    return children
 
 
 def _namespace(pid: str) -> str:

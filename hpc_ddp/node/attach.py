@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.core.process import (
     SHOW_STACKS,
     STACKS,
+    children_by_parent,
     handles,
     is_memory_file,
     live_pid,
@@ -64,14 +64,10 @@ def worker_of(pid_file: Path) -> int:
 
 def _below(pid: int) -> list[int]:
     """Return the ids of the processes below one, its children first."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            parent = proc_text(name, "stat").rpartition(")")[2].split()[1]
-            children[int(parent)].append(int(name))
-    below = children[pid]
+    children = children_by_parent()
+    below = list(children.get(pid, []))
     for process in below:  # it grows meanwhile
-        below += children[process]
+        below += children.get(process, [])
     return below
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.process import proc_text
+from hpc_ddp.core.process import children_by_parent, proc_text
 from hpc_ddp.node.outcome.requeue import ask
 from hpc_ddp.node.outcome.verdict import silent_nodes
 
@@ -105,18 +104,10 @@ def _is_last_moment(env: AttemptEnv, job_id: str, grace_s: float) -> bool:
 def _kill_step(shell: int, why: str) -> None:
     """Send SIGKILL to the launchers and preflights among the children of the process `shell`, the
     batch script, and print `why`."""
-    for pid in _children(shell):
+    for pid in children_by_parent().get(shell, []):
         with suppress(OSError):
             name = proc_text(pid, "comm").strip()
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if name in LAUNCHERS or b"preflight.driver" in words:
                 say(f"{why}: {name} is killed, so that the verdict can come")
                 os.kill(pid, signal.SIGKILL)
-
-
-def _children(parent: int) -> Iterator[int]:
-    """Yield the ids of a process's children."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError, ValueError, IndexError):
-            if int(proc_text(pid, "stat").rpartition(")")[2].split()[1]) == parent:
-                yield int(pid)

@@ -47,13 +47,13 @@ def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder
     """
     if env.run is not None and env.attempt is not None:
         if env.is_within and control.rank == 0:
-            _warn_of_shell()
+            _warn_of_worker()
         return RunFolder(env.run), env.attempt
     path, attempt = on_first(control, partial(_claim_local, env, dist_env))
     return RunFolder(path), attempt
 
 
-def _warn_of_shell() -> None:
+def _warn_of_worker() -> None:
     """Print a warning where a notice would end the worker's own process above this one, as that of
     `multiprocessing.spawn`, and the training with it."""
     if name := process.mortal_name(int(os.environ[WORKER].partition(" ")[0])):

@@ -7,7 +7,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,43 @@ signal.signal(signal.SIGTERM, save)
 (folder / "ready").touch()
 time.sleep(600)
 """
-FOLDER = str(Path(program.__file__).parent)
-SHORT_REST = "import program\nprogram.REST_S = 1.0\nprogram.run_command(*sys.argv[1:])\n"
+SHORT_REST = """
+import sys
+from hpc_ddp.node.workers import program
+program.REST_S = 1.0
+program.run_command(*sys.argv[2:])
+"""
 
 
-def start_command(*words: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, program.__file__, "command", *words]
+def start_command(*words: str, start: Sequence[str] = (program.__file__,)) -> subprocess.Popen[str]:
+    """Start a worker as a leader of its own group; `start` are the words of Python before it."""
+    argv = [sys.executable, *start, "command", *words]
     return subprocess.Popen(
         argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+
+
+def training(folder: Path, delay_s: float = 0.0, code: int = 0) -> str:
+    """Write a program that saves on SIGTERM, for a while, and exits with a code; return the line
+    that starts it."""
+    (folder / "train.py").write_text(TRAINING)
+    return f"{sys.executable} {folder}/train.py {folder} {delay_s} {code}"
+
+
+@contextmanager
+def shell(folder: Path, line: str, *start: str) -> Iterator[subprocess.Popen[str]]:
+    """Yield a worker whose shell runs a line with a `training`, once that is under way."""
+    line = f"echo $$ > {folder}/shell; {line}"
+    with start_command("sh", "-c", line, start=start or (program.__file__,)) as process:
+        wait_until((folder / "ready").exists, "the training")
+        yield process
+
+
+def pid_file(folder: Path, process: subprocess.Popen[str]) -> Path:
+    """Write the pid file of a worker, and return its path."""
+    path = folder / "rank-0.pid"
+    path.write_text(f"{process.pid} {identity(process.pid)['began']}")
+    return path
 
 
 @pytest.mark.parametrize(
@@ -60,13 +89,10 @@ def test_a_command_without_permission_has_a_shells_code(tmp_path: Path) -> None:
 def test_a_training_is_waited_for_when_its_shell_dies(
     tmp_path: Path, code: int, levels: int
 ) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    line = f"{sys.executable} {tmp_path}/train.py {tmp_path} 0.5 {code}"
+    line = training(tmp_path, 0.5, code)
     for _ in range(1, levels):
         line = f"sh -c {shlex.quote(line + '; exit 7')}"
-    line = f"echo $$ > {tmp_path}/shell; {line}; touch {tmp_path}/behind"
-    with start_command("sh", "-c", line) as process:
-        wait_until((tmp_path / "ready").exists, "the training")
+    with shell(tmp_path, f"{line}; touch {tmp_path}/behind") as process:
         assert mortal_name(process.pid) == ""
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == (code or -signal.SIGTERM)
@@ -84,13 +110,8 @@ HELPERS = {
 @pytest.mark.parametrize("helper", HELPERS)
 def test_what_else_runs_keeps_no_training_from_its_save(tmp_path: Path, helper: str) -> None:
     """It is ended with the worker, or, where it ignores that, when the supervisor kills it."""
-    (tmp_path / "train.py").write_text(TRAINING)
-    (tmp_path / "node.py").write_text(f"import sys; sys.path.insert(0, {FOLDER!r})\n{SHORT_REST}")
-    line = HELPERS[helper].replace("READY", f"{tmp_path}/helper; echo $$ > {tmp_path}/pid")
-    line += f"{sys.executable} {tmp_path}/train.py {tmp_path} 0.2 0; exit 7"
-    argv = [sys.executable, str(tmp_path / "node.py"), "sh", "-c", line]
-    with subprocess.Popen(argv, start_new_session=True) as process:
-        wait_until((tmp_path / "ready").exists, "the training")
+    line = HELPERS[helper].replace("READY", f"{tmp_path}/helper") + training(tmp_path, 0.2)
+    with shell(tmp_path, f"{line}; exit 7", "-c", SHORT_REST) as process:
         wait_until((tmp_path / "helper").exists, "the helper")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM
@@ -101,55 +122,36 @@ def test_what_else_runs_keeps_no_training_from_its_save(tmp_path: Path, helper: 
 
 def test_without_a_notice_the_status_of_the_command_counts(tmp_path: Path) -> None:
     """Here its shell alone is killed, by a person, say."""
-    (tmp_path / "train.py").write_text(TRAINING)
-    line = f"{sys.executable} {tmp_path}/train.py {tmp_path} 0 0 & echo $! > {tmp_path}/pid; wait"
-    with start_command("sh", "-c", f"echo $$ > {tmp_path}/shell; {line}") as process:
-        wait_until((tmp_path / "ready").exists, "the training")
+    with shell(tmp_path, f"{training(tmp_path)} & echo $! > {tmp_path}/pid; wait") as process:
         os.kill(pid_in(tmp_path / "shell"), signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM
         os.kill(pid_in(tmp_path / "pid"), signal.SIGKILL)
 
 
 def test_a_shell_that_ends_by_its_own_trap_leaves_the_training_its_time(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    line = f"trap 'kill $T' TERM; {sys.executable} {tmp_path}/train.py {tmp_path} 0.5 0 & T=$!"
-    with start_command("sh", "-c", f"{line}; wait $T") as process:
-        wait_until((tmp_path / "ready").exists, "the training")
+    line = f"trap 'kill $T' TERM; {training(tmp_path, 0.5)} & T=$!; wait $T"
+    with shell(tmp_path, line) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     assert (tmp_path / "saved").exists()
 
 
 def test_a_kill_ends_the_training_below_a_shell(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    line = f"{sys.executable} {tmp_path}/train.py {tmp_path} 0 0 & echo $! > {tmp_path}/pid; wait"
-    with start_command("sh", "-c", line) as process:
-        wait_until((tmp_path / "ready").exists, "the training")
-        record = identity(process.pid)
-        (tmp_path / "rank-0.pid").write_text(f"{process.pid} {record['began']}")
-        assert signal_recorded([tmp_path / "rank-0.pid"], signal.SIGKILL) == 1
-        training = Path(f"/proc/{pid_in(tmp_path / 'pid')}/exe")
-        wait_until(lambda: not training.exists(), "the end of the training")
+    with shell(tmp_path, f"{training(tmp_path)} & echo $! > {tmp_path}/pid; wait") as process:
+        assert signal_recorded([pid_file(tmp_path, process)], signal.SIGKILL) == 1
+        program_file = Path(f"/proc/{pid_in(tmp_path / 'pid')}/exe")
+        wait_until(lambda: not program_file.exists(), "the end of the training")
 
 
 def test_a_program_behind_a_shell_is_attached_to(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    line = f"{sys.executable} {tmp_path}/train.py {tmp_path} 0 0; exit 7"
-    with start_command("sh", "-c", line) as process:
-        wait_until((tmp_path / "ready").exists, "the training")
-        record = identity(process.pid)
-        (tmp_path / "rank-0.pid").write_text(f"{process.pid} {record['began']}")
-        shell = worker_of(tmp_path / "rank-0.pid")
-        assert Path(f"/proc/{shell}/comm").read_text() == "sh\n"
+    with shell(tmp_path, f"{training(tmp_path)}; exit 7") as process:
+        assert worker_of(pid_file(tmp_path, process)) == pid_in(tmp_path / "shell")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM
 
 
 def test_a_notice_is_passed_on(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    words = (sys.executable, str(tmp_path / "train.py"), str(tmp_path), "0", "4")
-    with start_command(*words) as process:
-        wait_until((tmp_path / "ready").exists, "the training")
+    with shell(tmp_path, f"exec {training(tmp_path, code=4)}") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 4
 
@@ -158,6 +160,6 @@ def test_a_command_does_not_outlive_it(tmp_path: Path) -> None:
     line = f"echo $$ > {tmp_path}/shell; touch {tmp_path}/ready; read line"
     with start_command("sh", "-c", line) as process:
         wait_until((tmp_path / "ready").exists, "the shell")
-        shell = pid_in(tmp_path / "shell")
+        command = pid_in(tmp_path / "shell")
         process.kill()
-    wait_until(lambda: not Path(f"/proc/{shell}").exists(), "the end of the shell")
+    wait_until(lambda: not Path(f"/proc/{command}").exists(), "the end of the shell")
