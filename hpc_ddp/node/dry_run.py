@@ -211,6 +211,12 @@ class DryRun:
             argv = [*start, node, "supervisor", "worker", *self.command]
         else:
             argv = [*start, node, "supervisor", "torchrun", *expand(self.command, environ)]
+        self._start(argv, environ, tasks)
+        self._wait(environ)
+
+    def _start(self, argv: list[str], environ: dict[str, str], tasks: int) -> None:
+        """Start a supervisor for each of the `tasks` of each node. Raise OSError if one can't be
+        started, after those before it were killed."""
         self.supervisors = []
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until a supervisor can handle them
         try:
@@ -226,10 +232,12 @@ class DryRun:
         if self.notified:  # before they had started
             for supervisor in self.supervisors:
                 supervisor.terminate()
-        end_time = AttemptEnv.from_env(environ).end_time
-        end = math.inf if end_time is None else end_time
+
+    def _wait(self, environ: dict[str, str]) -> None:
+        """Wait until all supervisors have ended; pass notices and the end of the time on."""
+        attempt = AttemptEnv.from_env(environ)
+        end = math.inf if attempt.end_time is None else attempt.end_time
         is_timed = is_torn_down = False
-        failed = AttemptEnv.from_env(environ).attempt_folder.failed
         while any(supervisor.poll() is None for supervisor in self.supervisors):
             time.sleep(0.1)
             if os.getppid() != self.parent and not self.notified:  # the user's command has ended
@@ -245,7 +253,7 @@ class DryRun:
                 is_torn_down = True
                 say("a second signal: the workers are killed within some seconds")
                 with suppress(OSError):  # the third signal needs no file
-                    failed.write_text("a second signal")
+                    attempt.attempt_folder.failed.write_text("a second signal")
             if time.time() > end + KILL_WAIT_S:
                 for supervisor in self.supervisors:
                     supervisor.kill()

@@ -15,6 +15,7 @@ from hpc_ddp.core.errors import (
     EARLY_EXIT,
     ERROR_LINE,
     MISMATCH,
+    UsageError,
 )
 from hpc_ddp.core.file_io import read_tail
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
@@ -76,6 +77,11 @@ class Failure:
         if COMMUNICATION_ERROR.search(self.error) and not ERROR_LINE.match(self.error):
             return "communication"
         return "exception" if self.error else "exit"
+
+    @property
+    def is_of_usage(self) -> bool:
+        """Whether it is a UsageError of hpc_ddp.training: a wrong call, which comes again."""
+        return self.kind == "exception" and self.error.startswith(f"{UsageError.__name__}: ")
 
     @property
     def is_of_clock(self) -> bool:

@@ -326,11 +326,8 @@ def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
     excused = {Cause.PREEMPTED, Cause.SUPERSEDED, *(() if facts.is_ours else (Cause.TIME_LIMIT,))}
     if cause in excused or facts.progress:
         return 0
-    before = takewhile(
-        lambda verdict: verdict.cause not in excused and not verdict.progress,
-        reversed(facts.verdicts),
-    )
-    return 1 + len(list(before))
+    before = reversed(facts.verdicts)
+    return 1 + len(list(takewhile(lambda v: v.cause not in excused and not v.progress, before)))
 
 
 def _ended_silently(verdict: VerdictGiven) -> bool:
@@ -344,20 +341,22 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
     """Return the sentence for a run that has used up its GPU hours, None for one that has not."""
     if spec.budget_gpu_hours is None or gpu_hours < spec.budget_gpu_hours:
         return None
-    budget = f"{spec.budget_gpu_hours:g}"
-    return f"{gpu_hours:.3g} of {budget} GPU hours are spent (--budget-gpu-hours)"
+    budget = spec.budget_gpu_hours
+    return f"{gpu_hours:.3g} of {budget:g} GPU hours are spent (--budget-gpu-hours)"
 
 
 def _why_no_retry(facts: AttemptFacts) -> str | None:
     """Return why an attempt that has failed is not made again, None when it is."""
     failure = facts.failure
     is_of_script = failure and failure.kind in ("exception", "exit", "left")
-    if is_of_script and not last_event(facts.events, FirstStep):  # else it may be the node's
+    if is_of_script and not last_event(facts.events, FirstStep):
         if not facts.is_plain:
             return "it came before the first step, and would come again"
         started = facts.here(Started)  # steps of a plain script are not known
         if failure and not (started and failure.time > started.time + EARLY_S):
             return f"it came in the first {EARLY_S / 60:.0f} minutes, and would come again"
+    if failure and failure.is_of_usage and facts.here(FirstStep):  # else it may be the node's
+        return "it is an error of the script, and would come again"
     last = facts.verdicts[-1] if facts.verdicts else None
     # A hang is no error of the step: a disk or the network may have stood still.
     error = failure.error if failure and failure.kind not in ("hang", "disk") else ""

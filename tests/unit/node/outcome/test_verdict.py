@@ -317,6 +317,16 @@ def test_the_same_error_at_the_same_step_is_not_retried() -> None:
     assert decide_by(attempt=1, records=failed_records(), events=later).action == "requeue"
 
 
+@pytest.mark.parametrize("attempt_has_stepped", [True, False])
+def test_a_wrong_call_is_not_retried(attempt_has_stepped: bool) -> None:
+    """In an attempt without a step, it may be the node that lacks something."""
+    records = failed_records(error="UsageError: run.log: loss is reserved", code=2)
+    events = (event_of("first_step", int(attempt_has_stepped), step=1),)
+    verdict = decide_by(attempt=1, records=records, events=events)
+    assert verdict.action == ("give up" if attempt_has_stepped else "requeue")
+    assert "would come again" in verdict.why or not attempt_has_stepped
+
+
 def test_a_hang_is_retried_like_a_lost_connection() -> None:
     error = "HangError: no step for 1800 s at step 7; stacks in /r/logs/n1/stack-rank-0.txt"
     last = event_of("verdict", cause="failed", action="requeue", error=error, step=7, progress=True)
