@@ -81,17 +81,7 @@ def check(spec: JobSpec) -> None:
         if "option" in item.metadata and not (content is None and item.default is None):
             item.metadata["option"].check(key_of(item), content)
     parse_signal(spec.signal)
-    if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
-        raise UsageError(
-            f"{spec.script!r} is no module; accepted with --module: a name such as package.train",
-            hint="hpc-ddp submit -m package.train --lr 0.1",
-        )
-    if not JOB_NAME.fullmatch(spec.job_name):
-        raise UsageError(
-            f"job name {spec.job_name!r} can't be the name of a folder; accepted: up to 100"
-            " letters, digits, spaces and any of . _ + = , @ -, with a letter or digit first",
-            hint="--job-name my-training",
-        )
+    _check_names(spec)
     if spec.gpus_per_node is not None and not GPUS.fullmatch(spec.gpus_per_node):
         raise UsageError(
             f"gpus-per-node {spec.gpus_per_node!r} is neither a number nor type:number",
@@ -102,18 +92,7 @@ def check(spec: JobSpec) -> None:
             f"time {spec.time!r} is zero; accepted: a positive Slurm time", hint="--time 1:00:00"
         )
     check_time_min(spec.time_min, spec.time, spec.warn_s)
-    try:
-        shlex.split(spec.resume_args)
-    except ValueError as error:
-        raise UsageError(
-            f"resume-args is {spec.resume_args!r}: {error}; accepted: words, quoted as in a shell",
-            hint="--resume-args '--init_from=resume'",
-        ) from None
-    if spec.resume_if and not spec.resume_args:
-        raise UsageError(
-            f"resume-if {spec.resume_if!r} has no resume-args beside it; accepted: both",
-            hint="--resume-args '--init_from=resume' --resume-if out/ckpt.pt",
-        )
+    _check_resume(spec)
     _check_sbatch(spec)
     _check_env(spec)
     _check_container(spec)
@@ -127,6 +106,38 @@ def check(spec: JobSpec) -> None:
             )
     check_sweep(spec)
     _check_budget(spec)
+
+
+def _check_names(spec: JobSpec) -> None:
+    """Check the names of the module and of the job; raise UsageError for a bad one."""
+    if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
+        raise UsageError(
+            f"{spec.script!r} is no module; accepted with --module: a name such as package.train",
+            hint="hpc-ddp submit -m package.train --lr 0.1",
+        )
+    if not JOB_NAME.fullmatch(spec.job_name):
+        raise UsageError(
+            f"job name {spec.job_name!r} can't be the name of a folder; accepted: up to 100"
+            " letters, digits, spaces and any of . _ + = , @ -, with a letter or digit first",
+            hint="--job-name my-training",
+        )
+
+
+def _check_resume(spec: JobSpec) -> None:
+    """Check the arguments of a resume; raise UsageError where they can't be split into words, or a
+    condition has none beside it."""
+    try:
+        shlex.split(spec.resume_args)
+    except ValueError as error:
+        raise UsageError(
+            f"resume-args is {spec.resume_args!r}: {error}; accepted: words, quoted as in a shell",
+            hint="--resume-args '--init_from=resume'",
+        ) from None
+    if spec.resume_if and not spec.resume_args:
+        raise UsageError(
+            f"resume-if {spec.resume_if!r} has no resume-args beside it; accepted: both",
+            hint="--resume-args '--init_from=resume' --resume-if out/ckpt.pt",
+        )
 
 
 def _check_sbatch(spec: JobSpec) -> None:
@@ -157,16 +168,9 @@ def _check_budget(spec: JobSpec) -> None:
 
 
 def _check_tasks(spec: JobSpec) -> None:
-    """Check the Slurm step: its launcher, its CPUs, the raw options of srun and mpirun. Raise
-    UsageError for settings that exclude each other, fewer CPUs than tasks, an option that hpc-ddp
-    sets itself, one of srun that `split_raw` refuses, and mpirun's that are no words of a shell."""
-    for raw in spec.srun:
-        name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
-        if name in SRUN_SETTLED:
-            raise UsageError(
-                f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
-                hint=f"in its place: {SRUN_SETTLED[name]}",
-            )
+    """Check the Slurm step: its launcher, its CPUs, its options. Raise UsageError for settings that
+    exclude each other, fewer CPUs than tasks, and what `_check_step_options` refuses."""
+    _check_step_options(spec)
     if spec.launcher != "torchrun" and not isinstance(spec.nodes, int):
         raise UsageError(
             f"nodes is {spec.nodes}, and with --launcher {spec.launcher} Slurm has to know how many"
@@ -191,12 +195,6 @@ def _check_tasks(spec: JobSpec) -> None:
             "options of mpirun have no effect: srun starts the tasks",
             hint="--launcher mpirun, a task for each worker; or --step-launcher mpirun, one a node",
         )
-    for word in mpirun_words(spec.mpirun):
-        if word.partition("=")[0] in _MPIRUN_SETTLED:
-            raise UsageError(
-                f"mpirun option {word} is set by hpc-ddp; accepted: others of mpirun's",
-                hint="nodes and workers: --nodes, --nproc-per-node",
-            )
     if spec.cpus_per_node is not None and spec.cpus_per_task is not None:
         raise UsageError(
             f"cpus-per-node {spec.cpus_per_node} and cpus-per-task {spec.cpus_per_task} are two"
@@ -209,6 +207,24 @@ def _check_tasks(spec: JobSpec) -> None:
             f" {spec.tasks_per_node} tasks of a node",
             hint=f"--cpus-per-node {spec.tasks_per_node}",
         )
+
+
+def _check_step_options(spec: JobSpec) -> None:
+    """Check the raw options of srun and mpirun. Raise UsageError for one that hpc-ddp sets itself,
+    one of srun that `split_raw` refuses, and mpirun's that are no words of a shell."""
+    for raw in spec.srun:
+        name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
+        if name in SRUN_SETTLED:
+            raise UsageError(
+                f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
+                hint=f"in its place: {SRUN_SETTLED[name]}",
+            )
+    for word in mpirun_words(spec.mpirun):
+        if word.partition("=")[0] in _MPIRUN_SETTLED:
+            raise UsageError(
+                f"mpirun option {word} is set by hpc-ddp; accepted: others of mpirun's",
+                hint="nodes and workers: --nodes, --nproc-per-node",
+            )
 
 
 def _check_container(spec: JobSpec) -> None:

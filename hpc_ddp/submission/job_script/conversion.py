@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.submission.job_script.shell import Word
+from hpc_ddp.submission.job_script.syntax import uses_arguments
+
 # The groups of a script's lines.
 TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
 
@@ -55,6 +59,8 @@ DECIDED: Rules = (
     (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
     (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
 )
+# Settings that the batch script fills in, before a task has variables of its own.
+_OF_THE_STEP = ("image", "container", "container-options", "srun", "mpirun")
 
 
 @dataclass
@@ -121,6 +127,75 @@ class Conversion:
         lists = {key: [entry for entry, _ in entries] for key, entries in self.lists.items()}
         env = {name: text for name, (text, _) in self.env.items()}
         return {**single, **lists, **({"env": env} if env else {})}
+
+
+@dataclass
+class ArgumentWriter:
+    """Writes words of a launch as a project file has them, with the entries of ``expand`` and the
+    set-up lines that they need put into `result`."""
+
+    result: Conversion
+    assigned: set[str]  # the variables that the batch script sets
+    of_batch: set[str]  # those whose values it puts into the text of a task
+    of_tasks: set[str]  # those that each task sets for itself
+    key: str = "setup"  # of the list of set-up lines
+    count: int = 0  # arrays that set-up lines have so far
+    has_arguments: bool = False  # a set-up line sets the script's own
+
+    def write(self, word: Word, at: int) -> str:
+        """Return an argument of line `at`: with ``$NAME`` for variables, which ``expand`` gets.
+
+        A word that the shell may split, that has other code, or needs the script's own value of a
+        variable of hpc-ddp's, is an array that a new set-up line fills with all that the word
+        becomes; ``${NAME[@]}`` is returned.
+        """
+        is_early = self.key == "setup"  # a worker has hpc-ddp's value
+        outer = [name for name in word.names if name in self.of_batch]
+        is_set = any(is_of_hpc_ddp(name) and name in self.assigned for name in word.names)
+        if word.is_one and not (is_early and is_set):
+            return self.write_one(word, at)
+        self.count += 1
+        name, line = f"ARGUMENTS_{self.count}", "{0}=({1})".format
+        if outer and not is_early:  # they are exported for the task, where bash reads their values
+            self.expand(outer, at)
+            self.result.append(self.key, f'eval "{line(name, word.bash(True))}"', at)
+        else:
+            self.result.append(self.key, line(name, word.bash()), at)
+        self.expand([f"{name}[@]"], at)
+        return f"${{{name}[@]}}"
+
+    def refuse(self, word: Word, key: str, line: int, option: str = "") -> bool:
+        """Return whether a word, behind an `option`, needs what is lost, or is a placeholder; then
+        its `line` is lost. `key` is the setting that the user is to write."""
+        lacking = [f"{n}, of {self.result.unknown[n]}" for n in word.names
+                   if n in self.result.unknown]  # fmt: skip
+        if word.code and uses_arguments(word.script) and not self.has_arguments:
+            lacking.append("the job script's own arguments")
+        if key in _OF_THE_STEP and (names := {*word.names} & self.of_tasks):
+            lacking.append(f"{min(names)}, which each task sets")
+        if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text):
+            lacking.append("a value of yours")
+        if lacking:
+            text = f"{option} {word.text}: it needs {lacking[0]}: write it into {key}"
+            self.result.mark(word.line or line, word.line or line, LOST, text.strip())
+        return bool(lacking)
+
+    def write_one(self, word: Word, at: int) -> str:
+        """Return a word of line `at` that the shell does not split, with ``$NAME`` for variables,
+        which ``expand`` gets; with other code it is a variable that a new set-up line sets."""
+        if all(part.name for part in word.code):
+            self.expand(word.names, at)
+            return word.text
+        self.count += 1
+        name, quoted = f"ARGUMENTS_{self.count}", replace(word, parts=tuple(
+            replace(part, splits=False) for part in word.parts))  # fmt: skip
+        self.result.append("setup", f"{name}={quoted.bash()}", at)
+        self.expand([name], at)
+        return f"${name}"
+
+    def expand(self, names: list[str], at: int) -> None:
+        for name in names:
+            self.result.append("expand", name, at)
 
 
 def first_reason(rules: Rules, text: str, is_after: bool) -> str:

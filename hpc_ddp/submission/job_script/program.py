@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import (
+    LOST,
+    OURS,
+    TAKEN,
+    ArgumentWriter,
+    Conversion,
+)
 from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
 from hpc_ddp.submission.job_script.launch import Launch, Statement, accelerate_variable, is_of_pyxis
 from hpc_ddp.submission.job_script.shell import Word, joined, literal
 from hpc_ddp.submission.job_script.statements import Reader
-from hpc_ddp.submission.job_script.syntax import uses_arguments
 
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
 _BRINGS_PYTHON = re.compile(
@@ -28,7 +32,6 @@ _AT_THE_END = re.compile(r"\bPATH=[\"']?\$\{?PATH\}?:([^\s\"';:]+)")
 # Settings of a launch that are one word, and those that are true.
 _SINGLE = ("image", "container-tool", "container", "python", "max-restarts")
 _SETUP = ("setup", "node-setup", "worker-setup")
-_OF_THE_STEP = ("image", "container", "container-options", "srun", "mpirun")
 _TRUE = ("module", "no-python")
 # Keys of Accelerate's YAML that describe the job itself.
 _NOT_OF_ALL = (
@@ -36,75 +39,6 @@ _NOT_OF_ALL = (
     r"|compute_environment|main_training_function|debug|tpu_\w+|use_cpu|downcast_bf16|dynamo_\w+"
     r"|enable_cpu_affinity|distributed_type|deepspeed_multinode_\w+|\w*hostfile"
 )
-
-
-@dataclass
-class ArgumentWriter:
-    """Writes words of a launch as a project file has them, with the entries of ``expand`` and the
-    set-up lines that they need put into `result`."""
-
-    result: Conversion
-    assigned: set[str]  # the variables that the batch script sets
-    of_batch: set[str]  # those whose values it puts into the text of a task
-    of_tasks: set[str]  # those that each task sets for itself
-    key: str = "setup"  # of the list of set-up lines
-    count: int = 0  # arrays that set-up lines have so far
-    has_arguments: bool = False  # a set-up line sets the script's own
-
-    def write(self, word: Word, at: int) -> str:
-        """Return an argument of line `at`: with ``$NAME`` for variables, which ``expand`` gets.
-
-        A word that the shell may split, that has other code, or needs the script's own value of a
-        variable of hpc-ddp's, is an array that a new set-up line fills with all that the word
-        becomes; ``${NAME[@]}`` is returned.
-        """
-        is_early = self.key == "setup"  # a worker has hpc-ddp's value
-        outer = [name for name in word.names if name in self.of_batch]
-        is_set = any(is_of_hpc_ddp(name) and name in self.assigned for name in word.names)
-        if word.is_one and not (is_early and is_set):
-            return self.write_one(word, at)
-        self.count += 1
-        name, line = f"ARGUMENTS_{self.count}", "{0}=({1})".format
-        if outer and not is_early:  # they are exported for the task, where bash reads their values
-            self.expand(outer, at)
-            self.result.append(self.key, f'eval "{line(name, word.bash(True))}"', at)
-        else:
-            self.result.append(self.key, line(name, word.bash()), at)
-        self.expand([f"{name}[@]"], at)
-        return f"${{{name}[@]}}"
-
-    def refuse(self, word: Word, key: str, line: int, option: str = "") -> bool:
-        """Return whether a word, behind an `option`, needs what is lost, or is a placeholder; then
-        its `line` is lost. `key` is the setting that the user is to write."""
-        lacking = [f"{n}, of {self.result.unknown[n]}" for n in word.names
-                   if n in self.result.unknown]  # fmt: skip
-        if word.code and uses_arguments(word.script) and not self.has_arguments:
-            lacking.append("the job script's own arguments")
-        if key in _OF_THE_STEP and (names := {*word.names} & self.of_tasks):
-            lacking.append(f"{min(names)}, which each task sets")
-        if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text):
-            lacking.append("a value of yours")
-        if lacking:
-            text = f"{option} {word.text}: it needs {lacking[0]}: write it into {key}"
-            self.result.mark(word.line or line, word.line or line, LOST, text.strip())
-        return bool(lacking)
-
-    def write_one(self, word: Word, at: int) -> str:
-        """Return a word of line `at` that the shell does not split, with ``$NAME`` for variables,
-        which ``expand`` gets; with other code it is a variable that a new set-up line sets."""
-        if all(part.name for part in word.code):
-            self.expand(word.names, at)
-            return word.text
-        self.count += 1
-        name, quoted = f"ARGUMENTS_{self.count}", replace(word, parts=tuple(
-            replace(part, splits=False) for part in word.parts))  # fmt: skip
-        self.result.append("setup", f"{name}={quoted.bash()}", at)
-        self.expand([name], at)
-        return f"${name}"
-
-    def expand(self, names: list[str], at: int) -> None:
-        for name in names:
-            self.result.append("expand", name, at)
 
 
 def take(
@@ -120,17 +54,36 @@ def take(
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
     gpus = _take_gpus(launch, result, directives, reader.scope.numbers)
-    outer = (s for s in reader.statements if not s.inside)
-    names = {name for s in outer for name in (s.name, *s.sets)}
-    of_tasks = {s.name for s in reader.statements if s.name and s.inside} - names
-    has_arguments = reader.scope.are_set
-    writer = ArgumentWriter(result, names, reader.of_batch, of_tasks, has_arguments=has_arguments)
+    writer = _make_writer(result, reader)
     if launch.program and writer.refuse(launch.program, "script", launch.line):
         launch.program, launch.args = None, []
     _take_program(launch, result, cwd, folder)
     _take_python(launch, result, _has_environment(launch, directives))
     if statement.inside:
         writer.key = "node-setup" if launch.kind else "worker-setup"
+    _take_arguments(launch, writer)
+    _take_settings(launch, writer)
+    _take_variables(launch, writer, reader.scope.is_open)
+    _take_unset(statement, launch, result)
+    _take_marks(launch, result)
+    if config := launch.options.get("config-file", (None, 0))[0]:
+        _take_yaml(launch, config, result, cwd)
+    _take_sizes(launch, result, directives, reader.scope.numbers, gpus)
+
+
+def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
+    """Return a writer into `result` that knows the variables of the `reader`'s statements."""
+    outer = (s for s in reader.statements if not s.inside)
+    names = {name for s in outer for name in (s.name, *s.sets)}
+    of_tasks = {s.name for s in reader.statements if s.name and s.inside} - names
+    has_arguments = reader.scope.are_set
+    return ArgumentWriter(result, names, reader.of_batch, of_tasks, has_arguments=has_arguments)
+
+
+def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
+    """Write the program's arguments, but for those that are lost; an option before a lost one goes
+    with it."""
+    result = writer.result
     for before, argument in zip([literal(""), *launch.args], launch.args, strict=False):
         option = before.text if re.fullmatch(r"--?[A-Za-z][\w.-]*", before.text) else ""
         if not writer.refuse(argument, "args", launch.line, option):
@@ -139,37 +92,50 @@ def take(
         elif option:
             result.lists.get("args", [("", 0)]).pop()
             result.values.pop("script" if option == "-c" else "", None)  # bash alone does nothing
+
+
+def _take_settings(launch: Launch, writer: ArgumentWriter) -> None:
+    """Write the launch's settings: single words, flags and lists, but for what is lost or
+    hpc-ddp's."""
+    result = writer.result
     for key, words in launch.settings.items():
-        before = literal("")
-        for word in words:
+        for before, word in zip([literal(""), *words], words, strict=False):
             at = word.line or launch.line
             option = before.text if key == "container-options" else ""
-            before = word
             if launch.kind and word.text.startswith("--mpi") and key == "srun":
                 launch.mark(at, OURS, "srun --mpi")  # the workers are torchrun's
             elif writer.refuse(word, key, launch.line):
                 if re.fullmatch(r"--?[A-Za-z][\w-]*", option):  # without its value
                     result.lists[key].pop()
-            elif key in _TRUE and not launch.program:
-                continue
             elif key in _TRUE:
-                result.values[key] = True, at
+                if launch.program:
+                    result.values[key] = True, at
             elif key in _SINGLE:
                 text = writer.write_one(word, at)
                 result.values[key] = int(text) if text.isdecimal() else text, at
             else:
                 result.append(key, writer.write_one(word, at), at)
+
+
+def _take_variables(launch: Launch, writer: ArgumentWriter, is_open: bool) -> None:
+    """Write the launch's variables: as ``[env]``, or as a set-up line where earlier lines change
+    them, or may (`is_open`), or the text has variables."""
+    result = writer.result
     for name, word in launch.env.items():
         at = word.line or launch.line
         if is_of_hpc_ddp(name):
             result.notes.append((at, f"{name} is hpc-ddp's in the workers"))
         elif writer.refuse(word, f"env: {name}", launch.line):
             continue
-        elif not reader.scope.is_open and name not in writer.assigned and word.is_static:
+        elif not is_open and name not in writer.assigned and word.is_static:
             result.env[name] = word.text, at
         else:  # [env] comes before the set-up lines
             result.append("setup", f"export {name}={word.bash()}", at)
-    _take_unset(statement, launch, result)
+
+
+def _take_marks(launch: Launch, result: Conversion) -> None:
+    """Put the launch's marks into `result`: lost lines and notes as they are, and one mark for all
+    that hpc-ddp sets itself of a line."""
     busy = {launch.line, *(word.line for word in launch.words)}
     ours: dict[int, list[str]] = {}
     for at, group, text in launch.marks:
@@ -184,9 +150,6 @@ def take(
         lost = [(group, text) for group, text in marks if group == LOST]
         of_launch = [(TAKEN, "the launch"), *marks, (TAKEN, f"hpc-ddp sets {reason}")]
         result.marks[at] = of_launch if at in busy else [*lost, (OURS, reason)]
-    if config := launch.options.get("config-file", (None, 0))[0]:
-        _take_yaml(launch, config, result, cwd)
-    _take_sizes(launch, result, directives, reader.scope.numbers, gpus)
 
 
 def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> None:

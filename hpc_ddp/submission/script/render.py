@@ -138,7 +138,13 @@ class Rendering:
         self.srun = [word for word in spec.srun if without(spec, as_pairs([word]))]
         env = (*fabric_env(spec.fabric), *spec.env)
         self._in_vain = taken_out_in_vain(spec, [*header, *as_pairs(spec.srun)], env)
-        self._context: dict[str, Any] = {
+        self._context = self._make_context(run, code, script)
+
+    def _make_context(self, run: RunFolder, code: Path, script: Path) -> dict[str, Any]:
+        """Return the template's variables (docs/templates.md). Raise UsageError as
+        `_names_of_step`."""
+        spec = self._spec
+        return {
             "version": __version__,
             "directives": [sbatch_line(name, value) for name, value in self.header],
             "run": str(run.path),

@@ -43,11 +43,18 @@ class BatchGroups:
 
 
 class Iteration:
-    """An iteration over a loader's batches: a look, as long as none of them has had a step."""
+    """An iteration over a loader's batches: a look, as long as none of them has had a step.
 
-    def __init__(self, loader: Loader, is_peek: bool, by_loop: bool) -> None:
-        """`by_loop`: a ``for`` or ``yield from`` asks for the batches, and not ``next``."""
-        self._loader, self._counts, self.by_loop = loader, not is_peek, by_loop
+    `by_loop`: a ``for`` or ``yield from`` asks for the batches, and not ``next``. `is_peek`: it was
+    begun before the run's loop (`is_early`), or beside another one. `is_done`: the epoch's batches
+    were all taken before.
+    """
+
+    def __init__(
+        self, loader: Loader, by_loop: bool, *, is_peek: bool, is_early: bool, is_done: bool
+    ) -> None:
+        self._loader, self.by_loop = loader, by_loop
+        self.is_peek, self.is_early, self.is_done = is_peek, is_early, is_done
         self._on_first_batch = None if is_peek else loader.on_first_batch
         self._undo: Callable[[], None] | None = None
         self._batch: Batch | None = None  # the last one
@@ -69,8 +76,8 @@ class Iteration:
         if self._batch and self._batch.is_trained:
             self._batches = 0
         self._batch = batch
-        self._batches += self._counts
-        self._loader.groups.since_step += self._counts
+        self._batches += not self.is_peek
+        self._loader.groups.since_step += not self.is_peek
 
     @property
     def has_step(self) -> bool:

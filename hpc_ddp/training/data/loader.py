@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
@@ -179,10 +179,43 @@ class Loader:
         check_size(size_of(self.dataset), self.samples)
         if self._warn and self._batches.persistent_workers:
             self._seeds.warn_of_copies(self._warn)
-        is_early = self.is_before_loop
-        by_loop = is_of_loop(sys._getframe(1))
+        iteration, batches, end = self._begin_iteration(is_of_loop(sys._getframe(1)))
+        before = self.batch
+        current: Batch | None = None
+        try:
+            for micro_batch, content in self._timed(watched(batches, iteration.begin)):
+                self._open.add(iteration)  # also in a later epoch
+                if current:
+                    self._check()
+                    check_begun(iteration.is_early)
+                    check_not_done(iteration.is_done)
+                end += micro_batch.total if micro_batch.ends_step else 0
+                self.batch = current = Batch(micro_batch, end, is_trained=iteration.is_done)
+                self._sync(micro_batch.ends_step)
+                beat()
+                iteration.add_batch(current)
+                self._seeds.warns = False  # the next loader workers get it so
+                yield to_device(content, self._device)
+                self._share_step(current, iteration.is_peek and not iteration.is_done)
+                self.batch = current  # a peek has one of its own
+                if not iteration.is_done:
+                    self._batch_done()
+            self._end_pass(iteration)
+        except GeneratorExit:
+            if self.batch is current and (iteration.is_done or not current.is_trained):
+                self.batch = before
+                self._sync(before.micro_batch.ends_step)
+                iteration.end()
+            raise
+        finally:
+            self._open.discard(iteration)
+
+    def _begin_iteration(self, by_loop: bool) -> tuple[Iteration, DataLoader[Any], int]:
+        """Return a new iteration, which is open then, with its batches and the place before them;
+        `by_loop` as `Iteration` has it."""
         self._end_kept_look(by_loop)
-        before, is_peek = self.batch, is_early or bool(self._open)
+        is_early = self.is_before_loop
+        is_peek = is_early or bool(self._open)
         self._passes += not is_peek
         if self.rolls and not is_peek and self.steps(self._position.samples) == 0:
             self._position.begin_epoch()
@@ -190,41 +223,18 @@ class Loader:
         position = Position(epoch=self._position.epoch) if is_done else self._position
         position = Position() if is_early else position  # in each attempt the same batch
         batches = self._make_peek(position=position) if is_peek or is_done else self._batches
-        end = position.samples
-        current: Batch | None = None
-        iteration = Iteration(self, is_peek, by_loop)
+        iteration = Iteration(self, by_loop, is_peek=is_peek, is_early=is_early, is_done=is_done)
         self._open.add(iteration)
-        try:
-            for micro_batch, content in self._timed(watched(batches, iteration.begin)):
-                self._open.add(iteration)  # also in a later epoch
-                if current:
-                    self._check()
-                    check_begun(is_early)
-                    check_not_done(is_done)
-                end += micro_batch.total if micro_batch.ends_step else 0
-                self.batch = current = Batch(micro_batch, end, is_trained=is_done)
-                self._sync(micro_batch.ends_step)
-                beat()
-                iteration.add_batch(current)
-                self._seeds.warns = False  # the next loader workers get it so
-                yield to_device(content, self._device)
-                self._share_step(current, is_peek and not is_done)
-                self.batch = current  # a peek has one of its own
-                if not is_done:
-                    self._batch_done()
-            iteration.end()
-            trains = not is_done and (iteration.has_step or not is_peek)
-            self._position.has_ended |= self.samples is None and trains and iteration.has_step
-            if self.rolls and trains:
-                self._position.begin_epoch()
-        except GeneratorExit:
-            if self.batch is current and (is_done or not current.is_trained):
-                self.batch = before
-                self._sync(before.micro_batch.ends_step)
-                iteration.end()
-            raise
-        finally:
-            self._open.discard(iteration)
+        return iteration, batches, position.samples
+
+    def _end_pass(self, iteration: Iteration) -> None:
+        """After an iteration's last batch: one that trained has ended a stream's epoch, and with
+        `rolls` any."""
+        iteration.end()
+        trains = not iteration.is_done and (iteration.has_step or not iteration.is_peek)
+        self._position.has_ended |= self.samples is None and trains and iteration.has_step
+        if self.rolls and trains:
+            self._position.begin_epoch()
 
     def _end_kept_look(self, by_loop: bool) -> None:
         """Before an iteration `by_loop`: end looks by ``next`` whose iterators are kept."""
