@@ -300,16 +300,20 @@ def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the settings ``sweep`` and ``array`` of a mapping of parameters to values; {} for None
-    and an empty one. Raise UsageError for anything but a mapping to iterables of values, and for
-    too many trials."""
-    if not sweep:
+    and an empty one. Raise UsageError for anything but a mapping of texts to iterables of values,
+    and for too many trials."""
+    if sweep is None:
         return {}
     if not isinstance(sweep, Mapping) or any(
-        isinstance(values, str) or not isinstance(values, Iterable) for values in sweep.values()
+        isinstance(values, (str, bytes))
+        or not (isinstance(name, str) and isinstance(values, Iterable))
+        for name, values in sweep.items()
     ):
         raise UsageError(
             f"sweep is {sweep!r}; accepted: names, each with its values",
             hint='sweep={"lr": [0.1, 0.01], "seed": [0, 1]}',
         )
     values = {name: tuple(map(str, texts)) for name, texts in sweep.items()}
+    if not values:
+        return {}
     return launch_sweep.settings_of(values)

@@ -292,17 +292,21 @@ def checkpoint_fault(run: RunFolder, folder: Path) -> str:
         for status in statuses:
             is_open = not stat.S_ISLNK(status.st_mode) and is_writable_by_others(status, path)
             if status.st_uid not in owners or is_open:
-                _refuse_checkpoint(run, folder, path)
+                _refuse_checkpoint(run, folder, path, status.st_uid not in owners)
     return ""
 
 
-def _refuse_checkpoint(run: RunFolder, folder: Path, path: Path) -> NoReturn:
-    """Raise the error of a checkpoint that others may have changed, since they can write `path`."""
+def _refuse_checkpoint(run: RunFolder, folder: Path, path: Path, is_of_another: bool) -> NoReturn:
+    """Raise the error of a checkpoint that others may have changed, since they can write `path`, or
+    own it (`is_of_another`)."""
     checkpoints = shlex.quote(str(run.checkpoints))
+    they = "another user owns" if is_of_another else "other users can write"
     raise HpcDdpError(
-        f"{folder} is not loaded: other users can write {path}, and a library's checkpoint can run"
-        " code; accepted: what only you can write",
-        hint=f"chmod -R go-w {checkpoints}, if its content is still yours: ls -lR {checkpoints}",
+        f"{folder} is not loaded: {they} {path}, and a library's checkpoint can"
+        " run code; accepted: what only you can write",
+        hint=f"cp -r {run.quoted} into a folder of yours, if you trust it, and --run that"
+        if is_of_another
+        else f"chmod -R go-w {checkpoints}, if its content is still yours: ls -lR {checkpoints}",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -99,6 +100,13 @@ def test_a_sweep_has_a_task_for_each_point() -> None:
     said = api._sweep({"lr": [0.1, 0.2], "seed": range(3)})
     assert said == {"sweep": {"lr": ("0.1", "0.2"), "seed": ("0", "1", "2")}, "array": "0-5"}
     assert len(hpc_ddp.JobSpec("train.py", **said).trials) == 6
+    assert api._sweep(None) == api._sweep({}) == {}
+
+
+@pytest.mark.parametrize("sweep", [[], "", 0, {1: [2]}, {"lr": "0.1"}, {"lr": b"1"}, {"lr": 0.1}])
+def test_a_sweep_that_is_none_is_refused(sweep: Any) -> None:
+    with pytest.raises(hpc_ddp.UsageError, match="accepted: names, each with its values"):
+        api._sweep(sweep)
 
 
 def test_no_such_name() -> None:

@@ -141,9 +141,10 @@ class PeerLinks:
     def take_wake(self) -> bool:
         """Return whether a peer has woken this supervisor, has joined or has gone since the last
         call."""
-        is_woken = self._woken.is_set()
+        if not self._woken.is_set():
+            return False  # without clear(): it may be set by now
         self._woken.clear()
-        return is_woken
+        return True
 
     def _wake_all_but(self, origin: Link | None) -> None:
         """Send a wake-up to all proved links but `origin`, by which it came; None: it is ours."""

@@ -22,6 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AWAITED = (*NOTICE_SIGNALS, signal.SIGCHLD)
 NOTICE_S = 1.0  # Slurm signals the processes of a step one after the other
+POLL_S = 0.1  # where there is no sigtimedwait
 REST_S = 60.0  # for what else runs when a training has ended: another one that saves, or a helper
 
 
@@ -104,10 +105,10 @@ class ProcessTree:
                 self._send(children)
 
     def await_notice(self) -> None:
-        """Wait `NOTICE_S` for a notice of this process."""
+        """Wait until this process gets a notice, `NOTICE_S` at most; `notice` has it then."""
         give_up = time.monotonic() + NOTICE_S
-        while not self.notice and time.monotonic() < give_up:
-            self._take_signal(NOTICE_S)
+        while not self.notice and (left_s := give_up - time.monotonic()) > 0:
+            self._take_signal(left_s)
 
     def wait_for_trainings(self) -> list[int]:
         """Pass the notice on to what a command leaves: shells, which it ends, and the programs that
@@ -131,9 +132,13 @@ class ProcessTree:
         return [self.statuses[process] for process in trainings if process in self.statuses]
 
     def _take_signal(self, limit_s: float) -> bool:
-        """Wait for a signal; return whether it is a notice, which is then noted."""
+        """Wait for a signal, `limit_s` at most; return whether it is a notice, which is then
+        noted."""
         if sys.platform != "linux":
-            number, sender = signal.sigwait(AWAITED), os.getppid()
+            if not (pending := signal.sigpending() & {*AWAITED}):
+                time.sleep(min(limit_s, POLL_S))
+                return False
+            number, sender = signal.sigwait(pending), os.getppid()
         elif report := signal.sigtimedwait(AWAITED, limit_s):
             number, sender = report.si_signo, report.si_pid
         else:

@@ -255,16 +255,17 @@ def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take a tool before the program, as numactl or ``poetry run``: in a task it is the program,
-    before a launcher it is lost, and elsewhere it is no launch."""
+    """Read a tool that starts the program, as numactl or ``poetry run``, and return the words from
+    the next launcher or Python on. In a task the tool with all its words becomes the program. In
+    the batch script it is marked as lost before a launcher; without one it is no launch."""
     name = words[0].text.rsplit("/", 1)[-1]
-    if launch.step and (name not in _MANAGERS or [w.text for w in words[1:2]] == ["run"]):
-        _command(words, launch)
-        launch.weight = 3 if name == "uv" else launch.weight
     at = next((i for i, word in enumerate(words) if i and _is_launcher(word.text)), len(words))
     if name in _MANAGERS and all(word.text != "run" for word in words[:at]):  # uv pip install …
         return []
-    if at < len(words) and not launch.step:
+    if launch.step:
+        _command(words, launch)
+        launch.weight = 3 if name == "uv" else launch.weight
+    elif at < len(words):
         launch.mark(words[0].line, LOST, f"{words[0].text} before the launch: there is no such key")
     return words[at:]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,19 @@ def test_all_supervisors_are_one_tree(nodes: int, per_node: int) -> None:
         assert task.parent < task.index
         depths[task.index] = depths[task.parent] + 1
     assert max(depths.values()) <= 3 + (per_node > 1)
+
+
+def test_no_wake_up_is_lost_that_comes_as_one_is_asked_for(attempt: AttemptFolder) -> None:
+    class LateEvent(threading.Event):
+        def is_set(self) -> bool:
+            """Be set by the other thread behind the answer."""
+            was_set = super().is_set()
+            self.set()
+            return was_set
+
+    links = PeerLinks(place_of(attempt, nodes=NODES, index=0), Task(0, len(NODES)))
+    links._woken = LateEvent()
+    assert [links.take_wake(), links.take_wake()] == [False, True]
 
 
 @pytest.fixture

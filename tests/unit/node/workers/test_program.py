@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -148,6 +149,25 @@ def test_a_program_behind_a_shell_is_attached_to(tmp_path: Path) -> None:
         assert worker_of(pid_file(tmp_path, process)) == pid_in(tmp_path / "shell")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_wait_for_a_notice_ends(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its time, whatever signals of children come; by a notice at once."""
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(program, "NOTICE_S", 0.2)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, program.AWAITED)
+    try:
+        tree = program.ProcessTree()
+        signal.pthread_kill(threading.get_ident(), signal.SIGCHLD)
+        tree.await_notice()
+        assert tree.notice == 0
+        monkeypatch.setattr(program, "NOTICE_S", 600.0)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        tree.await_notice()
+        assert tree.notice == signal.SIGUSR1
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def test_a_notice_is_passed_on(tmp_path: Path) -> None:

@@ -418,6 +418,17 @@ def test_links_stay_in_the_tree_where_both_ends_are_in_it(tmp_path: Path) -> Non
     }
 
 
+def test_a_full_disk_of_the_record_costs_the_program_no_descriptors() -> None:
+    script = (
+        f"import os, sys; sys.path.insert(0, {str(STAGING / 'hook')!r}); import sitecustomize as s;"
+        " s.PAUSE_S = -1.0; s.note_files('/dev/full'); before = os.listdir('/proc/self/fd');"
+        " [sys.audit('open', f'{sys.prefix}/{n}', 'r', 0) for n in range(9)];"
+        " print(len(os.listdir('/proc/self/fd')) - len(before))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 def test_the_system_is_no_part_of_an_environment() -> None:
     sys.path.insert(0, str(STAGING / "hook"))
     try:

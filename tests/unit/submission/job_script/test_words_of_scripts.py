@@ -173,6 +173,7 @@ def of_text(*lines: str) -> Conversion:
         (('if [ "${SLURM_NNODES:-1}" -gt 1 ]; then', TRAIN, "fi"), {"script": "train.py"}),
         (("export PMI_DEBUG=1", TRAIN), {"env": {"PMI_DEBUG": "1"}}),
         (("srun uv run torchrun train.py",), {"script": "uv", "no-python": True}),
+        (("srun uv --project . run python train.py",), {"script": "uv", "no-python": True}),
         # A default of what each job has stays bash.
         ((f"{TRAIN} ${{TMPDIR:-/tmp}}",), {"setup": ["ARGUMENTS_1=(${TMPDIR:-/tmp})"]}),
         # Quotes behind a variable, and a word that is the name of a column.

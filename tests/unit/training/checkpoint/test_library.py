@@ -185,6 +185,15 @@ def test_a_checkpoint_that_others_can_write_is_refused(
     assert newest_name(open_run) == "step-3"
 
 
+def test_checkpoints_in_the_folder_of_another_user_are_refused(open_run: RunFolder) -> None:
+    needs_root()
+    assert save(make_saver(open_run), 3, a=b"1")
+    os.chown(open_run.checkpoints, STRANGER, -1)
+    with pytest.raises(HpcDdpError, match="another user owns") as refusal:
+        make_saver(open_run).find_newest_of_library()
+    assert "cp -r" in str(refusal.value.hint)  # that user can't change modes there
+
+
 @pytest.mark.parametrize("name", ["step-9", "step-9/b", "step-9/link"])
 def test_a_checkpoint_of_another_user_is_passed_over(
     run: RunFolder, name: str, capsys: pytest.CaptureFixture[str]

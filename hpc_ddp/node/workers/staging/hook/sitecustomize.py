@@ -49,18 +49,24 @@ def note_files(record: str) -> None:
     due = 0.0
 
     def append() -> None:
-        """Write the new lines to the record, unless it is full or its disk refuses; forget them."""
+        """Write the new lines to the record, unless it is full or its disk refuses; forget them.
+        The next ones are due after `PAUSE_S`."""
         nonlocal due
         due = time.monotonic() + PAUSE_S
-        text = ("\n".join(lines) + "\n").encode(errors="surrogateescape")
-        lines.clear()
+        count = len(lines)  # another thread may add some meanwhile
+        text = "".join(f"{line}\n" for line in lines[:count]).encode(errors="surrogateescape")
+        del lines[:count]
         try:  # opened each time: a program may close descriptors that are not its own
             file = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            return
+        try:
             if os.fstat(file).st_size < MOST_BYTES:
                 os.write(file, text)
-            os.close(file)
         except OSError:
             pass
+        finally:
+            os.close(file)
 
     def note(event: str, args: "tuple[object, ...]") -> None:
         """Take the line of an audit event that opens or lists a path of the environment, and
