@@ -426,7 +426,10 @@ def report(
                     )
             elif line:
                 survived += 1
-                more = f"{line['run']} of {line['reaching']} tests that reach it were run"
+                ran, reaching = line["run"], line["reaching"]
+                more = f"{ran} of {reaching} tests that reach it were run"
+                if ran > reaching:
+                    more = f"it runs at import: {ran} tests were run, all of tests/unit among them"
                 survivors.append(
                     f"survived  {each.row(index)}  {mutation}\n    {line['by'] or more}"
                 )

@@ -36,6 +36,9 @@ SUBMITIT_LATER = ("slurm", pytest.param("submitit", marks=pytest.mark.more))
 ONE_BY_TWO = ("--nodes", "1", "--gpus-per-node", "2")
 # What most tests take: a rank more is four seconds more of importing torch, at each start.
 TWO_BY_ONE = ("--nodes", "2", "--gpus-per-node", "1")
+# Open MPI, by its program; it starts nothing as root, unless these are set.
+MPIRUN = {"mpirun": "openmpi-bin"}
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 
 
@@ -141,7 +144,8 @@ class Job:
 
     def processes(self, words: str = "", attempt: int = 0, node: str = "") -> list[int]:
         """Return the processes of an attempt with `words` in their command line, anywhere: it is
-        one machine. An srun has the words of what it starts, and counts where it is asked for."""
+        one machine. An srun or mpirun has the words of what it starts, and counts where it is asked
+        for."""
         wanted = {f"HPC_DDP_RUN={self.run.path}", f"HPC_DDP_ATTEMPT={attempt}"}
         wanted |= {f"SLURMD_NODENAME={node}"} if node else set()
         found = []
@@ -149,8 +153,8 @@ class Job:
             with contextlib.suppress(OSError):
                 environ = (path / "environ").read_bytes().decode(errors="replace").split("\0")
                 command = (path / "cmdline").read_bytes().decode(errors="replace")
-                is_srun = command.startswith("srun") and not words.startswith("srun")
-                if wanted <= set(environ) and words in command.replace("\0", " ") and not is_srun:
+                starts = command.startswith(("srun", "mpirun")) and not words.startswith("srun")
+                if wanted <= set(environ) and words in command.replace("\0", " ") and not starts:
                     found.append(int(path.name))
         return [pid for pid in found if runs(pid)]
 

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, ensure_packages
 from harness import (
+    AS_ROOT,
     DIGITS,
     DIGITS_ARGS,
+    MPIRUN,
     SUBMITIT_LATER,
     TWO_BY_ONE,
     TWO_BY_TWO,
@@ -54,20 +56,19 @@ def test_a_command_with_variables_and_set_up_lines(
 
 
 @pytest.mark.more
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun (apt: openmpi-bin)")
 def test_a_task_of_mpirun_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
     """Preempted once. Ranks are those of the MPI, whose variables the workers keep."""
     use(cluster)
-    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ensure_packages(MPIRUN)
     words = ("--launcher", "mpirun", "--mpirun=--mca btl self,tcp", *TWO_BY_TWO)
-    job = hpc.submit(*words, str(DIGITS), *DIGITS_ARGS, env={"HPC_DDP_SAVE_EVERY": "1", **env})
+    job = hpc.submit(*words, str(DIGITS), *DIGITS_ARGS, env={"HPC_DDP_SAVE_EVERY": "1", **AS_ROOT})
     job.at_step(5)
     job.preempt()
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
     assert same_weights(job, undisturbed)
     show = 'echo "$RANK $OMPI_COMM_WORLD_RANK $LOCAL_RANK $OMPI_COMM_WORLD_LOCAL_RANK $WORLD_SIZE"'
-    job = hpc.submit(*words, "--no-python", "bash", "-c", show, env=env)
+    job = hpc.submit(*words, "--no-python", "bash", "-c", show, env=AS_ROOT)
     assert job.end() == "COMPLETED", job.output()
     logs = sorted(job.run.attempt(0).path.glob("*/rank-*.log"))
     assert [log.read_text() for log in logs] == [f"{r} {r} {r % 2} {r % 2} 4\n" for r in range(4)]

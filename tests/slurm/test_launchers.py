@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, ensure_packages
 from cluster_build import Proctrack
 from harness import (
+    AS_ROOT,
     DIGITS,
     DIGITS_ARGS,
+    MPIRUN,
     ONE_BY_TWO,
     QUICK_WALK,
     SCRIPTS,
@@ -51,13 +52,12 @@ def test_a_task_for_each_worker(
 
 
 @pytest.mark.more
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun (apt: openmpi-bin)")
 def test_started_by_mpirun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
     """Preempted, then a worker killed."""
     use(cluster)
-    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ensure_packages(MPIRUN)
     words = ("--step-launcher", "mpirun", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
-    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1", **env})
+    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1", **AS_ROOT})
     job.at_step(5)
     job.preempt()
     job.at_step(30, attempt=1)

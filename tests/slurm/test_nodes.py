@@ -6,11 +6,13 @@ import time
 from typing import Any
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, ensure_packages
 from harness import (
+    AS_ROOT,
     BACKENDS,
     DIGITS,
     DIGITS_ARGS,
+    MPIRUN,
     ONE_BY_TWO,
     TWO_BY_TWO,
     WALK,
@@ -28,11 +30,11 @@ LEFT_S = 10 + 10
 SLOWLY = (*DIGITS_ARGS, "--step-seconds", "0.8")  # Slurm needs a while to miss a node
 
 
-def _running(hpc: Hpc, cluster: Cluster, backend: str, which: str) -> tuple[Job, str]:
+def _running(hpc: Hpc, cluster: Cluster, which: str, *options: str) -> tuple[Job, str]:
     """Return a job at work, and the name of its first or other node."""
     use(cluster)
-    words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *SLOWLY)
-    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
+    words = (*options, *TWO_BY_TWO, str(DIGITS), *SLOWLY)
+    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1", **AS_ROOT})
     job.at_step(10)
     lost = job.events("started")[0]["nodes"][which == "other"]
     return job, lost
@@ -75,7 +77,7 @@ def _goes_on_elsewhere(
 def test_a_link_cut_for_good(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, which: str, record_property: Any
 ) -> None:
-    job, lost = _running(hpc, cluster, backend, which)
+    job, lost = _running(hpc, cluster, which, "--backend", backend)
     cluster.cut(lost)
     _goes_on_elsewhere(job, cluster, undisturbed, lost, record_property)
 
@@ -90,7 +92,7 @@ def test_a_link_cut_for_good(
 def test_a_slurmd_killed(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, which: str, record_property: Any
 ) -> None:
-    job, lost = _running(hpc, cluster, backend, which)
+    job, lost = _running(hpc, cluster, which, "--backend", backend)
     cluster.kill_slurmd(lost)
     _goes_on_elsewhere(job, cluster, undisturbed, lost, record_property)
 
@@ -107,3 +109,16 @@ def test_two_attempts_at_once(
     (lost,) = job.events("started")[0]["nodes"]
     cluster.kill_slurmd(lost)
     _goes_on_elsewhere(job, cluster, walked, lost, record_property)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("option", ["--launcher", "--step-launcher"])
+@pytest.mark.parametrize("which", ["first", "other"])
+def test_a_node_of_mpirun_is_cut_off(
+    hpc: Hpc, cluster: Cluster, undisturbed: Job, option: str, which: str, record_property: Any
+) -> None:
+    """mpirun runs on the first node; its daemon on the other one loses it, or it loses that."""
+    ensure_packages(MPIRUN)
+    job, lost = _running(hpc, cluster, which, option, "mpirun")
+    cluster.cut(lost)
+    _goes_on_elsewhere(job, cluster, undisturbed, lost, record_property)

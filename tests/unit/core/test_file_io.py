@@ -133,3 +133,10 @@ def test_a_pipe_is_no_file(tmp_path: Path, run: RunFolder) -> None:
         run.events()
     result = CliRunner().invoke(main, ["status", "--runs-dir", str(run.root)])
     assert "unreadable" in result.output
+
+
+def test_a_file_that_can_not_be_written_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_json(tmp_path / "file", {"a": 1})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

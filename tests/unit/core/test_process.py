@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -112,3 +113,9 @@ def test_a_process_may_have_any_bytes_for_its_name() -> None:
         assert process.began_at(child.pid) is not None
         assert not process.handles(child.pid, signal.SIGTERM)
         child.communicate(b"\n")
+
+
+def test_a_file_in_memory_that_is_refused_has_the_systems_reason() -> None:
+    with pytest.raises(OSError, match="no file in memory") as refusal:
+        process.memory_file("x" * 300)  # a name may have 249 bytes
+    assert refusal.value.errno == errno.EINVAL

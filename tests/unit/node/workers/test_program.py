@@ -183,3 +183,15 @@ def test_a_command_does_not_outlive_it(tmp_path: Path) -> None:
         command = pid_in(tmp_path / "shell")
         process.kill()
     wait_until(lambda: not Path(f"/proc/{command}").exists(), "the end of the shell")
+
+
+def test_a_crash_of_the_command_leaves_one_core() -> None:
+    """The command's own: the process that ends as it did may leave none."""
+    script = (
+        "import ctypes, os, signal; from hpc_ddp.node.workers import program;"
+        " get = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0);"  # PR_GET_DUMPABLE
+        " os.kill = lambda *_: (print(get(), flush=True), os._exit(0));"
+        " print(get()); program._end_as(int(signal.SIGSEGV))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\n0\n", "")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core import file_io
 from hpc_ddp.training.checkpoint.storage import disk, index
 from hpc_ddp.training.checkpoint.storage.index import PAGE, Claim, dump, plan_of, read_values
+from unit.fakes import stop_clock
 
 
 def claims_of(nodes: int, ranks: int) -> list[Claim]:
@@ -56,3 +58,15 @@ def test_values_lie_behind_the_tensors(tmp_path: Path) -> None:
     part = parts[0]._replace(offset=PAGE)
     disk.write_file(tmp_path / part.file, bytes(128), values, offset=PAGE)
     assert read_values(tmp_path, part) == {"rng": [1, 2]}
+
+
+def test_values_that_end_too_early_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not those of a shorter pickle: a file system may return less than it has."""
+    stop_clock(monkeypatch, file_io)
+    values = dump({"rng": [1, 2]})
+    part = plan_of([Claim(values=len(values))]).parts[0]
+    disk.write_file(tmp_path / part.file, values[:-1])
+    with pytest.raises(OSError, match="ends too early"):
+        read_values(tmp_path, part)
