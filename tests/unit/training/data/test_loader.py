@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hpc_ddp.training.data import dataloader, order
 from hpc_ddp.training.data import loader as module
 from hpc_ddp.training.data.batches import pinned
 from hpc_ddp.training.data.dataloader import _Batch, batches_of
+from hpc_ddp.training.data.iteration import instruction_of
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.devices import CPU
@@ -467,3 +470,13 @@ def test_a_loop_by_steps_goes_on_beside_a_look_that_is_kept() -> None:
         while next(batches, None) is not None:
             loader.count_batch()
     assert (position.epoch, position.samples) == (2, 0)
+
+
+@pytest.mark.skipif("CACHE" not in dis.opmap, reason="instructions of this Python have no caches")
+def test_the_instruction_of_a_frame_is_found_behind_its_cache() -> None:
+    """Some Pythons have a frame stand at the last of the caches that follow an instruction."""
+    loop, cache = dis.opmap["FOR_ITER"], dis.opmap["CACHE"]
+    code = bytes([dis.opmap["NOP"], 7, loop, 9, cache, 0, cache, 0])
+    for at in (2, 4, 6):
+        frame: Any = SimpleNamespace(f_code=SimpleNamespace(co_code=code), f_lasti=at)
+        assert instruction_of(frame) == "FOR_ITER"
