@@ -15,8 +15,8 @@ from hpc_ddp.training.models.dtensor import gathered
 
 
 def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return the rows of a tensor at some indices, a copy on its device, for which the host does
-    not wait."""
+    """Return a copy of the rows of a tensor at some indices, on the tensor's device. The host does
+    not wait for an accelerator."""
     if not is_accelerator(tensor.device):
         return tensor[indices]
     index = torch.tensor(indices, dtype=torch.int64, device="cpu").pin_memory()
@@ -24,25 +24,26 @@ def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a copy of a batch with its tensors on `device`; from pinned memory they are on their
-    way, and the host does not wait.
+    """Return a copy of a batch with its tensors on `device`. The host does not wait for tensors
+    that come from pinned memory.
 
-    They are looked for in tuples, lists, dicts (whose copies are plain ones), other mutable
-    mappings and dataclasses; any other object without them stays the same. One with a method ``to``
+    Tensors are looked for in tuples, lists, dicts (whose copies are plain ones), other mutable
+    mappings and dataclasses; any other object stays the same one. An object with a method ``to``
     moves itself: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
     """
     return _changed(batch, partial(_moved, device=device))
 
 
 def pinned(batch: Any) -> Any:
-    """Return a copy of a batch with its tensors in pinned memory, where they can be; they are
-    looked for where `to_device` does, and in objects with a method ``pin_memory``."""
+    """Return a copy of a batch with its tensors in pinned memory, where they can be. Tensors are
+    looked for where `to_device` does; an object with a method ``pin_memory`` pins itself."""
     return _changed(batch, _pinned)
 
 
 def to_host(batch: Any) -> Any:
-    """Return a copy of a batch with its tensors in the host's memory, without their graphs; those
-    that are sharded as wholes, for which all their ranks call it. Looks where `to_device` does."""
+    """Return a copy of a batch with its tensors in the host's memory, without their graphs. A
+    sharded tensor becomes a whole one, for which all its ranks must call this. Tensors are looked
+    for where `to_device` does."""
     return _changed(
         batch, lambda part: gathered(part).cpu() if isinstance(part, torch.Tensor) else None
     )
@@ -59,7 +60,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _pinned(value: Any) -> Any:
-    """Return a copy in pinned memory, where the value is in memory that can be; None for one
+    """Return a copy in pinned memory; a tensor that can't be pinned as it is; None for a value
     without ``pin_memory``."""
     if isinstance(value, torch.Tensor):
         if value.device != CPU or value.layout != torch.strided or value.is_nested:

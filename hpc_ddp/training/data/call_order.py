@@ -1,4 +1,4 @@
-"""Calls of a run in an order that can't be right are refused."""
+"""Refuses calls of a run in an order that can't be right."""
 
 from __future__ import annotations
 
@@ -45,10 +45,14 @@ class CallOrder:
     def in_loop(
         self, loop: Kind, total: int, is_tracked: bool, position: Position
     ) -> Iterator[bool]:
-        """Note that the block is a loop of `total` epochs or steps, and whether it is left by
-        ``break``; give whether it is over by now, which an attempt before may have abandoned.
+        """A context for the body of ``run.epochs`` or ``run.steps``, a loop of `total` epochs or
+        steps. Gives whether nothing of the loop is left: it is done, or an attempt before left it
+        by ``break``.
 
-        Raise UsageError if `track` was not called, inside another loop, or if `total` is no int.
+        Notes the loop, here and in `position`, and at its end whether the script left it by
+        ``break``. Prints a line for a loop that was left, and a warning for a second one of the
+        same total. Raise UsageError if `track` was not called, inside another loop, or if `total`
+        is no int.
         """
         if not isinstance(total, int):
             raise UsageError(f"run.{loop} was given {total!r}; accepted: a whole number")
@@ -93,9 +97,9 @@ class CallOrder:
             self.loop = None
 
     def _is_of(self, position: Position, loop: Kind, total: int, is_over: bool) -> bool:
-        """Return whether a position is in the loop that begins, or at its end: the one of its
-        number, which may have been given more since, or one of its total, where the script leaves
-        out loops before it at a resume."""
+        """Return whether `position` is in the loop that begins, or at its end. A loop of the
+        position's kind is meant if its total is the same, since a script may leave out earlier
+        loops at a resume; or if its number is the same, and something is left of a new total."""
         if not position.loops:
             return not is_over
         kind, last_total = position.loop or (loop, total)
@@ -105,13 +109,14 @@ class CallOrder:
         return kind == loop and is_its_number and not is_over
 
     def is_before(self, position: Position) -> bool:
-        """Return whether the script is behind a loop that comes before the position's."""
+        """Return whether the script has left a loop, is in none now, and `position` belongs to a
+        later loop."""
         is_earlier = position.loops > self.number and position.loop != (self._kind, self.total)
         return self.loop is None and self.has_looped and is_earlier
 
     def abandon(self, position: Position) -> None:
-        """Note in `position` the loops that were left by ``break``: a call behind them shows that
-        the script does not come back, as it may after an error."""
+        """Note in `position` the loops that were left by ``break``. Called for a call behind them,
+        which shows that the script does not come back to them, as it may after an error."""
         position.abandoned = {**position.abandoned, **self._broken}
 
     @property
@@ -126,8 +131,8 @@ class CallOrder:
         return None if loader is None else loader.total_steps(self.total)
 
     def is_failing(self) -> bool:
-        """Return whether an exception ends the script: one that came after the start of the run, or
-        of its last loop."""
+        """Return whether an exception is being handled that came after the start of the run, or of
+        its last loop: then it ends the script."""
         return sys.exc_info()[1] is not None and sys.exc_info()[1] is not self._handled
 
     def check_loader(self, has_loader: bool, is_tracked: bool) -> None:
@@ -186,8 +191,9 @@ class CallOrder:
 
 
 def _site_of_script() -> list[tuple[Any, int]]:
-    """Return where the script begins a loop: its code, and the place in that, and the same of each
-    function's caller. Called by `in_loop`, which contextlib and the run's method call."""
+    """Return where the script begins a loop: the code and the bytecode offset in its frame and in
+    each caller's, the script's first. For `in_loop` alone: the four frames up to the script, of
+    contextlib and the run's method, are left out."""
     frame: FrameType | None = sys._getframe(4)  # not kept: it would keep the loop from being closed
     site = []
     while frame:
@@ -198,7 +204,7 @@ def _site_of_script() -> list[tuple[Any, int]]:
 
 def _is_at_break() -> bool:
     """Return whether the script leaves its loop by ``break`` or ``return``, which pop the loop's
-    iterator, and not by an exception; called in a generator that is closed by that."""
+    iterator, and not by an exception. Called in the generator that is being closed."""
     frame: FrameType | None = sys._getframe(2)
     while frame and (_is_generator(frame) or frame.f_globals is contextmanager.__globals__):
         frame = frame.f_back
@@ -211,7 +217,7 @@ def _is_generator(frame: FrameType) -> bool:
 
 def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:
     """Raise UsageError unless each argument of ``run.track`` is a collection of names of tracked
-    `objects`, for `added` also of places below one, as ``model.head``."""
+    `objects`, for `added` also of parts of an object, as ``model.head``."""
     heads = added if isinstance(added, str) else [str(place).split(".")[0] for place in added]
     for argument, places, names in (("per_rank", per_rank, per_rank), ("added", added, heads)):
         if isinstance(places, str) or not set(names) <= set(objects):

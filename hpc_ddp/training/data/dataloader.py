@@ -41,10 +41,10 @@ def batches_of(
     worker_init_fn: Callable[[int], None] | None = None,
     **options: Any,
 ) -> DataLoader[_Batch]:
-    """Return torch's loader, of which each iteration yields the rest of the epoch from `position`
-    on, where that is by then, as `_Batch`es: not moved to `device`, but pinned for an accelerator.
-    `options` are DataLoader's; raise UsageError for one that the run or a stream can't have, or
-    that torch refuses."""
+    """Return torch's loader. Each iteration yields, as `_Batch`es, the rest of the epoch from where
+    `position` is when the iteration begins. The batches stay on the host, pinned if `device` is an
+    accelerator. `options` are DataLoader's; raise UsageError for one that the run or a stream can't
+    have, or that torch refuses."""
     if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
         raise UsageError(
             f"{min(refused)} was given; the run has its own, so that the order can be resumed",
@@ -83,7 +83,8 @@ def batches_of(
 
 
 def _may_fork() -> bool:
-    """Return whether loader workers are forked: unless the script has set a start method.
+    """Return whether loader workers are to be forked: the script has set no start method, and the
+    system can fork.
 
     Python 3.14 starts processes by a server that imports the script again, and torch with it, for
     each rank; and it pickles the data set. Older ones fork, and so do all under hpc-ddp.
@@ -118,9 +119,9 @@ class _Keys:
 class Seeded(Dataset[tuple[MicroBatch, Any]]):
     """Fetches batches whose randomness depends on (seed, epoch, index) and on nothing else.
 
-    Neither the number of ranks or loader workers nor an interruption changes what an
-    augmentation draws, and it takes nothing from the generators of the training itself.
-    `collate` has a seed of its own for each batch.
+    Neither the number of ranks or loader workers nor an interruption changes what an augmentation
+    draws. Augmentations take nothing from the generators of the training itself. `collate` has a
+    seed of its own for each batch.
     """
 
     def __init__(
@@ -157,9 +158,9 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
 
 
 class _Batch:
-    """A batch and its micro-batch, which DataLoader's thread pins by its own method.
+    """A batch's content and its micro-batch. DataLoader's thread pins it by its own `pin_memory`.
 
-    Not by torch's, which leaves dataclasses alone, and fails for a tensor that is on a device.
+    torch's own way leaves dataclasses alone, and fails for a tensor that is on a device.
     """
 
     def __init__(self, micro_batch: MicroBatch, content: Any) -> None:

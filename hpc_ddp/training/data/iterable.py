@@ -61,8 +61,9 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
                     yield micro_batch, self._batch(micro_batch, samples)
 
     def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
-        """Yield the places of each global batch, those of its samples that this rank may need, by
-        place, and whether it is the epoch's last."""
+        """Yield, for each global batch: its places, the samples of it that this rank may need, by
+        place, and whether it is the epoch's last. The next global batch is read before one is
+        yielded."""
         source, (block, samples) = self.seeds.fetch(self._position.epoch, self._begin)
         while self._plan.steps(len(block)):
             later, its_samples = self._read(source, block.stop)
@@ -70,13 +71,15 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
             block, samples = later, its_samples
 
     def _begin(self) -> tuple[Iterator[Any], tuple[range, dict[int, Any]]]:
-        """Return the rest of the stream behind a global batch, and what `_read` returns of that."""
+        """Open the stream, and read a global batch from the position on. Return the iterator over
+        the rest of the stream, and what `_read` returns of the batch."""
         source = self._open()
         return source, self._read(source, self._position.samples)
 
     def _open(self) -> Iterator[Any]:
-        """Return the rest of the stream, from the current position on, after its ``set_epoch``; a
-        stream without ``skip`` is read up to there."""
+        """Return an iterator over the stream from the current position on, after a call of its
+        ``set_epoch``. In a stream without ``skip`` the samples before the position are read and
+        dropped."""
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self._dataset
         skips = start > 0 and hasattr(stream, "skip")
@@ -92,8 +95,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         return source
 
     def _read(self, source: Iterator[Any], first: int) -> tuple[range, dict[int, Any]]:
-        """Read one global batch from place `first` on, less at the end; return its places and the
-        samples that this rank may need by place."""
+        """Read one global batch from place `first` on, a smaller one at the stream's end. Return
+        its places, and the samples that this rank may need, by place."""
         plan, samples, number = self._plan, dict[int, Any](), first
         shared = plan.world_size if plan.even else 2  # of a rest, or to repeat
         with rng.untouched():

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class BatchGroups:
-    """How many batches a script takes for each step: another number than it has said, `accumulate`,
-    is groups that a resume forms otherwise."""
+    """Counts the batches that a script takes for each step. If they are not `accumulate`, as the
+    script has said, a resume forms other groups of batches than this run."""
 
     def __init__(self, accumulate: int) -> None:
         self._accumulate = accumulate
@@ -21,11 +21,12 @@ class BatchGroups:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the steps before: an epoch begins."""
-        self._last = 0, 0, 0, 0  # batches for the last steps
+        """Forget the earlier steps: an epoch begins."""
+        self._last = 0, 0, 0, 0  # how many batches each of the last steps took
 
     def end_step(self) -> str:
-        """Count a step. Return a sentence on batches that are grouped otherwise, '' mostly."""
+        """Count a step, which took the batches since the step before. Return the text of a warning
+        where a resume would group the batches otherwise, else ''."""
         count, batches, self.since_step = self._accumulate, self.since_step, 0
         self._last = (*self._last[1:], batches)
         if self._last == (0, count + 1, count, count):  # from the epoch's begin: by a prefetcher
@@ -43,11 +44,11 @@ class BatchGroups:
 
 
 class Iteration:
-    """An iteration over a loader's batches: a look, as long as none of them has had a step.
+    """An iteration over a loader's batches. It is a look as long as no batch of it has had a step.
 
-    `by_loop`: a ``for`` or ``yield from`` asks for the batches, and not ``next``. `is_peek`: it was
-    begun before the run's loop (`is_early`), or beside another one. `is_done`: the epoch's batches
-    were all taken before.
+    `by_loop`: a ``for`` or ``yield from`` asks for the batches, and not ``next``. `is_peek`: the
+    iteration was begun before the run's loop (`is_early`), or while another one was open.
+    `is_done`: all batches of the epoch were done before it was begun.
     """
 
     def __init__(
@@ -59,19 +60,21 @@ class Iteration:
         self._undo: Callable[[], None] | None = None
         self._batch: Batch | None = None  # the last one
         self._batches = 0  # without a step
-        # Of the epoch's iterations this one is a look, if its first batch has no step: one by
-        # `next` may come in each process once.
+        # Whether it is a look if no batch gets a step: one by `next`, which each process may make
+        # once, or one that comes before the checkpoint's iteration.
         self._is_look = loader.is_before_checkpoint or not by_loop
         self._had_step = False
 
     def begin(self) -> None:
-        """Called before the first batch."""
+        """Call the loader's `on_first_batch`, if no iteration has yet, and keep the function that
+        undoes it. Called before the first batch is made."""
         if self._on_first_batch:
             self._loader.on_first_batch = None
             self._undo = self._on_first_batch()
 
     def add_batch(self, batch: Batch) -> None:
-        """Take the next batch; the step of the one before is done, or left out."""
+        """Note `batch` as the last one; unless this is a peek, count it among the batches since a
+        step. By now the batch before has had its step, or gets none."""
         self._had_step = self.has_step
         if self._batch and self._batch.is_trained:
             self._batches = 0
@@ -81,11 +84,12 @@ class Iteration:
 
     @property
     def has_step(self) -> bool:
-        """Whether a batch has had its step."""
+        """Whether a batch of this iteration has had its step."""
         return self._had_step or bool(self._batch and self._batch.is_trained)
 
     def end(self) -> None:
-        """Undo what came with batches that had no step; of a look it may be all."""
+        """Uncount the last batches, if they had no step. If the iteration was a look, also undo
+        `on_first_batch`, so that the next iteration calls it again."""
         if not (self._batch and self._batch.is_trained):
             self._loader.groups.since_step -= self._batches
         self._batches = 0

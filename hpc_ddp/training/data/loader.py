@@ -27,20 +27,21 @@ class Batch:
     """The batch that the training loop is at."""
 
     micro_batch: MicroBatch = NO_BATCH
-    end: int = 0  # its global batch's last place in the epoch, and one: the position after its step
+    end: int = 0  # the place behind its global batch: the position once its step is done
     is_trained: bool = False  # whether its step is done
 
 
 class Loader:
     """Yields this rank's micro-batches of the current epoch, from the current position on.
 
-    Made by `Run.loader`. Batches are on the run's device; `batch` is the one last yielded in the
-    epoch. A batch counts from its step on (`count_batch`), so a look at some of them (a *peek*: an
-    iteration that is closed before a step, or is opened in the midst of another) changes nothing.
-    `samples` is the size of the data set, None for a stream. `check` is called before a second
-    batch, `sync` before each micro-batch with whether it ends a step, `batch_done` when the loop
-    asks for another one; `timed` wraps the batches. With `rolls` an epoch's end begins the next
-    one.
+    `Run.loader` makes it. Batches are on the run's device; `batch` is the one last yielded in the
+    epoch. A batch counts once its step is done (`count_batch`), so a look at some batches (a
+    *peek*: an iteration that is closed before a step, or that is opened while another one is open)
+    changes nothing. `samples` is the size of the data set, None for a stream.
+
+    The loader calls `check` before each batch of an iteration but its first, `sync` before each
+    micro-batch with whether the micro-batch ends a step, and `batch_done` when the loop asks for
+    another batch; `timed` wraps the batches. With `rolls` the end of an epoch begins the next one.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class Loader:
         shuffle: bool | None = None,
         **options: Any,
     ) -> None:
-        """Take the options of `batches_of`; `shuffle` None shuffles all data sets but a stream.
-        `warn` is called, on one rank, with the text of what a resume would do otherwise.
+        """`options` are those of `batches_of`; `shuffle` None shuffles every data set but a stream.
+        `warn` is given on one rank, and called with a text where a resume would do something else
+        than this run does.
 
-        Raise UsageError for refused options, and a data set too small for one step, TypeError for
-        a map-style one without a length.
+        Raise UsageError for refused options and for a data set too small for one step, TypeError
+        for a map-style data set without a length.
         """
         self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.samples = size_of(dataset)
@@ -95,15 +97,14 @@ class Loader:
         self._make_peek = partial(make, **fresh)
 
     def __len__(self) -> int:
-        """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler).
-
-        Raise UnknownLengthError for a stream.
-        """
+        """Return the optimizer steps of a whole epoch, wherever in the epoch the run is. Raise
+        UnknownLengthError for a stream."""
         return self._plan.steps(known_size(self.samples))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The values that decide the order of the samples beside the seed, for a resume."""
+        """The values that, besides the seed, decide the order of the samples, by their names in
+        messages. `track` compares them with the checkpoint's."""
         facts: dict[str, Any] = {"size of the training set": self.samples, "shuffle": self._shuffle}
         if self._shuffle and (self.samples or 0) > order.LISTED:
             facts["order"] = "by formula"  # which older checkpoints of so many samples lack
@@ -115,7 +116,8 @@ class Loader:
         return None if self.samples is None else self._plan.steps_from(start, self.samples)
 
     def total_steps(self, epochs: int) -> int | None:
-        """Return the steps of a whole run of some epochs, None for a stream."""
+        """Return the optimizer steps of a run of `epochs` epochs in all: those done and those left.
+        Return None for a stream."""
         steps_left = self.steps(self._position.samples)
         if steps_left is None:
             return None
@@ -128,8 +130,9 @@ class Loader:
         return self.batch.micro_batch
 
     def count_batch(self) -> None:
-        """Move the run's position behind the present batch, whose step is done; warn, once, of a
-        script that takes as many for each step."""
+        """Note that the present batch's step is done, and move the run's position behind the batch.
+        Warn, once, of a script that takes other groups of batches for its steps than `accumulate`
+        says."""
         self._position.samples, self._position.passes = self.batch.end, self._passes
         self.batch.is_trained = True
         if (text := self.groups.end_step()) and self._warn:
@@ -138,27 +141,28 @@ class Loader:
 
     @property
     def is_epoch_done(self) -> bool:
-        """Whether all batches of the epoch are done that the run is in. At a loop's begin: a save
-        within a loop comes after the epoch's end, so the script had saved behind its loop, which it
-        had left by ``break``."""
+        """Whether all batches of the run's epoch are done. If this is true as a loop begins, the
+        script had left its loop by ``break``, and saved behind it: a save within a loop comes after
+        `begin_epoch`."""
         if self.samples is None:
             return self._position.has_ended
         return self.steps(self._position.samples) == 0
 
     @property
     def is_before_checkpoint(self) -> bool:
-        """Whether the epoch's present iteration is not yet the one that the checkpoint was in."""
+        """Whether the present iteration comes, in its epoch, before the one in which the checkpoint
+        was saved."""
         return self._passes < self._position.passes
 
     def begin_loop(self) -> None:
-        """Called as the script begins a loop."""
+        """Forget the present batch and all open iterations: the script begins a loop."""
         self.is_before_loop = False
         self.clear()
 
     def clear(self) -> bool:
-        """Forget the present batch, and the iterations that are open, as of a look whose iterator
-        is kept: the loop is between two epochs, or begins. Return whether `on_first_batch` was not
-        called."""
+        """Forget the present batch and all open iterations, also a look whose iterator the script
+        keeps: a loop begins, or is between two epochs. Drop `on_first_batch`, and return whether
+        the epoch has ended without a call of it."""
         self.batch = Batch(is_trained=True)
         self.groups.clear()
         self._passes = 0
@@ -167,14 +171,14 @@ class Loader:
         return is_unused
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches on the device, from the run's position on; of an epoch that is done only
-        the first one, for a peek.
+        """Yield batches on the device, from the run's position on. In an epoch that is done, only
+        the first batch can be taken, by a peek.
 
-        Each becomes the present `batch`, until a peek is closed: then the one before is it again.
-        Raise UsageError for a second batch outside of a run's loop, or in it by an iterator of
-        before, or in an epoch that is done, and for a data set of another size than at first,
-        HpcDdpError for a loader worker that died; errors of the data set come through, and what
-        `batch_done` raises.
+        Each yielded batch becomes the present `batch`; once a peek is closed, `batch` is again the
+        one from before the peek. Raise UsageError for a second batch outside of a run's loop, for a
+        batch in the loop by an iterator that was begun before it, for a second batch in an epoch
+        that is done, and for a data set whose size has changed; HpcDdpError for a loader worker
+        that died. Errors of the data set and of `batch_done` come through.
         """
         check_size(size_of(self.dataset), self.samples)
         if self._warn and self._batches.persistent_workers:
@@ -211,8 +215,9 @@ class Loader:
             self._open.discard(iteration)
 
     def _begin_iteration(self, by_loop: bool) -> tuple[Iteration, DataLoader[Any], int]:
-        """Return a new iteration, which is open then, with its batches and the place before them;
-        `by_loop` as `Iteration` has it."""
+        """Open a new iteration; return it, its batches, and the place (in samples) at which they
+        begin. An iteration that is no peek counts as a pass of the epoch; with `rolls` it begins
+        the next epoch if this one is done. `by_loop` is explained in `Iteration`."""
         self._end_kept_look(by_loop)
         is_early = self.is_before_loop
         is_peek = is_early or bool(self._open)
@@ -228,8 +233,9 @@ class Loader:
         return iteration, batches, position.samples
 
     def _end_pass(self, iteration: Iteration) -> None:
-        """After an iteration's last batch: one that trained has ended a stream's epoch, and with
-        `rolls` any."""
+        """End an iteration after its last batch. Note that a stream's epoch has ended, if a batch
+        had its step. With `rolls` begin the next epoch, unless this was a peek without a step, or
+        the epoch was done before."""
         iteration.end()
         trains = not iteration.is_done and (iteration.has_step or not iteration.is_peek)
         self._position.has_ended |= self.samples is None and trains and iteration.has_step
@@ -237,15 +243,17 @@ class Loader:
             self._position.begin_epoch()
 
     def _end_kept_look(self, by_loop: bool) -> None:
-        """Before an iteration `by_loop`: end looks by ``next`` whose iterators are kept."""
+        """If the iteration about to begin is `by_loop`, end the open looks: iterations by ``next``
+        that had no step, and whose iterators the script keeps."""
         for iteration in [*self._open] if by_loop else ():
             if not (iteration.by_loop or iteration.has_step):
                 iteration.end()
                 self._open.discard(iteration)
 
     def _share_step(self, current: Batch, is_peek: bool) -> None:
-        """Before another batch: where the step of the `current` one was counted for that of a look
-        whose iterator is kept, count it here. Warn of that, and of a step by a look (`is_peek`)."""
+        """Called before the next batch is fetched. If a kept look's batch has become the present
+        one, and the step was counted for that batch, mark `current` as trained, too. Warn, once, of
+        this, and of a step with a batch of a look (`is_peek`)."""
         present = self.batch
         is_trained = present.is_trained and present.micro_batch is not NO_BATCH
         is_late = present is not current and is_trained and not current.is_trained
@@ -262,10 +270,10 @@ class Loader:
 class Shard:
     """This rank's part of a data set, in order, each sample on one rank only: for evaluation.
 
-    Made by `Run.shard`. Nothing is padded, so ranks may have different numbers of batches, or
+    `Run.shard` makes it. Nothing is padded, so ranks may have different numbers of batches, or
     none: call nothing collective per batch, and add the sums up afterwards with `Run.sum`. With
-    `even` they have the same number; `counts` is false while a batch is one of those that only
-    fill up, whose samples are another rank's.
+    `even` they have the same number; `counts` is False while the yielded batch only fills up: its
+    samples are another rank's.
     """
 
     def __init__(
@@ -278,8 +286,8 @@ class Shard:
         even: bool = False,
         **options: Any,
     ) -> None:
-        """Take the options of `batches_of`; raise UsageError for those that a shard can't have,
-        TypeError for a map-style data set without a length."""
+        """`options` are those of `batches_of`. Raise UsageError for those that it refuses, and for
+        ``shuffle`` and ``drop_last``; TypeError for a map-style data set without a length."""
         self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.counts, self._even = True, even
         if options.pop("shuffle", False) or options.pop("drop_last", False):
@@ -319,7 +327,8 @@ def check_size(samples: int | None, first_samples: int | None) -> None:
 
 
 def check_begun(is_early: bool) -> None:
-    """Raise UsageError for a batch in a loop by an iteration that was begun before it."""
+    """Raise UsageError, if `is_early`, for a batch in a loop from an iteration that was begun
+    before the loop."""
     if is_early:
         raise UsageError(
             "an iterator of the training loader was begun before the loop, and goes on in it; the"
@@ -338,7 +347,8 @@ def check_not_done(is_done: bool) -> None:
 
 
 class UnknownLengthError(UsageError, TypeError):
-    """A stream has no length. A TypeError, so that `list` and tqdm do without."""
+    """Raised for the length of a stream. It is a TypeError, too, so that `list` and tqdm go on
+    without a length."""
 
 
 def size_of(dataset: Dataset[Any]) -> int | None:

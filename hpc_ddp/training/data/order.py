@@ -20,13 +20,16 @@ ODD = 0x5851F42D4C957F2D  # the multiplier of Knuth's MMIX generator
 
 @dataclass
 class Position:
-    """Where a run is: `step` completed optimizer steps, `epoch_steps` of them in `epoch`, and the
-    `samples` of the run's loader that they took. `abandoned` has the kinds and totals of the loops
-    that the script has left by ``break`` and does not come back to, by their numbers from 1, and
-    `loops` is the number of the one that it is in, or was last, and `loop` its kind and total.
-    `has_ended`: a stream has no more samples in the epoch. `passes` is the number, in the epoch, of
-    the iteration over the loader that the last step was in. `is_behind`: the script is behind that
-    loop, where it may have changed what a checkpoint has."""
+    """Where a run is: `step` optimizer steps are done, `epoch_steps` of them in `epoch`; these took
+    `samples` samples of the run's loader.
+
+    `loops` is the number, from 1, of the loop that the script is in, or was in last; `loop` is that
+    loop's kind and total. `abandoned` has, by number, kind and total of each loop that the script
+    has left by ``break`` and does not come back to. `has_ended`: a stream has no more samples in
+    the epoch. `passes` is the number, in the epoch, of the iteration over the loader in which the
+    last step was. `is_behind`: the script is behind the loop, where its lines may have changed what
+    a checkpoint has.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -48,9 +51,9 @@ class Position:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of one rank: its part of a global batch, or a piece of that part.
+    """One micro-batch of one rank: the rank's part of a global batch, or a piece of that part.
 
-    `places` are never empty: a rank that has none left repeats some, with `weight` zero.
+    `places` are never empty: a rank without samples repeats some, with `weight` zero.
     """
 
     places: range  # of its samples in the order of the epoch
@@ -66,13 +69,14 @@ NO_BATCH = MicroBatch(range(0), weight=1.0, total=0, ends_step=True, ends_epoch=
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How an epoch is cut into global batches of `size` samples, and those for one rank.
+    """How an epoch is cut into global batches of `size` samples, one for each optimizer step, and
+    these into the micro-batches of one rank.
 
-    Each optimizer step takes a global batch. A rank has its part of it in at most `accumulate`
-    micro-batches, at the tail of an epoch in fewer, but every rank in the same number. With
-    `drop_last` an incomplete global batch is left out; with `even` all ranks have as many samples
-    in each micro-batch, for which fewer than `world_size` of a global batch are left out, or all
-    ranks get the same ones. `rank` and `world_size` count data parallel ranks.
+    A rank has its part of a global batch in at most `accumulate` micro-batches: at the tail of an
+    epoch in fewer, on every rank in the same number. With `drop_last` an incomplete global batch is
+    left out. With `even` all ranks have as many samples in each micro-batch: the remainder of a
+    global batch, less than `world_size`, is left out, and a smaller global batch goes to all ranks
+    as a whole. `rank` and `world_size` count data parallel ranks.
     """
 
     size: int
@@ -88,12 +92,13 @@ class BatchPlan:
         return _ceil(_ceil(self.size, self.world_size), self.accumulate)
 
     def steps(self, samples: int) -> int:
-        """Return how many steps `samples` are worth, the same on every rank."""
+        """Return how many steps an epoch of `samples` samples has, the same on every rank."""
         return samples // self.size if self.drop_last else _ceil(samples, self.size)
 
     def steps_from(self, start: int, samples: int) -> int:
-        """Return how many steps are left from place `start` of an epoch of `samples`. With
-        `drop_last` too, the rest of one that steps of another size have begun is worth a step."""
+        """Return how many steps are left from place `start` of an epoch of `samples` samples. Where
+        `start` is in the midst of a global batch, since earlier steps had another size, an
+        incomplete last batch counts as a step, with `drop_last` too."""
         remaining = samples - start
         return _ceil(remaining, self.size) if start % self.size else self.steps(remaining)
 
@@ -109,10 +114,10 @@ class BatchPlan:
         """Return this rank's micro-batches of one global batch, given as places in the epoch's
         order.
 
-        DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks. With
-        each micro-batch's mean loss weighted by n * ranks / n_total, the sum over them is the mean
-        over the samples of the global batch, however unevenly they are spread. `ends_epoch`: the
-        global batch is the last one.
+        DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks. The
+        mean loss of a micro-batch of n samples is weighted by n * ranks / n_total, with n_total
+        samples in the global batch; so the sum is the mean over these samples, however unevenly
+        they are spread. `ends_epoch`: the global batch is the epoch's last one.
         """
         total = used = len(block)
         places = block[self.rank :: self.world_size]
@@ -198,7 +203,7 @@ class FormulaOrder:
     A list of 10^9 samples would be 4 GB on each rank, and a minute at each start. This is a Feistel
     network on the smallest even number of bits that has room for all samples, as in format-
     preserving encryption (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002): a result
-    that is none of the samples is taken for a place again, until one is.
+    that is no sample's number goes through the network again, until one comes out.
     """
 
     ROUNDS = 6
@@ -209,14 +214,14 @@ class FormulaOrder:
         self._keys = [derive(seed, epoch, number) for number in range(self.ROUNDS)]
 
     def __getitem__(self, places: slice) -> torch.Tensor:
-        """Return the samples at some places, int64 of shape (places,)."""
+        """Return the samples at a slice of places, int64 of shape (places,)."""
         samples = self._mix(torch.arange(*places.indices(self._samples), device="cpu"))
         while (strays := samples >= self._samples).any():
             samples[strays] = self._mix(samples[strays])
         return samples
 
     def _mix(self, places: torch.Tensor) -> torch.Tensor:
-        """Return where a round trip through the network leads from each place."""
+        """Return the number that the network makes of each place; it may be no sample's."""
         mask = (1 << self._half) - 1
         high, low = places >> self._half, places & mask
         for key in self._keys:

@@ -18,16 +18,16 @@ class OwnData:
     """Warns of samples that are seen twice after a resume, by a call of `warn` with the text.
 
     `is_likely`: the run was resumed, and the script has neither a loader of the run nor objects
-    that each rank has its own of, such as a StatefulDataLoader; else no method does anything.
+    that each rank has its own of, such as a StatefulDataLoader. Otherwise no method does anything.
     """
 
     def __init__(self, is_likely: bool, warn: Callable[[str], None]) -> None:
         self._is_likely, self._warn = is_likely, warn
 
     def warn_of_epoch(self, position: Position) -> None:
-        """Called before the loop's first epoch: warn, once, if it was partly done, since it begins
-        again. A resume at the start of an epoch repeats samples only if the iteration of a
-        DataLoader is under way by now: then `warn_of_step` looks again."""
+        """Called before the loop's first epoch. If the epoch was partly done, warn, once: its first
+        samples are seen again. At the start of an epoch samples are repeated only where the
+        iteration of a DataLoader is under way by now; then `warn_of_step` looks again."""
         if self._is_likely and not position.epoch_steps:
             self._is_likely = is_own_loader_open()
         elif self._is_likely:
@@ -39,7 +39,8 @@ class OwnData:
             )
 
     def warn_of_step(self) -> None:
-        """Warn, once, at the first step after a resume, of a DataLoader that is being iterated."""
+        """At the first step after a resume, warn if a DataLoader of the script is being iterated;
+        later calls do nothing."""
         if self._is_likely and is_own_loader_open():
             self._warn(
                 "WARNING: the run goes on in the midst of a training, and a DataLoader of the"
@@ -50,6 +51,6 @@ class OwnData:
 
 def is_own_loader_open() -> bool:
     """Return whether an iteration of a DataLoader is under way in this process that is none of a
-    run's. It looks at all objects, so it takes some 0.1 s."""
+    run's. The search through all objects of the process takes some 0.1 s."""
     iterations = find_living(_BaseDataLoaderIter)
     return any(not isinstance(entry._dataset, (Seeded, IterableBatches)) for entry in iterations)

@@ -21,11 +21,14 @@ _MOST = 1024  # numbers of a tensor or an array that is a setting, and no replay
 
 
 class Resume:
-    """After a resume, puts back what lines of the script have changed that had run before the
-    checkpoint: settings of the tracked `objects` and, by `put_tensors_back`, which returns a line
-    for each, models and optimizers; if its argument is true, none of which only a setting has
-    changed. `say` prints a line for the user. The checkpoint is of the loop of number `loops`. One
-    without objects does nothing."""
+    """After a resume, puts back what lines of the script have changed that had also run before the
+    checkpoint. Without `objects` it does nothing.
+
+    The settings of the tracked `objects` are put back here, models and optimizers by a call of
+    `put_tensors_back`, which returns a line of text for each that had changed. If its argument is
+    true, it leaves alone those of which only a setting has changed. `say` prints a line for the
+    user. The checkpoint is of the loop of number `loops`.
+    """
 
     def __init__(
         self,
@@ -40,9 +43,10 @@ class Resume:
         self._was_behind = False  # the checkpoint's script, between that loop and the next one
 
     def begin_loop(self, calls: CallOrder, position: Position, is_over: bool) -> bool:
-        """Called as the script begins a loop, which may be over by now: put all back if it is the
-        one that the checkpoint is in, or at the end of; return whether it is in it. Settings of
-        lines before the first loop count, though."""
+        """Called as the script begins a loop, of which nothing is left if `is_over`. If the
+        checkpoint is in this loop, or at its end, put all back; but a first loop keeps the
+        settings, which the lines before it have set. Return whether the checkpoint is in the loop,
+        and the loop goes on. Updates `position.is_behind`."""
         is_resumed = self._is_pending and calls.is_checkpoints
         if is_resumed:
             self.put_back(accepts_settings=max(calls.number, self._loops) < 2)
@@ -52,7 +56,8 @@ class Resume:
         return is_resumed and not is_over
 
     def put_back(self, accepts_settings: bool = False) -> None:
-        """Put all back, but with `accepts_settings` no settings."""
+        """Put settings, models and optimizers back, and print a line for each that had changed.
+        With `accepts_settings` the changed settings stay, with a warning."""
         settings = self._settings
         (settings.accept_changes if accepts_settings else settings.put_back)(self._say)
         for line in self._put_tensors_back(accepts_settings):
@@ -60,17 +65,18 @@ class Resume:
             settings.put_back(lambda line: None)  # an optimizer's came along
 
     def go_behind_loop(self, position: Position) -> None:
-        """Called before a save behind a loop: note that in `position`. Where the checkpoint is of
-        this place, lines between the loop and it have run before: put all back."""
+        """Called before a save behind a loop; note in `position` that the script is behind the
+        loop. If the checkpoint was saved at such a place, too, the lines between the loop and the
+        save have run a second time: first put all back."""
         if self._was_behind:
             self.put_back()
         position.is_behind, self._was_behind = True, False
 
 
 class Settings:
-    """The values that lines of a script may set in the tracked `objects`: settings of optimizers,
-    and states of schedulers and of the script's own objects. As a checkpoint has them, to be put
-    back behind lines that had run before it."""
+    """Keeps, as a checkpoint has just set them, the values that lines of a script may change in the
+    tracked `objects`: settings of optimizers, and states of schedulers and of the script's own
+    objects. `put_back` restores them."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = {name: thing for name, thing in objects.items() if _has_settings(thing)}
@@ -87,8 +93,8 @@ class Settings:
             )
 
     def accept_changes(self, say: Callable[[str], None]) -> None:
-        """Take the present settings for the checkpoint's, and call `say` with a warning for each
-        object of which some differ."""
+        """Keep the present settings in place of the checkpoint's, and call `say` with a warning for
+        each object of which some differ."""
         for name, key, earlier, current in self._changes():
             self._settings[name] = current
             say(
@@ -107,8 +113,9 @@ class Settings:
 
 
 def _has_settings(thing: Any) -> bool:
-    """Return whether an object has settings; one of the script's own class has, as a scheduler or a
-    meter, if its state is plain. But what is iterated moves on by that, and goes on by itself."""
+    """Return whether an object has settings: an optimizer or scheduler, or an object of the
+    script's own class, as a meter, whose state is plain. One that can be iterated has none: the
+    iteration changes its state."""
     if isinstance(thing, (Optimizer, LRScheduler)):
         return True
     is_own = not isinstance(thing, torch.nn.Module) and hasattr(thing, "state_dict")
@@ -119,7 +126,8 @@ def _has_settings(thing: Any) -> bool:
 
 
 def _is_plain(state: Any) -> bool:
-    """Return whether a state has numbers, small tensors or arrays, and texts alone."""
+    """Return whether a state, also within dicts, lists and tuples, has only numbers, texts, None,
+    and tensors or arrays of at most `_MOST` numbers."""
     if isinstance(state, dict):
         return all(map(_is_plain, state.values()))
     if isinstance(state, (list, tuple)):
@@ -129,8 +137,9 @@ def _is_plain(state: Any) -> bool:
 
 
 def _settings_of(thing: Any) -> dict[str, Any]:
-    """Return a copy of a scheduler's state; of the settings of an optimizer's groups, by names as
-    ``lr`` or, for those of further groups, ``lr of group 1``."""
+    """Return a copy of a scheduler's or another object's state. For an optimizer return a copy of
+    the settings of its groups, by names as ``lr`` or, from the second group on, ``lr of group
+    1``."""
     if isinstance(thing, Optimizer):
         return {
             _name_of(key, number): copy.deepcopy(setting)
@@ -161,8 +170,8 @@ def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two settings are equal, also where tensors, arrays or objects of the
-    script's own classes are among them."""
+    """Return whether two settings are equal, NaN and NaN too; tensors, arrays and objects of the
+    script's own classes are compared by their content."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return torch.equal(first, second)
     if isinstance(first, Number) and isinstance(second, Number):  # numpy's are some, too

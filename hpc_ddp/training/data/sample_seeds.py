@@ -29,12 +29,12 @@ _SEALED = (str, bytes, int, float, type(None), torch.Tensor, type, ModuleType)
 
 
 class SampleSeeds:
-    """Seeds the global generators for each sample, and those of transforms that can be seeded, as
-    MONAI's and albumentations' can.
+    """Seeds the global generators for each sample, and the generators of transforms that can be
+    seeded, as MONAI's and albumentations' can.
 
-    A data set's other generators keep their states: it may have drawn a split from one that has to
-    be the same in all processes. But a resume draws other numbers there; the process that fetches
-    the first sample warns of it.
+    Other generators of the data set keep their states: the data set may have drawn a split from one
+    that has to be the same in all processes. A resume draws other numbers from them; the process
+    that fetches the first sample warns of this.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -48,9 +48,9 @@ class SampleSeeds:
         self.warns = False
 
     def seed(self, number: int) -> None:
-        """Seed all generators that can be seeded, but for the devices'. Transforms have different
-        seeds, or they would change the same samples, but for those that the script has made equal:
-        an image and its mask are turned alike."""
+        """Seed with `number` all generators that can be seeded, but for the devices'. Each
+        transform gets a seed of its own, or transforms would change the same samples. Transforms
+        that the script has made equal share one: an image and its mask are turned alike."""
         rng.seed_all(number)
         self._samples += 1
         for index, seeder in self._seeders:
@@ -59,13 +59,14 @@ class SampleSeeds:
     def fetch(
         self, epoch: int, block: Callable[[], T], repeat: Callable[[], object] | None = None
     ) -> T:
-        """Return what `block` fetches. Before an epoch's first one find the transforms that can be
-        seeded: the loop may have set others; and where it makes some, fetch it again, if `repeat`
-        is given, which fetches its last sample.
+        """Return `block()`, the samples of one batch. At the first call of an epoch the data set is
+        searched for transforms that can be seeded, since the loop may have set new ones. If `block`
+        itself makes some, and `repeat` is given, `block` is called again, now with their seeds.
 
-        In the first one of all warn, if `warns`, of what has changed in it, and begins as made at a
-        resume: a generator, unless `repeat` leaves it in the same state, or a stream's count of its
-        epochs.
+        At the first call of all, with `warns`, warn of state that a resume would lose: a generator
+        of the data set that `block` has changed, or a stream's own count of its epochs. `repeat`
+        fetches the block's last sample again: a generator that is then in the same state is seeded,
+        not lost.
         """
         if epoch == self._epoch:
             return block()
@@ -85,8 +86,9 @@ class SampleSeeds:
         return content
 
     def _find(self) -> None:
-        """Find transforms and generators in the data set, and give the transforms their numbers:
-        by their places, so that each process has the same."""
+        """Search the data set for transforms and generators. Give each transform a number for its
+        seed, made of its place, so that each process has the same; transforms whose generators were
+        equal when they were first found share one."""
         transforms, self._generators = find_generators(self._dataset)
         firsts: dict[tuple[bytes, ...], str] = {}
         self._seeders = []
@@ -100,8 +102,9 @@ class SampleSeeds:
     def _warn_of_generators(
         self, before: Mapping[str, bytes], repeat: Callable[[], object] | None
     ) -> None:
-        """Warn of a generator whose state is not as `before`, or that is new; see `fetch`. None of
-        a stream with ``set_epoch``, which is called at a resume as well."""
+        """Print a warning of the first generator whose state is not as `before` (states by place),
+        or that is new; none if `repeat` leaves it in the same state (see `fetch`), or for a stream
+        with ``set_epoch``, which a resume calls as well."""
         if isinstance(self._dataset, IterableDataset) and hasattr(self._dataset, "set_epoch"):
             return
         states = _states_of(self._generators)
@@ -119,8 +122,9 @@ class SampleSeeds:
                 return
 
     def _warn_of_count(self, attributes: Mapping[str, Any]) -> None:
-        """Warn of a number among the `attributes` that a stream without ``set_epoch`` had before
-        its first samples, and that is greater by one: if it counted them, it would be by more."""
+        """Print a warning if a stream without ``set_epoch`` seems to count its epochs: one of its
+        numbers, in `attributes` as before its first samples, has grown by one after several
+        samples. A count of samples would have grown by more."""
         stream: Any = self._dataset
         if not isinstance(stream, IterableDataset) or hasattr(stream, "set_epoch"):
             return
@@ -134,8 +138,9 @@ class SampleSeeds:
                 return
 
     def warn_of_copies(self, warn: Callable[[str], None]) -> None:
-        """Called before each epoch whose loader workers persist: warn, once, of an attribute of the
-        data set that has changed since the first one, in which the workers got their copies."""
+        """Called before each epoch whose loader workers persist. At the first call note the numbers
+        among the data set's attributes, of which the workers get copies. Later call `warn` if one
+        has changed, once."""
         if self._copied is None:
             self._copied = plain_attributes(self._dataset)
         for key in changes_of(self._dataset, self._copied):
@@ -149,26 +154,28 @@ class SampleSeeds:
 
 
 def plain_attributes(dataset: Any) -> dict[str, Any]:
-    """Return the attributes of a data set that are numbers by name."""
+    """Return those attributes of a data set that are numbers, by name."""
     entries = getattr(dataset, "__dict__", {}).items()
     return {key: entry for key, entry in entries if isinstance(entry, (int, float))}
 
 
 def changes_of(dataset: Any, attributes: Mapping[str, Any]) -> list[str]:
-    """Return the names of plain `attributes` that are other numbers of a data set by now."""
+    """Return the sorted names of those `attributes` (numbers by name) that have other values in the
+    data set by now. One that is NaN by now is left out."""
     current = plain_attributes(dataset)
     changed = {key for key in attributes.keys() & current if current[key] != attributes[key]}
     return sorted(key for key in changed if not math.isnan(current[key]))
 
 
 def _states_of(generators: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the states of some generators, as bytes to compare."""
+    """Return the states of some generators, by place, as bytes to compare."""
     return {place: pickle.dumps(rng.raw_state(entry)) for place, entry in generators.items()}
 
 
 def find_generators(thing: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the transforms that can be seeded, and the other generators, in the attributes of a
-    data set or a transform, and in theirs, each by its place."""
+    """Return the transforms that can be seeded, and the other generators, in a data set or a
+    transform and in all that it holds, each by its place: a text as ``dataset.transform``. Of
+    `MOST_OBJECTS` objects at most."""
     transforms: dict[str, Any] = {}
     generators: dict[str, Any] = {}
     visited: set[int] = set()
@@ -206,8 +213,8 @@ def _seeder_of(thing: Any) -> Callable[[int], Any] | None:
 
 
 def _parts_of(place: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object at some place, the items of a list or dict, as many as are
-    looked at, and what a function holds, by their places."""
+    """Yield what an object holds, each with its place, a text that begins with `place`: the items
+    of a list or dict, `MOST_ITEMS` at most, what a function refers to, or else attributes."""
     if isinstance(thing, dict):
         yield from ((f"{place}[{k!r}]", entry) for k, entry in islice(thing.items(), MOST_ITEMS))
     elif isinstance(thing, (list, tuple)):

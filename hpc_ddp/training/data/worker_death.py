@@ -33,12 +33,13 @@ def watched(
     batches: DataLoader[Any], begun: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[MicroBatch, Any]]:
     """Yield each micro-batch of a loader of `batches_of` with its content; errors of the data set
-    come through. `begun` is called before the first one is made, behind the loader's own draws.
+    come through. `begun` is called before the first micro-batch is made, and after the loader has
+    drawn its own random numbers.
 
     Raises
     ------
     HpcDdpError
-        a loader worker has died; it names the signal or the exit code
+        a loader worker has died; the message names the signal or the exit code
     """
     try:
         yield from _watched(batches, begun)
@@ -76,9 +77,9 @@ def _watched(
 def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpError | None:
     """Return the error for the death of a loader worker, None if `error` is of another kind.
 
-    torch's handler of SIGCHLD names the signal, also of another loader's worker, if it is the first
-    to notice. It raises wherever the main thread happens to be, also where Python drops the
-    exception; then the exit codes of this loader's `workers` show it, for which it waits `DEATH_S`
+    If torch's handler of SIGCHLD is the first to notice, it names the signal, also of another
+    loader's worker. It raises wherever the main thread happens to be, also where Python drops the
+    exception. Otherwise this waits for the exit codes of this loader's `workers`, `DEATH_S` seconds
     at most.
     """
     report = _REPORT.match(str(error.__cause__)) or _REPORT.match(str(error))
@@ -95,9 +96,10 @@ def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpErro
 
 
 def _exit_of(workers: Sequence[BaseProcess]) -> str:
-    """Return how a worker has failed, for a sentence; "" where none fails within `DEATH_S`.
+    """Wait until one of `workers` fails, or all have ended, `DEATH_S` seconds at most. Return how
+    it failed, as a piece of a sentence; "" where none did.
 
-    One that has reached the end of its part of a stream ends with 0.
+    A worker that has reached the end of its share of a stream ends with 0, and has not failed.
     """
     deadline = time.monotonic() + DEATH_S
     codes = [worker.exitcode for worker in workers]
