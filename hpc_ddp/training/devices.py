@@ -50,15 +50,15 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def usable() -> torch.device | None:
-    """Return the kind of accelerator to train on, without an index; None where the CPU is to be
-    taken."""
+    """Return the kind of accelerator to train on, without an index; None where the run is to train
+    on the CPU."""
     device: torch.device | None = accelerators.usable(torch)
     return device
 
 
 def hiding_words() -> str:
-    """Return the shell's assignments that hide this machine's accelerators, "" without any, or if
-    not known."""
+    """Return the shell's assignments that hide this machine's accelerators; "" where there are
+    none, or their vendor is not known."""
     device = usable()
     kind = KINDS.get(device.type) if device else None
     return _hiding(kind.vendor) if kind else ""
@@ -83,7 +83,7 @@ def count() -> int:
 def take(first: int, number: int) -> list[torch.device]:
     """Return `number` accelerators from index `first` on, and make the first the current one.
 
-    Only where `usable` is not None; the caller has counted them.
+    The caller has counted them: `usable` is not None, and there are as many.
     """
     kind = usable()
     assert kind is not None
@@ -92,14 +92,15 @@ def take(first: int, number: int) -> list[torch.device]:
 
 
 def use(device: torch.device) -> None:
-    """Make an accelerator the current one of this thread, whose first call would else take the
-    first; a CPU changes nothing."""
+    """Make an accelerator the current one of this thread, which else begins with the first one. A
+    CPU changes nothing."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
 
 
 def default_backend(device: torch.device) -> str:
-    """Return what torch carries a device's tensors with: NCCL, XCCL, HCCL, Gloo for the CPU.
+    """Return the name of the backend by which torch sends a device's tensors: that of NCCL, XCCL,
+    HCCL, or Gloo for the CPU.
 
     Raise ValueError for a type of device that torch has none for; `usable` returns no such one.
     """
@@ -143,9 +144,10 @@ def uses_tf32() -> bool:
 
 
 def sum_type(device: torch.device) -> torch.dtype:
-    """Return in which type numbers of a device are added up over ranks: float64 where it can be.
+    """Return in which type numbers of a device are added up over ranks: float64 where that is
+    possible, else float32.
 
-    HCCL adds up none (its API reference, HcclAllReduce).
+    HCCL adds up no float64 (its API reference, HcclAllReduce).
     """
     kind = KINDS.get(device.type)
     can = has_float64(device) and (not kind or kind.adds_float64)
@@ -159,8 +161,8 @@ def name(device: torch.device) -> str:
 
 
 def is_used(device: torch.device) -> bool:
-    """Return whether this process has opened an accelerator of a device's type; False for the
-    CPU."""
+    """Return whether this process has opened an accelerator of a device's type: True where torch
+    does not tell, False for the CPU."""
     if not is_accelerator(device):
         return False
     tell = getattr(torch.get_device_module(device), "is_initialized", None)
@@ -168,8 +170,8 @@ def is_used(device: torch.device) -> bool:
 
 
 def tell_sharers_apart(device: torch.device, rank: int) -> None:
-    """Have NCCL take a rank that shares its GPU for one on a host of its own, unless the user has
-    named hosts; call it before the group is made.
+    """If this rank shares its GPU, set ``NCCL_HOSTID``, unless the user has: NCCL then takes the
+    rank for one on a host of its own. Call it before the group is made.
 
     NCCL refuses two ranks of a host on one GPU. It knows a slice (MIG) by its GPU alone
     (https://github.com/NVIDIA/nccl/issues/1716).
@@ -179,8 +181,8 @@ def tell_sharers_apart(device: torch.device, rank: int) -> None:
 
 
 def mark(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return an event that is recorded in the current stream of an accelerator; a `timed` one has a
-    time."""
+    """Record an event in the current stream of an accelerator, and return it; `elapsed_s` needs a
+    `timed` one."""
     event = torch.Event(device, enable_timing=timed)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -194,14 +196,14 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait for all that an accelerator has been given; nothing on the CPU."""
+    """Wait until an accelerator has done all that it was given; nothing on the CPU."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def elapsed_s(begin: torch.Event, end: torch.Event) -> float:
-    """Return the seconds between two timed events that are over; nan where a device does not tell:
-    its events have no times in torch_npu 2.9.0."""
+    """Return the seconds between two timed events that are over; nan where the device's events have
+    no times, as in torch_npu 2.9.0."""
     try:
         return begin.elapsed_time(end) / 1000
     except RuntimeError:
@@ -266,8 +268,8 @@ def _is_away(value: Any) -> bool:
 
 
 def _start_copy(value: Any) -> Any:
-    """Return a tensor of one number as a copy on its way to pinned memory; other values as they
-    are."""
+    """Begin to copy a tensor of one number from an accelerator into pinned memory, and return the
+    copy. Return other values as they are."""
     if not _is_away(value) or value.numel() != 1:  # `plain` refuses a tensor of several
         return value
     source = value.detach()
@@ -293,14 +295,15 @@ def put_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
-    """Return this rank's `per_worker` GPUs and make the first the current one; without GPUs the CPU
-    as often. With `shares_devices` workers for which there are too few share those of the first.
+    """Return this rank's `per_worker` GPUs, and make the first the current one. Without GPUs return
+    the CPU, `per_worker` times. With `shares_devices`, workers for which there are too few GPUs
+    share those of the first workers.
 
     Raises
     ------
     HpcDdpError
-        there are GPUs, but fewer than this worker and those before it on its node need; or torch
-        sees none of those that are here
+        there are GPUs, but fewer than this worker and those before it on its node need; or there
+        are some, and torch sees none
     """
     visible = count()
     if not visible:

@@ -50,8 +50,8 @@ class DrilledRun(Run):
     """
 
     def __init__(self, options: Options, plan: Mapping[str, Any]) -> None:
-        """Start the run, which raises as `start`, and its recording, for which all optimizers of
-        the process are hooked; `plan` has the keys above."""
+        """Start the run and its recording, for which all optimizers of the process are hooked;
+        `plan` has the keys above. Raises as `start`."""
         super().__init__(options)
         self._plan = plan
         self._folder = self.folder.path / "drill"
@@ -65,25 +65,27 @@ class DrilledRun(Run):
     def track(
         self, *, per_rank: Sequence[str] = (), added: Sequence[str] = (), **objects: Any
     ) -> None:
-        """Name the objects that are recorded, too; see `Run.track`."""
+        """Track `objects` as `Run.track` does, and record them."""
         super().track(per_rank=per_rank, added=added, **objects)
         self._tracked |= objects
 
     def _begin_loop(self, is_over: bool) -> None:
-        """Record the start of the loop."""
+        """Begin the loop, and record its start."""
         super()._begin_loop(is_over)
         self._began = time.monotonic()
         self._record("start", self.position.step, {})
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Record each epoch's begin, the first one as the loop's start; see `Run.epochs`."""
+        """Yield the epochs as `Run.epochs` does, and record the begin of each but the first, which
+        is the loop's start."""
         for number, epoch in enumerate(super().epochs(total)):
             if number:
                 self._record("epoch", self.position.step, {})
             yield epoch
 
     def step(self, **values: Any) -> None:
-        """Record the step, and save, stop or wait as the plan says; see `Run.step`.
+        """Record the step, and save, stop or wait as the plan says; see `Run.step`. Nothing amid
+        accumulating.
 
         All ranks call it. Raise HpcDdpError if a disturbance that is to end this process does not
         come, OSError if the drill can't be signalled.
@@ -153,8 +155,8 @@ class DrilledRun(Run):
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 
     def _record(self, moment: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append this rank's record: its state's digests, and of a step those of the optimizers and
-        `values`. The optimizers' digests begin anew.
+        """Append a record of this rank: the digests of its state, `values`, and for a step the
+        digests of what the optimizers have read. The optimizers' digests begin anew.
 
         `moment` is start, epoch, step or end. A disk that refuses is reported once.
         """
@@ -190,20 +192,20 @@ class DrilledRun(Run):
 
 
 class OptimizerSteps:
-    """Digests of the gradients that the process's optimizers read in a step, and of the state that
-    those of them that are not tracked have before it."""
+    """Digests of what the process's optimizers read in a step: the gradients and, for those that
+    are not tracked, their state before it."""
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
-        """Hook all optimizers of this process. The states of those in `tracked`, objects by name,
-        to which others may be added later, are not digested."""
+        """Hook all optimizers of this process. `tracked` has objects by name, to which others may
+        be added later; the states of its optimizers are not digested."""
         self._tracked = tracked
         self._digests: dict[str, str] = {}
         self._gradients_size = 0.0
         register_optimizer_step_pre_hook(self._add)
 
     def take(self) -> tuple[dict[str, str], float]:
-        """Return the digests since the last call, by "gradients" and "untracked" with a class, and
-        the sum of the gradients' absolute values; both begin anew."""
+        """Return the digests since the last call, by "gradients" and "untracked CLASS", and the sum
+        of the gradients' absolute values; both begin anew."""
         digests, self._digests = self._digests, {}
         size, self._gradients_size = self._gradients_size, 0.0
         return digests, size
@@ -257,7 +259,7 @@ def _feed(digest: Any, state: Any) -> None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor, on the CPU and with strides."""
+    """Return what this rank has of a tensor, as a dense tensor on the CPU, without a graph."""
     local: Any = tensor.detach()
     local = local.to_local() if is_sharded(tensor) else local
     dense: torch.Tensor = (local if local.layout == torch.strided else local.to_dense()).cpu()
@@ -265,8 +267,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def size_of(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the sum of all absolute values that this rank has, in double precision; 0 without
-    any. The real and the imaginary part of a complex number count apart."""
+    """Return the sum of all absolute values that this rank has, in double precision; 0 without any.
+    The real and the imaginary part of a complex number count as two numbers."""
     parts = [_local(tensor).resolve_conj() for tensor in tensors]
     reals = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     # Of fp8 and whole numbers torch has no norm.

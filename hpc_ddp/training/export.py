@@ -42,12 +42,12 @@ def export(
     run
         the run's folder
     out
-        the file to write, replaced in one step where it exists; or the folder, a new one, which
-        takes the memory of one of its files
+        the file to write, replaced in one step where it exists; or a new folder, for which the
+        memory of one of its files is enough
     step
         which checkpoint; None: the newest
     best
-        the one that `Run.best` has marked, in place of `step`
+        take the checkpoint that `Run.best` has marked, in place of `step`
 
     Raises
     ------
@@ -79,9 +79,9 @@ def export(
 
 
 def _sizes_of(reader: Reader, name: str, folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each tensor of the object `name`, by its name in the object.
-    Raise HpcDdpError if each rank had its own of some, UsageError without any: their messages name
-    the checkpoint's `folder`."""
+    """Return the size in bytes of each tensor of the object `name`, by the tensor's name in the
+    object. Raise HpcDdpError if each rank had its own of some tensors, UsageError if the object has
+    none. The messages name the checkpoint's `folder`."""
     prefix = f"{name}."
     if of_ranks := sorted(key for key in reader.of_other_ranks if key.startswith(prefix)):
         more = f" and {len(of_ranks) - 1} more" if of_ranks[1:] else ""
@@ -139,8 +139,8 @@ def _save_folder(
 
 
 def _grouped(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield groups of the names in `sizes` (bytes by name), in their order: of each as many as
-    `MOST` bytes hold, and at least one."""
+    """Yield the names in `sizes` (bytes by name) in groups, in their order. A group has as many as
+    fit into `MOST` bytes, and at least one."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -161,11 +161,11 @@ def _draft_of(out: Path) -> Path:
 def _save_tensors(tensors: dict[str, torch.Tensor], out: Path) -> None:
     """Write tensors by name as safetensors, by a draft and a rename.
 
-    They are contiguous and share no memory, else safetensors refuses them. A `Reader` gives such
-    ones, of tied weights as well; copies would take the model's memory a second time.
+    The tensors must be contiguous and share no memory, else safetensors refuses them. Those of a
+    `Reader` are so, of tied weights as well; copies would take the model's memory a second time.
 
-    Raise UsageError without the package safetensors, HpcDdpError if the file can't be written; the
-    old one then stays.
+    Raise UsageError without the package safetensors, HpcDdpError if the file can't be written; an
+    old file then stays.
     """
     try:
         from safetensors.torch import save_file

@@ -29,7 +29,7 @@ class Options:
     save_every_steps
         a checkpoint after every so many optimizer steps as well
     keep_last
-        how many of the newest checkpoints stay, at least 2; the best one does (see `Run.best`)
+        how many of the newest checkpoints stay, at least 2; the best one stays, too (`Run.best`)
     keep_every
         of every so many steps one checkpoint stays for good
     hang_after
@@ -47,13 +47,13 @@ class Options:
         with it, and its own launcher; ``HPC_DDP_BACKEND`` overrides
     stop_on_nan
         ends the run with an error once a weight is NaN or infinite; such weights are never saved.
-        Each save's copy is looked through behind the training, and the weights about once a
-        second (every tenth step where steps take long): 0.13 ms of a 1 ms step, 15 ms of a 530 ms
+        Each save's copy is looked through behind the training, and the weights about every two
+        seconds (every tenth step where steps take long): 0.13 ms of a 1 ms step, 15 ms of a 530 ms
         one, measured on a CPU
     deterministic
-        has torch and NCCL use deterministic algorithms only, which is slower. On GPUs a run has the
-        same bits after a resume by that alone: without it kernels of convolutions, embeddings and
-        attention, and NCCL in an NVSwitch, add in another order each time
+        has torch and NCCL use deterministic algorithms only, which is slower. On GPUs a run needs
+        it for the same bits after a resume: else kernels of convolutions, embeddings and attention,
+        and NCCL in an NVSwitch, add in another order each time
     tensorboard
         writes what goes to `Run.step` into ``<run folder>/tensorboard`` as well
     progress
@@ -62,10 +62,11 @@ class Options:
         the first step of this attempt to trace, from 2, and the last; ``HPC_DDP_PROFILE=10:15``
         overrides
     flops_per_sample
-        of forward and backward; gives ``mfu``, the share of the GPUs' peak that is used
+        FLOPs of forward and backward for one sample; gives ``mfu``, the used share of the GPUs'
+        peak
     peak_flops
-        of one GPU per second, where `hpc_ddp.training.telemetry.profiling` does not know it; rank 0
-        prints a message then. For fp32 on GPUs with TF32 it is known if
+        FLOP/s of one GPU, where `hpc_ddp.training.telemetry.profiling` does not know its peak; rank
+        0 prints a message then. For fp32 on GPUs with TF32 it is known if
         ``torch.set_float32_matmul_precision("high")`` was called before `start`
     tp
         ranks that share each layer (tensor parallel); neighbours, so on one node where they fit
@@ -73,8 +74,8 @@ class Options:
         stages of a pipeline. The other ``world size / (tp * pp)`` ranks are data parallel: only
         these take different samples
     replicas
-        of a model in ``run.fully_shard``, each shared by neighbouring ranks (HSDP): with one for
-        each node only gradients travel between nodes
+        copies of a model in ``run.fully_shard``, each shared by neighbouring ranks (HSDP): with a
+        copy for each node only gradients travel between nodes
     devices_per_worker
         GPUs of each worker, `Run.devices`, for a model that the script itself spreads over them
     """
@@ -165,8 +166,8 @@ class Options:
     def _check(
         self, name: str, least: int, or_none: bool = False, kind: Any = (int, float)
     ) -> None:
-        """Raise UsageError unless the option `name` is a number of this kind from `least`, or None
-        where that is accepted; ``save_every`` may be "auto"."""
+        """Raise UsageError unless the option `name` is a number of type `kind` from `least`, or
+        None where `or_none`. ``save_every`` may be "auto", too."""
         value = getattr(self, name)
         if (value is None and or_none) or (name == "save_every" and value == "auto"):
             return
@@ -178,7 +179,8 @@ class Options:
 
 
 def _is_window(value: Any) -> bool:
-    """Return whether a value is a pair of steps, the first from 2 and the second not before it."""
+    """Return whether a value is a pair of steps: the first from 2 on, the second not before the
+    first."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         return False
     return all(isinstance(step, int) for step in value) and 2 <= value[0] <= value[1]

@@ -33,7 +33,7 @@ class Run(ModelSetup):
     """One worker's view of a run; `start` makes it. A context manager that finishes the run."""
 
     def __init__(self, options: Options) -> None:
-        """Do as `start` says, and note an exit without `finish`."""
+        """Do as `start` says, and have an exit without `finish` journalled."""
         super().__init__(options)
         self._decision = Decision()  # which the end of a batch, a step or an epoch carries out
         atexit.register(self._note_early_exit)
@@ -64,7 +64,7 @@ class Run(ModelSetup):
         global_batch_size
             in its place: samples of all ranks together per optimizer step
         accumulate
-            micro-batches per optimizer step, which belongs to those where `ends_step` is true
+            micro-batches per optimizer step; an optimizer steps where `ends_step` is true
         drop_last
             drops the last incomplete global batch, of which a rank may get one sample, or none
         options
@@ -97,12 +97,12 @@ class Run(ModelSetup):
     def track(
         self, *, per_rank: Sequence[str] = (), added: Sequence[str] = (), **objects: Any
     ) -> None:
-        """Name the content of a checkpoint, and take it up from the newest one if there is any.
+        """Name what a checkpoint holds, and load it from the newest one if there is any.
 
         Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and plain
-        values. A wrapped model is stored without its wrapper. Weights are taken to be the same on
-        all ranks, which some saves check (the first, and ever fewer), and of other objects rank 0's
-        are saved. Data parallel ranks have random numbers of their own from here on. All call it.
+        values. A wrapped model is stored without its wrapper. Weights must be the same on all
+        ranks, which some saves check (the first, then ever fewer); of other objects rank 0's state
+        is saved. Data parallel ranks have random numbers of their own from here on. All call it.
 
         Parameters
         ----------
@@ -119,7 +119,7 @@ class Run(ModelSetup):
             the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
             called twice; another seed or training set than the checkpoint's; a wrong object or
-            name; ranks' objects differ; an optimizer without its model, or of one in no wrapper
+            name; ranks' objects differ; an optimizer's model is not tracked, or is in no wrapper
         """
         check_tracked(objects, per_rank, added)
         outlive_notices(objects.values())  # now the loaders' libraries are imported
@@ -173,7 +173,7 @@ class Run(ModelSetup):
         """Yield the numbers of the steps left of `total`, in place of `epochs`; all ranks iterate.
 
         The loop's body calls `step`, and is part of the step: the run saves and stops at its end.
-        Random numbers drawn in it go on as if nothing had happened, so batches that are drawn at
+        After a resume random numbers go on as if nothing had happened, so batches that are drawn at
         random need nothing else. A run's loader begins its next epoch by itself. Raises as
         `epochs`, and UsageError for a body without a `step`.
         """
@@ -190,9 +190,9 @@ class Run(ModelSetup):
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward of this rank's mean loss over its micro-batch, a scalar.
 
-        It is weighted by the number of samples that are really in it, so that the accumulated
-        and averaged gradient is the mean over the global batch, also where micro-batches differ
-        in size at the end of an epoch. DDP averages in the last one of a step only. All call it.
+        The loss is weighted by the number of the micro-batch's own samples, so that the accumulated
+        and averaged gradient is the mean over the global batch, also where micro-batches differ in
+        size at the end of an epoch. DDP averages in the last one of a step only. All ranks call it.
         """
         weighted = self._weighted(loss)
         self._timer.end_forward()
@@ -207,9 +207,9 @@ class Run(ModelSetup):
     ) -> torch.Tensor | None:
         """Clip the gradients, step, and set them to None; nothing in the midst of accumulating.
 
-        Does no more than the calls of one's own would (``optimizer.step()`` above all) unless
-        the precision is fp16, where it also undoes the scaling, and skips the step, and the
-        scheduler's, if a gradient has overflowed. All ranks call it.
+        A script may make these calls (``optimizer.step()`` above all) itself, but for fp16, where
+        `update` also undoes the scaling, and skips the step and the scheduler's if a gradient has
+        overflowed. All ranks call it.
 
         Parameters
         ----------
@@ -239,12 +239,11 @@ class Run(ModelSetup):
     def step(self, **values: Any) -> None:
         """End an optimizer step: the run saves, and stops when it has to.
 
-        Every rank calls it once per batch of the run's loader, which saves and stops when the loop
-        asks it for the next batch: code behind `step` is part of the step, as it is in `steps`. In
-        `epochs` without that loader it does so here, and a resume skips what stands behind. Where
-        gradients accumulate it may be called after every micro-batch, and does nothing unless
-        `ends_step`. `values` (numbers or scalar tensors; this rank's own) go into the journal, from
-        rank 0: at first twice a second, later every ten seconds.
+        Every rank calls it once per batch of the run's loader. The run saves and stops when the
+        loop asks for the next batch: code behind `step` is part of the step, as it is in `steps`.
+        In `epochs` without that loader `step` itself saves and stops, and a resume skips the code
+        behind it. It does nothing unless `ends_step`. Rank 0's `values` (numbers or scalar tensors)
+        are journalled: at first twice a second, later every ten seconds.
 
         Raises
         ------
@@ -285,8 +284,8 @@ class Run(ModelSetup):
         self._act_in_step()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
-        """Return whether `value` is the best so far: this step is saved then, and its checkpoint
-        stays; else `stale` grows by 1, as for NaN.
+        """Return whether `value` is the best so far. If so, this step is saved, and its checkpoint
+        stays; else, and for NaN, `stale` grows by 1.
 
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
         break`` is an early stop. All ranks call it, once after an evaluation: at the end of an
@@ -305,8 +304,8 @@ class Run(ModelSetup):
     def finish(self, **results: float | torch.Tensor) -> None:
         """Save the last state, journal that the run is done, and leave the process group.
 
-        Saves and journals nothing where that is done, and on the way out of an exception
-        (``finally``). All ranks call it.
+        A second call does nothing, nor does one on the way out of an exception (``finally``). All
+        ranks call it.
 
         Parameters
         ----------
@@ -339,26 +338,27 @@ class Run(ModelSetup):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish, unless an exception ends the block; it goes on."""
+        """Finish, unless an exception ends the block; the exception goes on."""
         if kind is None:
             self.finish()
 
     # -- inside ----------------------------------------------------------------------------
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Raise UsageError amid accumulating; each tracked optimizer calls it before its step."""
+        """Raise UsageError amid accumulating; called before each tracked optimizer's step."""
         self._calls.check_update(self.ends_step)
         self._gradients.has_updated = True
 
     def _note_early_exit(self) -> None:
-        """Journal, at an exit without an exception, a loop that no `finish` came after; on rank 0
-        print it."""
+        """At an exit without an exception, journal that a loop was begun and no `finish` has ended
+        the run; print it on rank 0."""
         if self._calls.has_looped and not (self._over or self._hook.is_forked):
             self._hook.note_early_exit()
             self._say(f"{EARLY_EXIT}: what came after the last checkpoint is lost")
 
     def _measure(self, values: dict[str, Any]) -> None:
-        """Journal a step's values, tell the profiler; raises as `_check_values`, `Metrics.add`."""
+        """Check a step's values, journal them on rank 0, and count the step for the profiler.
+        Raises as `_check_values` and `Metrics.add`."""
         self._check_values(values)
         if self.rank == 0:
             total = self._calls.total_steps(self._loader)

@@ -34,18 +34,19 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-LOOK_EVERY = 10  # exchanges, so about a second, and with slow steps every tenth
+LOOK_EVERY = 10  # exchanges: about two seconds, and with slow steps every tenth step
 
 
 class Worker(Member):
     """Builds the parts of a run in the order in which a worker comes to life, and ends them.
 
-    `device` is this rank's (`devices` all of them), `folder` the run's, `position` where the
-    training is.
+    `devices` are this rank's, `device` is the first of them, `folder` the run's, and `position`
+    where the training is.
     """
 
     def __init__(self, options: Options) -> None:
-        """Do what `start` promises, and raise as it does; `options` are the script's."""
+        """Join the peers and make all parts of the run; `options` are the script's, not yet
+        checked. Raises as `start`."""
         super().__init__(options)
         options = self._options
         self._join(options)
@@ -57,8 +58,8 @@ class Worker(Member):
         self._look_answers_at: int | None = None
 
     def _join(self, options: Options) -> None:
-        """Choose the devices, join the process group, and open the run's folder; every rank must
-        call it. Raises as `start`."""
+        """Take the worker's run for this process, choose the devices, join the process group, and
+        open the run's folder; every rank must call it. Raises as `start`."""
         take_run(self._env)  # a second group of the process may hang
         info = self._info
         self.seed = options.seed
@@ -117,9 +118,9 @@ class Worker(Member):
         self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
 
     def _refuse_non_finite(self) -> None:
-        """Raise HpcDdpError if the last `Precision.look` found NaN or infinity in the weights, or
-        fp16's scaler does nothing but skip steps; raise OSError if then the checkpoints can't be
-        listed. A look counts once. It waits for the device."""
+        """Read the result of the last `Precision.look`, once, and wait for the device for it. Raise
+        HpcDdpError if there is NaN or infinity in the weights, or fp16's scaler does nothing but
+        skip steps; OSError if then the checkpoints can't be listed."""
         if self._precision.has_non_finite():
             raise non_finite_error(self.folder, self.position.step)
 
@@ -132,13 +133,13 @@ class Worker(Member):
         raise SystemExit(0)
 
     def _end(self, event: JournalEvent) -> None:
-        """Save, journal the event, end the other parts of the run, and leave the process group;
-        nothing at a second call. Every rank must call it.
+        """Save, journal `event`, end the other parts of the run, and leave the process group. A
+        second call does nothing. Every rank must call it.
 
-        Unless it is a stop, it waits until old checkpoints are removed and all ranks are here; the
-        event is left out if one of them is gone and a notice has come. Rank 0 prints the goodput.
-        Raise HpcDdpError if a weight is not finite or the save fails, SupersededError for a later
-        attempt, RuntimeError if a peer is gone; on rank 0 also as `_end_journal`.
+        Unless the event is a stop, wait until old checkpoints are removed and all ranks have come
+        here; where one is gone and a notice has come, the event is left out. Rank 0 prints the
+        goodput. Raise HpcDdpError if a weight is not finite or the save fails, SupersededError if a
+        later attempt has begun, RuntimeError if a peer is gone; on rank 0 also as `_end_journal`.
         """
         if self._over:
             return
@@ -166,9 +167,9 @@ class Worker(Member):
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.
 
-        One of the ranks that take the same samples counts: with pipelines, one of the last stage.
-        Tensors have one number each: `float` raises RuntimeError, ValueError or TypeError for other
-        values, and the other ranks then wait. Raise RuntimeError if a peer is gone.
+        Of ranks that take the same samples one counts, with pipelines one of the last stage. A
+        tensor has one number: for other values `float` raises RuntimeError, ValueError or
+        TypeError, and the other ranks wait in vain. Raise RuntimeError if a peer is gone.
         """
         counts = self._dims.counts
         numbers_here = [float(value) if counts else 0.0 for value in values]
@@ -191,9 +192,9 @@ class Worker(Member):
         return self._manager.resumed
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank, on each: ``max(run.gather(x))``. They can be
-        pickled, and are small; tensors come on the CPU and without a graph. All ranks call it;
-        raise RuntimeError if a peer is gone."""
+        """Return the values of all ranks, by rank, on each rank: ``max(run.gather(x))``. The values
+        must be small, and ones that can be pickled; tensors arrive on the CPU and without a graph.
+        All ranks call it; raise RuntimeError if a peer is gone."""
         values: list[Any] = self._control.from_first(self._control.to_first(to_host(value)))
         beat()
         return values
@@ -206,7 +207,7 @@ class Worker(Member):
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
         """Run the block on rank 0, then on the others: for a download, or a cache on a shared disk.
-        All ranks enter. An error on rank 0 ends the others, too: the launcher ends them."""
+        All ranks enter. After an error on rank 0 the launcher ends the others, too."""
         if self.rank > 0:
             self.barrier()
         yield
@@ -215,20 +216,20 @@ class Worker(Member):
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Leave the time of the block out of the steps' times, as that of an evaluation is: for an
-        upload, or a plot. It waits for no other rank."""
+        """Count the time of the block as a pause, and not as time of a step: for an upload, or a
+        plot. No rank waits for another one."""
         yield
         beat()
         self._timer.start_step()
         self._consensus.end_pause()
 
     def on_metrics(self, hook: Callable[[int, dict[str, float]], object]) -> None:
-        """Call ``hook(step, metrics)`` on rank 0 for each line of the journal's metrics, at first
-        two a second, later one in ten seconds: the values of `step` as numbers, with ``epoch``,
-        ``samples_per_s`` and, where it is known, ``mfu``.
+        """Have ``hook(step, metrics)`` called on rank 0 for each line of metrics in the journal: at
+        first two a second, later one in ten seconds. `metrics` has the values of `step` as numbers,
+        ``epoch``, ``samples_per_s`` and, where it is known, ``mfu``.
 
-        A step that an earlier attempt has journalled, and that is done again since the last
-        checkpoint, is passed over: a tracker gets each step once. An error of the hook ends the
+        Steps that an earlier attempt has journalled, and that are done again since the last
+        checkpoint, are passed over: a tracker gets each step once. An error of the hook ends the
         run.
         """
         if self.rank == 0:
@@ -246,10 +247,10 @@ class Worker(Member):
         return self._board.writer if self._board else None
 
     def _watch_weights(self, exchanges: int) -> None:
-        """Look at the weights now and then, and read the result; every rank at the same steps.
+        """Begin a look at the weights with every `LOOK_EVERY`-th exchange, and read its result at
+        the exchange after it. Every rank calls it at each step.
 
-        `exchanges` is the number of those so far: a look comes with every `LOOK_EVERY`-th, and its
-        result is read at the one after it. Raises as `_refuse_non_finite`.
+        `exchanges` is the number of exchanges so far. Raises as `_refuse_non_finite`.
         """
         if self._look_answers_at is not None and exchanges >= self._look_answers_at:
             self._look_answers_at = None

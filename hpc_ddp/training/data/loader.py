@@ -162,7 +162,7 @@ class Loader:
     def clear(self) -> bool:
         """Forget the present batch and all open iterations, also a look whose iterator the script
         keeps: a loop begins, or is between two epochs. Drop `on_first_batch`, and return whether
-        the epoch has ended without a call of it."""
+        there was one that was not called."""
         self.batch = Batch(is_trained=True)
         self.groups.clear()
         self._passes = 0

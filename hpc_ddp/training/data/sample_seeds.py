@@ -174,8 +174,8 @@ def _states_of(generators: Mapping[str, Any]) -> dict[str, bytes]:
 
 def find_generators(thing: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the transforms that can be seeded, and the other generators, in a data set or a
-    transform and in all that it holds, each by its place: a text as ``dataset.transform``. Of
-    `MOST_OBJECTS` objects at most."""
+    transform and in all that it holds, each by its place: a text as ``dataset.transform``.
+    `MOST_OBJECTS` objects are looked at, at most."""
     transforms: dict[str, Any] = {}
     generators: dict[str, Any] = {}
     visited: set[int] = set()
