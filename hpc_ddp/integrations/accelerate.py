@@ -62,7 +62,7 @@ class Stop(EpochStop):
         self._loaded: dict[str, int] = {}  # by kind: objects at `load`
 
     def load(self, *models: Any) -> int:
-        """Load the newest checkpoint that verifies; return the number of steps done, 0 without any.
+        """Load the newest checkpoint that verifies; return the number of steps done, 0 without one.
 
         All ranks call it after ``accelerator.prepare``, with the models that it returned: they are
         passed to `fix_order_of_sums`, without which a stop may change the last bits of the weights,

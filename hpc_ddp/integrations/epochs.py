@@ -34,7 +34,7 @@ class EpochStop(StopPoint):
 
     @property
     def batches_done(self) -> int:
-        """How many batches of the epoch are done, with which `batches` goes on; within its loop the
+        """How many batches are done of the epoch with which `batches` goes on; within its loop the
         present batch counts as done. 0 where another number of ranks has begun the epoch."""
         ranks = self._info.world_size
         is_ours = self._own_facts.get("ranks", ranks) == ranks
@@ -103,8 +103,8 @@ class EpochStop(StopPoint):
             )
 
     def _warn_of_others(self, objects: Iterable[Any], remedy: str) -> None:
-        """Before the first step of a run counts, have rank 0 warn as `warn_of_untracked` does of
-        what is not among the `objects` of a checkpoint."""
+        """Before the first step of a run is counted, have rank 0 warn, as `warn_of_untracked` does,
+        of what is not among the `objects` of a checkpoint."""
         if self.rank == 0 and self.position.step == 0:
             warn_of_untracked(objects, self._say, remedy)
 

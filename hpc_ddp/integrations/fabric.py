@@ -44,7 +44,7 @@ class Stop(EpochStop):
 
     def load(self, **objects: Any) -> int:
         """Name what a checkpoint holds, and load it from the newest one that verifies; return the
-        number of steps done, 0 without any.
+        number of steps done, 0 without a checkpoint.
 
         All ranks call it after ``fabric.setup``. `objects` have a ``state_dict``: the model, the
         optimizer, a scheduler. Fabric's scaler of gradients is added as ``precision``. First it
@@ -89,8 +89,8 @@ class Stop(EpochStop):
         return self.position.step
 
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
-        """Yield the batches behind the first `done` ones. Those are read again and dropped, so that
-        random numbers of the data go on as well."""
+        """Yield the batches behind the first `done` ones. The first ones are read again and
+        dropped, so that random numbers of the data go on as well."""
         self._restore_order(generators_of(loader), done)
         vars(loader)["_num_iter_calls"] = epoch  # from which Fabric's loader has its order
         batches = iter(loader)

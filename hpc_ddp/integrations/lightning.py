@@ -273,7 +273,8 @@ class StopCallback(Callback):
         self._states[fetcher.fetched] = deepcopy(loader._state_dicts()) if self._is_due else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the training, as `StopPoint.finish` does, and leave the signals as that has them."""
+        """End the training, as `StopPoint.finish` does, and keep Lightning from changing the
+        signals."""
         self._stop.finish()
         connector = getattr(trainer, "_signal_connector", None)
         handlers = getattr(connector, "_original_handlers", {})
@@ -282,8 +283,8 @@ class StopCallback(Callback):
 
 
 def _samplers_of(loop: Any) -> list[Any]:
-    """Return the samplers of those of the training's loaders that have a ``state_dict``, also the
-    samplers of their batch samplers: Lightning puts its own there."""
+    """Return the samplers of the training's loaders with a ``state_dict``, and those of the
+    loaders' batch samplers, where Lightning puts its own."""
     loaders = [entry for entry in loop._combined_loader.flattened if hasattr(entry, "state_dict")]
     parts = [part for entry in loaders for part in (entry, getattr(entry, "batch_sampler", None))]
     samplers = [getattr(part, "sampler", None) for part in parts]
@@ -291,9 +292,9 @@ def _samplers_of(loop: Any) -> list[Any]:
 
 
 def _check_samplers(loop: Any) -> None:
-    """Raise UsageError for a loader with a state whose sampler has none, since Lightning has
-    wrapped it, for several ranks or for one under ``strategy="ddp"``: a resume would skip batches
-    of another order."""
+    """Raise UsageError where Lightning has wrapped the sampler of a loader with a state, for
+    several ranks or for one under ``strategy="ddp"``: the wrapper has no state, and a resume would
+    skip batches of another order."""
     if "DistributedSamplerWrapper" in {type(sampler).__name__ for sampler in _samplers_of(loop)}:
         raise UsageError(
             "a StatefulDataLoader has shuffle=True or a sampler of its own under a strategy of"
@@ -336,8 +337,8 @@ def _start_epoch_again(trainer: Trainer, start_epoch: Callable[[], None]) -> Non
 
 
 def _load_late_states(loop: Any) -> None:
-    """Load the states of loaders that Lightning has made before its checkpoint: where
-    ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``."""
+    """Have Lightning load the loaders' states, if it has made the loaders before it read the
+    checkpoint: where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``."""
     if loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)

@@ -121,8 +121,8 @@ class StopPoint(Member):
         return self._newest
 
     def fix_order_of_sums(self, models: Iterable[Any]) -> None:
-        """Have DDP add gradients in the same order before a restart and after it; all ranks call
-        it with the wrapped `models`, before the first step, and again with those of another try.
+        """Have DDP add gradients in the same order before a restart and after it. All ranks call it
+        with the wrapped `models`, before the first step, and again for the models of another try.
 
         Each DDP in them is added to the run's `BucketOrders`; after a restart that is a collective,
         which sets the gradients to None. Raise RuntimeError if a peer is gone.
@@ -245,8 +245,8 @@ class StopPoint(Member):
         beat()
 
     def finish(self) -> None:
-        """End the training: wait for the last save, which is not repeated if it has failed; no
-        signal leads to another one.
+        """End the training, and wait for the last save, which is not repeated if it has failed. No
+        signal leads to another save.
 
         The run is done when the script ends without an error: rank 0 journals that at its exit.
         Until then a new attempt begins at the last checkpoint. A second call does nothing. Raises

@@ -41,8 +41,8 @@ from hpc_ddp.training.telemetry.metrics import RESERVED
 
 def train(trainer: Trainer, **options: Any) -> Any:
     """Train from the newest checkpoint on, and return what ``trainer.train`` returns; all ranks
-    call it. The Trainer's `StopCallback` stops and saves. Without one, a new one with `options` is
-    added; with one, they have no effect.
+    call it. The Trainer's `StopCallback` stops and saves. Where it has none, one with `options` is
+    added; else `options` have no effect.
 
     Raises as `StopPoint`, and as `StopPoint.latest`; errors of the training come through, also
     SystemExit (code 0) at a stop.
@@ -227,7 +227,7 @@ def _set_epochs(loader: Any, epoch: int) -> None:
 
 def _is_long_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
     """Return whether the Trainer evaluates or saves after `step`, as far as is known before it: a
-    stop at that step would come only after that."""
+    stop at that step would come only after the evaluation or save."""
     intervals = [0]
     if args.eval_strategy == "steps":
         intervals.append(state.eval_steps)

@@ -242,7 +242,7 @@ class Run(ModelSetup):
         Every rank calls it once per batch of the run's loader. The run saves and stops when the
         loop asks for the next batch: code behind `step` is part of the step, as it is in `steps`.
         In `epochs` without that loader `step` itself saves and stops, and a resume skips the code
-        behind it. It does nothing unless `ends_step`. Rank 0's `values` (numbers or scalar tensors)
+        behind. `step` does nothing unless `ends_step`. Rank 0's `values` (numbers, scalar tensors)
         are journalled: at first twice a second, later every ten seconds.
 
         Raises

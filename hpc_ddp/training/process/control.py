@@ -1,4 +1,4 @@
-"""Messages between ranks beside the gradients, on the CPU."""
+"""Messages between ranks, apart from the gradients, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
 class Control:
     """Messages of the ranks on the CPU, over a gloo group of its own.
 
-    Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel while a
-    step computes. All ranks make it at the same time, one for each thread. Its methods are
-    collectives: all ranks call them in the same order; RuntimeError is raised when a peer is gone,
-    or has not called for as long as `timeout`.
+    So a flag never waits behind gradients, needs no GPU, and can travel while a step computes. All
+    ranks make a `Control` at the same time, one for each thread. Its methods are collectives: all
+    ranks call them in the same order; RuntimeError is raised when a peer is gone, or has not called
+    for as long as `timeout`.
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
@@ -29,15 +29,16 @@ class Control:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
 
     def start_max(self, values: torch.Tensor) -> Any:
-        """Begin to replace a CPU tensor by its maximum over ranks; return work whose `wait` ends
-        it."""
+        """Begin to replace a CPU tensor by its maximum over ranks; return work whose `wait` returns
+        once the maximum is there."""
         return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
         """Begin to send a CPU tensor to rank 0; return all ranks' tensors there ([] elsewhere), and
         work whose `wait` comes before reading them.
 
-        The tensor is of the same shape and type on all ranks, and stays as it is until then.
+        `values` has the same shape and type on all ranks, and must not change before `wait`
+        returns.
         """
         tensors = [
             torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)
@@ -103,4 +104,4 @@ class LoneControl(Control):
         return [message]
 
     def barrier(self) -> None:
-        """Wait for nobody."""
+        """Return at once."""

@@ -32,7 +32,8 @@ FANOUT = 32
 
 @dataclass(frozen=True)
 class Level:
-    """A group of the tree that this rank is in; the first of its ranks is in the next one, too."""
+    """A group of the tree that this rank is in. The group's first rank is in the next higher group,
+    too."""
 
     ranks: Sequence[int]
     group: Any
@@ -153,8 +154,8 @@ class _Call(Future[Any]):
 
 
 class _CallQueue:
-    """Makes calls one after the other in a thread, which no end of the process waits for (that of
-    an executor it would)."""
+    """Makes calls one after the other in a thread. The end of the process does not wait for this
+    thread, as it would for an executor's."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[_Call, Callable[[], Any]]] = SimpleQueue()

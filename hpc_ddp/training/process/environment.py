@@ -48,16 +48,16 @@ class DistEnv:
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """The ``HPC_DDP_*`` variables, which hpc-ddp's launcher and supervisor set, or the user; None
-    where one is not set, but for `node`, `runs` and `stem`.
+    """The ``HPC_DDP_*`` variables, which hpc-ddp's launcher and supervisor set, or the user. A
+    field is None where its variable is not set, apart from `node`, `runs` and `stem`.
 
-    `run` is the run's folder, `attempt` the attempt's number; a plain start has neither. Nor has a
-    process, or a job, that a worker's training has started, or that clean-up lines have: its
-    environment names the run all the same. `is_within` is true in a process that a worker's script
-    has started (``--no-python run.sh``). `end_time` is in unix seconds, `save_every` in seconds or
-    ``"auto"``, `hang_after` in seconds. `runs` is the folder of plain starts' runs, `stem` the
-    script's file name without ``.py``, their name. `notice` is the file in which the supervisor
-    gives notice, `local_notice` the one in its memory.
+    `run` is the run's folder, `attempt` the attempt's number. Both are None in a plain start, and
+    in a process or job that a worker's training, or a clean-up line, has started: its environment
+    names the run all the same. `is_within` is true in a process that a worker's script has started
+    (``--no-python run.sh``). `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``,
+    `hang_after` in seconds. `runs` is the folder of plain starts' runs, `stem` the script's file
+    name without ``.py``, the name of such a run. `notice` is the file in which the supervisor gives
+    notice, `local_notice` the file in the supervisor's memory.
     """
 
     run: Path | None
@@ -101,8 +101,8 @@ class LaunchEnv:
 
 
 def _without_others_run(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return variables without those of a run's attempt, where this process is no worker of it, but
-    has inherited them: it would train in a live run's folder."""
+    """Return `environ`; where this process has only inherited a run's variables, and is no worker
+    of the run, without those of the attempt: it would train in a live run's folder."""
     if "HPC_DDP_RUN" not in environ:
         return environ
     job = environ.get(WORKER, "").partition(" ")[2]
@@ -118,9 +118,9 @@ def _without_others_run(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def take_run(env: LaunchEnv) -> None:
-    """Take the worker's run for this process; nothing under a plain start. Raise UsageError where
-    this process has taken it before, or an earlier one of the worker's script has ended its
-    training in it (`mark_trained`)."""
+    """Note that this process trains in the worker's run; nothing under a plain start. Raise
+    UsageError where this process has done so before, or another process of the worker's script has
+    ended its training in the run (`mark_trained`)."""
     if env.run is None:
         return
     if TRAINER in os.environ:
@@ -137,8 +137,8 @@ def take_run(env: LaunchEnv) -> None:
 
 
 def mark_trained(env: LaunchEnv) -> None:
-    """Note, for a later process of this worker's script, that the training in its run has ended;
-    nothing in the worker itself. A disk that refuses it is passed over."""
+    """Note, by a file for a later process of this worker's script, that the training in the run has
+    ended; nothing in the worker itself. A disk that refuses the file is passed over."""
     with suppress(OSError):
         if env.is_within:
             _mark().touch()

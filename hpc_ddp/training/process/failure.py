@@ -27,7 +27,8 @@ from hpc_ddp.training.process.environment import DistEnv
 
 class _LossyFile(io.FileIO):
     def write(self, data: Any) -> int:
-        """Write bytes; after an error of the disk their text is lost, and their number returned."""
+        """Write bytes, and return their number. If the disk refuses, they are lost, and count as
+        written."""
         try:
             return super().write(data)
         except OSError:  # the text is lost
@@ -67,9 +68,10 @@ class FailureHook:
         self._pid = os.getpid()
 
     def install(self) -> None:
-        """Take over; again after init_process_group, which puts a hook of its own around ours
-        that would hold back what we print until we return. A signal that ends the process in
-        compiled code, as SIGSEGV, prints the Python stacks from then on."""
+        """Become ``sys.excepthook``. Call it again after init_process_group, which puts a hook of
+        its own around this one, and would hold back what this one prints. Also enable faulthandler,
+        unless it is: a signal that ends the process in compiled code, as SIGSEGV, then prints the
+        Python stacks."""
         sys.excepthook = self
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # the descriptor: sys.stderr may have none, as in a notebook

@@ -33,7 +33,8 @@ _shown: int | None = None  # the file of the stacks for `hpc-ddp attach`
 
 
 def beat() -> None:
-    """Say that the training goes on, to the process's `Watchdog`. Costs less than a microsecond."""
+    """Note, for the process's `Watchdog`, that the training goes on. Costs less than a
+    microsecond."""
     global _last_beat
     _last_beat = time.monotonic()
 
@@ -57,16 +58,16 @@ class HangError(RuntimeError):
 
 
 class Watchdog:
-    """Watches from the first step on, which may take long to compile, until `end`.
+    """Watches for a hang from the end of the first step, which may take long to compile, to `end`.
 
     Parameters
     ----------
     hang_after_s
         seconds without a `beat` after which this rank hangs; None or 0 for no watching
     device
-        the record of the last collectives on it is dumped
+        the last collectives on this device are dumped
     report
-        takes an error and its text, for the journal and for the log
+        called with an error and its traceback, for the journal and for the log
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Watchdog:
         device: torch.device,
         report: Callable[[BaseException, str], None],
     ) -> None:
-        """Prepare the watch, which begins with the first step, and `show_stacks_when_asked`; `node`
-        is the folder for the stacks, `position` the run's, which the report names."""
+        """Prepare the watch, which begins with `step_done`, and call `show_stacks_when_asked`;
+        `node` is the folder for the stacks, `position` the run's, which the report names."""
         self._hang_after_s = hang_after_s or 0.0
         # The ranks' last beats lie up to a step apart, and the first one to exit ends all.
         self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)
@@ -109,8 +110,8 @@ class Watchdog:
             self._thread.start()
 
     def end(self) -> None:
-        """Watch no more, and remove the file of stacks: what comes now is not training. Once only,
-        since it closes the file."""
+        """Watch no more, and remove the file of stacks: what comes now is not training. Call it
+        once only, since it closes the file."""
         self._ended.set()
         if self._thread is None or self._stacks is None:
             return
@@ -121,7 +122,8 @@ class Watchdog:
             self._node.stacks(self._rank).unlink()
 
     def _arm(self, quiet_s: float) -> None:
-        """Have C write the stacks and exit with code 1, should our thread not do so in time.
+        """Have a timer in C write the stacks and exit with code 1, unless the thread arms it anew
+        in time.
 
         `quiet_s` is the time since the last beat, in seconds.
         """
@@ -162,8 +164,9 @@ class Watchdog:
 def flight_recorder(device: torch.device) -> bytes:
     """Return the pickled record of the last collectives of what carries a device's tensors.
 
-    On by default from torch 2.15 (``TORCH_FR_BUFFER_SIZE`` entries); 2.9 records NCCL only. Needs
-    a process group, which has a backend for the device; else torch's errors come through.
+    The record is on by default from torch 2.15 (``TORCH_FR_BUFFER_SIZE`` entries); 2.9 records NCCL
+    only. A process group with a backend for the device must exist; else torch's errors come
+    through.
 
     Raises
     ------

@@ -42,8 +42,7 @@ def join(
     hang_after_s: float | None,
     requested: str | None = None,
 ) -> Control:
-    """Create the default process group and return the control group beside it; every rank must call
-    it.
+    """Create the default process group, and return a control group; every rank must call it.
 
     `rank_devices` are this rank's, the first of which is the current one; with several, the
     environment variable TORCH_DIST_USE_NCCL2 is set, if it is not. Collectives wait longer than
@@ -97,8 +96,8 @@ def join(
 def _name_ranks(device: torch.device, world_size: int) -> None:
     """Set the ranks of the default group in the options of its backend.
 
-    Up to torch 2.13 (2.15 is cured) NCCL's has them for the first group of a process only. A mesh
-    that splits a later one, as of a second `start`, ends the process by SIGSEGV
+    Up to torch 2.13 (2.15 is cured) NCCL's options have them for the first group of a process only.
+    A mesh that splits a later group, as of a second `start`, ends the process by SIGSEGV
     (pytorch/pytorch#191952).
     """
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
@@ -174,7 +173,7 @@ def timeout_beyond(hang_after_s: float | None) -> timedelta:
 
 def on_first(control: Control, act: Callable[[], T]) -> T:
     """Call `act` on rank 0; return its result, which can be pickled, on all ranks. An HpcDdpError
-    of it is raised on all, and an OSError as an HpcDdpError.
+    of `act` is raised on all ranks, and so is an OSError, as an HpcDdpError.
 
     Every rank must call it. Any other error of `act` is raised on rank 0 alone, and the others wait
     in vain. Raise RuntimeError if a peer is gone.
@@ -217,16 +216,16 @@ def meet(control: Control) -> bool:
 def leave(control: Control, device: torch.device, then_exit: bool, destroys: bool = True) -> None:
     """Wait for all ranks, then tear the process group down; every rank must call it.
 
-    With `destroys` false the group, which a library made, stays, and it only waits. With
-    `then_exit` the ranks and the teardown have `TEARDOWN_S` together; else the ranks have all the
-    time that their own work takes, such as the plots that rank 0 alone draws, and the teardown
-    `TEARDOWN_S`.
+    With `destroys` false the group, which a library made, stays, and `leave` only waits. With
+    `then_exit` the ranks and the teardown have `TEARDOWN_S` seconds together; else the ranks have
+    all the time that their own work takes, such as the plots that rank 0 alone draws, and the
+    teardown has `TEARDOWN_S`.
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by now,
-    so after that time it prints a message, and with `then_exit` ends the process on the spot, with
-    code 0; else it returns, and `leave_quickly` ends the process later. So it does where the group
-    refuses to be destroyed, as NCCL's while a captured graph has its collectives. Other errors of
-    torch in the teardown are printed, and not raised.
+    so after that time a message is printed. With `then_exit` the process ends on the spot, with
+    code 0; else `leave` returns, and `leave_quickly` ends the process later. `leave` returns in the
+    same way where the group refuses to be destroyed, as NCCL's while a captured graph has its
+    collectives. Other errors of torch in the teardown are printed, and not raised.
     """
     are_here = threading.Event()
     refusals: list[RuntimeError] = []

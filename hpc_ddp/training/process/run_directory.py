@@ -34,8 +34,8 @@ SILENT_S = 300.0  # a live run of another host writes its journal more often
 def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder, int]:
     """Return the run's folder and this attempt's number, the same on all ranks; it is a collective.
 
-    Both are the launcher's. Under a plain start rank 0 makes the folder, claims the attempt, prints
-    the folder and journals the start (`_claim_local`).
+    Under the launcher both come from `env`. Under a plain start rank 0 makes the folder, claims the
+    attempt, prints the folder and journals the start (`_claim_local`).
 
     Raises
     ------
@@ -65,12 +65,13 @@ def _warn_of_worker() -> None:
 
 
 def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
-    """On rank 0: make ``<runs>/<script's name>/local``, or take it up again where it is unfinished;
-    a finished one is renamed. Claim an attempt, print the folder, and journal the start.
+    """On rank 0: make the folder ``<runs>/<script's name>/local``, or go on in it where its run is
+    unfinished; the folder of a finished run is renamed first. Claim an attempt, print the folder,
+    and journal the start.
 
     Return the folder and the attempt's number. Raise HpcDdpError if another process is at work in
-    it, it is another script's or user's, others can write or rename it, or its job.json is broken;
-    OSError if the disk refuses.
+    the folder, it is another script's or user's, others can write or rename it, or its job.json is
+    broken; OSError if the disk refuses.
     """
     run = RunFolder(env.runs / env.stem / "local")
     check_folder(run)
@@ -109,8 +110,9 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Make a file and wait for the lock on it, which keeps out the other processes that ask for it,
-    on a file system without locks none. Raise OSError where the file can't be made."""
+    """Make a file, and hold the lock on it during the block; first wait for another process that
+    holds it. On a file system without locks nothing is locked. Raise OSError where the file can't
+    be made."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         with suppress(OSError):
@@ -122,11 +124,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _may_be_live(run: RunFolder, own_info: dict[str, Any], info: dict[str, Any]) -> bool:
     """Return whether the attempt that `info` describes (its host, process and Slurm job) is live.
+    `own_info` describes this process in the same way.
 
-    On another host than `own_info`'s it is taken for live while the run's journal has changed in
-    the last `SILENT_S`, unless the journal has its end, or Slurm has started this very job again
-    since: one start of a job may have several of them, on a node each. One without a host is not
-    live. Raise OSError where the journal can't be read.
+    An attempt on another host is taken for live while the run's journal has changed in the last
+    `SILENT_S` seconds, unless the journal has the end of its newest attempt, or Slurm has started
+    this very job again since (one start of a job may have an attempt on each of several nodes). An
+    attempt without a host is not live. Raise OSError where the journal can't be read.
     """
     if process.is_live(info):
         return True
@@ -143,12 +146,12 @@ def _may_be_live(run: RunFolder, own_info: dict[str, Any], info: dict[str, Any])
 
 
 def _adopt_job(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
-    """Refuse to go on with another script's run. Write other arguments of `job`, which starts now,
-    and its working folder into the run's job.json: the script has them in any case. Where there is
-    a checkpoint, a warning names the earlier arguments.
+    """Refuse to go on with another script's run. Where `job`, which starts now, has other arguments
+    than `begun`, the job in the run's folder, write them and the working folder into job.json: the
+    script has them in any case. Where there is a checkpoint, print the earlier arguments.
 
-    `begun` is the job in the run's folder. Raise UsageError for another script, OSError if the new
-    arguments can't be written, or the checkpoints listed.
+    Raise UsageError for another script, OSError if job.json can't be written, or the checkpoints
+    can't be listed.
     """
     if begun.script != job.script:
         raise UsageError(

@@ -18,11 +18,11 @@ from hpc_ddp.training.stops.signals import SIGNALS
 
 
 def start_compile_workers(objects: Iterable[Any]) -> None:
-    """Start the processes that compile kernels for accelerators, deaf to notices, if a model among
-    `objects` is to be compiled for one.
+    """If a model among `objects` is to be compiled for an accelerator, start the processes that
+    compile kernels, deaf to notices.
 
-    They serve all of this process. Those that it has started before are left as they are: so are
-    those of a function that the script compiles without such a model.
+    They serve all of this process. Compile processes that it has started before stay as they are,
+    and so do those for a function that the script compiles without such a model.
     """
     if not any(isinstance(model, torch.nn.Module) and _is_compiled(model) for model in objects):
         return
@@ -52,7 +52,8 @@ def _is_compiled(model: torch.nn.Module) -> bool:
 
 
 def _leave(pool: Any) -> None:
-    """Let the workers end by themselves: torch waits ten seconds for them to obey a SIGTERM."""
+    """Let the workers end by themselves: else torch waits ten seconds for them to obey a
+    SIGTERM."""
     if getattr(pool, "running", False) and hasattr(pool, "write_pipe"):
         pool.running = False
         pool.write_pipe.close()  # their parent ends at the end of its input, and ends them

@@ -26,8 +26,8 @@ _LOOPS: dict[str, Callable[..., None]] = {}  # the modules' own
 
 def outlive_notices(objects: Iterable[Any] = ()) -> None:
     """Have the loader workers that this process starts from now on outlive a notice: replace
-    `_worker_loop` in those of the loaders' modules that are imported by now. So do those that
-    compile models among `objects` for their device."""
+    `_worker_loop` in those of the loaders' modules that are imported by now. Also call
+    `start_compile_workers` for the models among `objects`."""
     start_compile_workers(objects)
     # Not by worker_init_fn: libraries have one of their own where there is none.
     for name in _MODULES:
@@ -44,7 +44,8 @@ class _DeafLoop(NamedTuple):
     module: str
 
     def __call__(self, *args: Any) -> None:
-        """Run the module's own loop with `args`, in a process after `ignore_in_loader`."""
+        """Run the module's own loop with `args`; in a process of its own first call
+        `ignore_in_loader`."""
         if multiprocessing.parent_process() is not None:  # else it is a thread of the rank
             ignore_in_loader()
         loop = _LOOPS.get(self.module) or importlib.import_module(self.module)._worker_loop

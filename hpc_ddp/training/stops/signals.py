@@ -82,8 +82,8 @@ class Notices:
         self._first_s = 0.0  # when the first signal came, on the monotonic clock
 
     def install(self) -> None:
-        """Take the signals over, but in processes that are forked later, and start a thread that
-        listens. Raise ValueError outside of the main thread."""
+        """Take the signals over, and start a thread that listens; processes that are forked later
+        have the signals as they were by default. Raise ValueError outside of the main thread."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -101,13 +101,13 @@ class Notices:
                 signal.signal(number, _flag)
 
     def watch_for_cancel(self, path: Path) -> None:
-        """Take the file's existence for a cancel, from now on; it may exist already."""
+        """From now on, a file at `path` means that the run is cancelled; it may exist already."""
         self._cancelled, self._disk_look_at = path, 0.0
         self._look()
 
     def watch_end_time(self, end_time: float | None, path: Path) -> None:
-        """Note when the time is over, in unix seconds, None without a limit. The file at `path`, or
-        the local notice, gives another time once Slurm does: it is taken over from now on."""
+        """Set `end_time`, in unix seconds, None without a limit. From now on another time is taken
+        over from the file at `path`, or from the local notice, once Slurm gives one."""
         self.end_time, self._end_time_file, self._disk_look_at = end_time, path, 0.0
         self._look()
 
@@ -170,8 +170,8 @@ class Notices:
         those absent or unreadable change nothing.
 
         The supervisor's local notice, which costs no disk, is read at each call. Where it can be
-        read, the notice on the disk is read only if it has no notice at a signal, and the files of
-        cancel and end time once in `DISK_EVERY_S`.
+        read, the notice on the disk is read only at a signal for which there is no local one, and
+        the files of cancel and end time once in `DISK_EVERY_S` seconds.
         """
         fields = _read_local(self._local_notice) if self._local_notice else None
         if fields and "source" in fields:
@@ -217,8 +217,8 @@ def ignore_in_loader() -> None:
     """Have this process, a loader worker, ignore the signals of a notice: the rank needs its
     batches until it stops.
 
-    A thread that is started here ends it at its parent's SIGTERM: multiprocessing sends one to end
-    it, and then waits for that without end.
+    Start a thread that ends the process at a SIGTERM of its parent: multiprocessing sends one to
+    end a worker, and then waits without limit.
     """
     for number in (signal.SIGINT, *WARNINGS):
         signal.signal(number, signal.SIG_IGN)
@@ -229,8 +229,8 @@ def ignore_in_loader() -> None:
 
 
 def _exit_at_sigterm_of(parent: int) -> None:
-    """Wait for a SIGTERM of the process `parent`, a PID, and exit with 0; others' are taken, and do
-    nothing."""
+    """Wait for a SIGTERM of the process `parent`, a PID, and exit with 0. Consume SIGTERMs of other
+    processes, which have no effect."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
@@ -253,8 +253,9 @@ def _read_local(path: Path) -> dict[str, Any] | None:
 
 
 def _source(text: str) -> str:
-    """Return the ``source`` in a notice file's text, a JSON object, ``notice`` without one; another
-    JSON value as text, and of any other text its first 100 characters."""
+    """Return the ``source`` of a notice file's text, a JSON object, or "notice" where the object
+    has none. Return another JSON value as a text, and of a text that is no JSON the first 100
+    characters."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -40,7 +40,7 @@ class Metrics:
         use_per_sample_s: float | None = None,  # one sample per second, as a share of the peak
         listeners: Sequence[Callable[[dict[str, Any]], None]] = (),  # each gets the lines
     ) -> None:
-        """Take the number of ranks and the names of their nodes, for `FirstStep`.
+        """`world_size` and `hosts`, the names of the ranks' nodes, are for `FirstStep`.
 
         `use_per_sample_s` is the share of the GPUs' peak that one sample per second takes, None
         where it is not known; each of the `listeners` is called with the fields of each line.
@@ -65,12 +65,12 @@ class Metrics:
         values: dict[str, Any],
         total_steps: int | None = None,
     ) -> None:
-        """Take in a step's values, begin a line where one is due, and write one whose values have
+        """Note a step's values, begin a line where one is due, and write a line whose values have
         come from their device. The first call journals `FirstStep`, and tells the keeper of
         ``--stage``, if there is one.
 
-        `samples` is the size of the step's global batch, 0 where it is not known, `total_steps` the
-        run's, None where it is not known. Raises as `_write_line`, perhaps some steps later.
+        `samples` is the size of the step's global batch, 0 where it is not known; `total_steps` is
+        the run's, None where it is not known. Raises as `_write_line`, perhaps some steps later.
         """
         if self._first:
             self._journal.write(FirstStep(position.step, **self._first))
@@ -94,8 +94,8 @@ class Metrics:
         self._write_line()
 
     def _begin_line(self) -> None:
-        """Take the latest values as a line's fields, and begin to read those that are on a device;
-        write the line before. Nothing without new values. Raises as `_write_line`."""
+        """Write the line before; then make the latest values the fields of a new line, and begin to
+        read those that are on a device. Nothing without new values. Raises as `_write_line`."""
         if self._latest is None:
             return
         self._write_line()  # of half a second ago: waits for no step but that one
@@ -109,8 +109,8 @@ class Metrics:
         self._due = now + min(max(EVERY_S, (now - self._began) / 100), SELDOM_S)
 
     def _write_line(self) -> None:
-        """Pass the fields that are not None on to the journal and the listeners, if a line is under
-        way, -0.0 as 0.0; waits for values that are not here.
+        """If a line is under way, pass its fields that are not None on to the journal and the
+        listeners, -0.0 as 0.0. Waits for values that are still on a device.
 
         Raise RuntimeError, ValueError or TypeError for a value that is no scalar; errors of a
         listener come through.

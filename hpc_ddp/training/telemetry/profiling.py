@@ -77,7 +77,7 @@ class Profiler:
     """
 
     def __init__(self, window: tuple[int, ...] | None, path: Path, announces: bool) -> None:
-        """Trace the steps of a window, none without one."""
+        """Trace the steps of `window`, or none where it is None."""
         self._first, self._last = window or (0, 0)
         self._path, self._announces = path, announces
         self._steps = 0

@@ -1,4 +1,4 @@
-"""Sinks of the metrics on rank 0 beside the journal: lines on stderr, and TensorBoard."""
+"""Sinks of the metrics on rank 0 besides the journal: lines on stderr, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY_S, TERMINAL_S = 30.0, 5.0  # between two lines, in a log and on a terminal
 
 
 class ProgressLines:
-    """A line on stderr now and then, and the last state at the end.
+    """Prints a line on stderr now and then, and the last state at the end.
 
     A run that is done before the first line is due prints none.
     """
@@ -33,7 +33,7 @@ class ProgressLines:
         self._text = ""  # of the newest metrics
 
     def show(self, fields: dict[str, Any]) -> None:
-        """Take in the fields of a metrics line, and print a line where one is due."""
+        """Note the fields of a metrics line, and print a line where one is due."""
         now = time.monotonic()
         self._first = self._first or (now, fields["step"])
         self._text = _line(fields, now, *self._first)
@@ -71,8 +71,8 @@ def _scalars(fields: dict[str, Any]) -> dict[str, float]:
 class TensorBoardSink:
     """TensorBoard's writer, made at its first use, after the checkpoint is restored.
 
-    `position` is the run's. Values that an earlier attempt wrote for steps behind it, at the first
-    use, are purged: these steps are done again.
+    `position` is the run's. At the first use, what an earlier attempt wrote for steps behind it is
+    purged: these steps are done again.
     """
 
     def __init__(self, folder: Path, position: Position) -> None:

@@ -31,9 +31,9 @@ Mark = Any  # a moment: seconds, or torch.Event
 class StepTimer:
     """Times this rank's steps; rank 0 gathers the means of all ranks, and journals them.
 
-    `nodes` are the names of the ranks' nodes, by rank, on rank 0. Forwards are timed where
-    `has_ddp` is set, as `Run.wrap` does, and there are several ranks: those of other strategies
-    wait for peers.
+    `nodes` are the names of the ranks' nodes, by rank, on rank 0. Forwards are timed where there
+    are several ranks and `has_ddp` is set, as `Run.wrap` does: forwards under other strategies wait
+    for peers.
     """
 
     def __init__(
@@ -57,13 +57,14 @@ class StepTimer:
         self._clear()
 
     def _clear(self) -> None:
-        """Begin the sums of the means anew: steps, those of them with a forward, and seconds."""
+        """Set the sums for the means to 0: the number of steps, the number of those with a timed
+        forward, and the seconds."""
         self._steps = self._samples = 0
         self._wall_s = self._forward_s = self._data_s = 0.0
 
     def start_step(self) -> None:
-        """Start the clock of a step, since between two of them may lie a save, or the end of an
-        epoch; also that of its forward, in at most one step per `SAMPLE_S`."""
+        """Start the clock of a step: a save, or the end of an epoch, may lie between two steps. In
+        at most one step per `SAMPLE_S` seconds also start the clock of the forward."""
         self._step_start = time.perf_counter()
         is_measured = self.has_ddp and self._control.world_size > 1
         if self._is_sampled:  # and not ended
@@ -75,8 +76,8 @@ class StepTimer:
             self._forward_start = self._mark()
 
     def end_step(self) -> None:
-        """Count the step and its seconds, and the forwards of the last sampled one if over;
-        nothing where `start_step` was not called since the last call."""
+        """Count the step and its seconds, and the forwards of the last sampled step if they are
+        over. Does nothing unless `start_step` was called since the last call."""
         if not self._step_start:
             return
         self._steps += 1
@@ -99,9 +100,9 @@ class StepTimer:
             yield batch
 
     def end_forward(self) -> None:
-        """Count the time since the batch came, or since the step or the last backward began; only
-        in a step that is sampled, and not while a graph is captured, which an event would be part
-        of."""
+        """In a step that is sampled, note the time of a forward: since the batch came, or since the
+        step or the last backward began. While a graph is captured, of which an event would be part,
+        the step is no longer sampled."""
         if self._is_sampled and self._on_gpu and devices.is_capturing(self._device):
             self._is_sampled, self._forwards = False, []
         if self._is_sampled:
@@ -114,7 +115,8 @@ class StepTimer:
         return devices.mark(self._device, timed=True) if self._on_gpu else time.perf_counter()
 
     def _add_forwards(self) -> None:
-        """Add up the forwards of the last sampled step, if it is over; the GPU may be behind."""
+        """Add up the forwards of the last sampled step, if the GPU, which may be behind, has done
+        them."""
         if not self._forwards or (self._on_gpu and not self._forwards[-1][1].query()):
             return
         self._forward_s += sum(self._between(start, end) for start, end in self._forwards)
@@ -146,8 +148,8 @@ class StepTimer:
         self._clear()
 
     def report(self) -> None:
-        """Journal on rank 0 the means of the last `gather`, if that is not done; called some steps
-        after it, so that no step waits for a peer.
+        """Journal on rank 0 the means of the last `gather`, unless they have been; called some
+        steps after it, so that no step waits for a peer.
 
         Nothing is journalled if no step was counted. Raise RuntimeError if a peer is gone.
         """
