@@ -167,7 +167,7 @@ class Worker(Member):
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.
 
-        Of ranks that take the same samples one counts, with pipelines one of the last stage. A
+        Ranks that take the same samples count once; with pipelines one of the last stage counts. A
         tensor has one number: for other values `float` raises RuntimeError, ValueError or
         TypeError, and the other ranks wait in vain. Raise RuntimeError if a peer is gone.
         """

@@ -88,8 +88,9 @@ class Iteration:
         return self._had_step or bool(self._batch and self._batch.is_trained)
 
     def end(self) -> None:
-        """Uncount the last batches, if they had no step. If the iteration was a look, also undo
-        `on_first_batch`, so that the next iteration calls it again."""
+        """Uncount the last batches, if they had no step. If no batch of this iteration had one, and
+        it counts as a look (`_is_look`), also undo `on_first_batch`, so that the next iteration
+        calls it again."""
         if not (self._batch and self._batch.is_trained):
             self._loader.groups.since_step -= self._batches
         self._batches = 0
