@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -85,6 +86,8 @@ class StopPoint(Member):
         self._newest: Path | None = None
         self._decision = Decision()  # which `checkpoint` carries out
         self._is_open = self._has_begun = self._is_over = False
+        # The exception in whose ``except`` block the training has begun.
+        self._handled = sys.exc_info()[1]
 
     def latest(self) -> Path | None:
         """Return the folder of the newest checkpoint that verifies, None without any.
@@ -153,6 +156,7 @@ class StopPoint(Member):
             raise UsageError("a second training has begun in this run; accepted: one a run")
         if not self._has_begun:
             self._has_begun = True
+            self._handled = sys.exc_info()[1]
             if self.rank == 0:
                 self._journal.write(TrainingBegun(self.position.step))
             self._consensus.restart_step()
@@ -249,10 +253,11 @@ class StopPoint(Member):
         signal leads to another save.
 
         The run is done when the script ends without an error: rank 0 journals that at its exit.
-        Until then a new attempt begins at the last checkpoint. A second call does nothing. Raises
-        as `begin`, and HpcDdpError as `checkpoint`.
+        Until then a new attempt begins at the last checkpoint. A second call does nothing, nor does
+        one on the way out of an exception (``finally``), a stop's among them. Raises as `begin`,
+        and HpcDdpError as `checkpoint`.
         """
-        if self._is_over:
+        if self._is_over or sys.exc_info()[1] not in (None, self._handled):
             return
         self.begin()
         self._checkpoints.settle()
@@ -316,6 +321,7 @@ class StopPoint(Member):
         the goodput on rank 0, and raise SystemExit with 0. The process ends without a teardown of
         torch's process group."""
         source = self._notices.source
+        self._is_over = True
         self._watchdog.end()
         self._end_journal(Stopped(self.position.step, REASONS[reason], source or None))
         self._notices.end(then_exit=True)

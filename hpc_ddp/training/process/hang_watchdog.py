@@ -110,14 +110,15 @@ class Watchdog:
             self._thread.start()
 
     def end(self) -> None:
-        """Watch no more, and remove the file of stacks: what comes now is not training. Call it
-        once only, since it closes the file."""
+        """Watch no more, and remove the file of stacks: what comes now is not training. A second
+        call does nothing."""
         self._ended.set()
         if self._thread is None or self._stacks is None:
             return
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        os.close(self._stacks)
+        stacks, self._stacks = self._stacks, None
+        os.close(stacks)
         with suppress(OSError):
             self._node.stacks(self._rank).unlink()
 

@@ -171,6 +171,48 @@ def test_the_run_is_done_when_the_script_is(run: RunFolder, exits: list[Any]) ->
         stop.begin()
 
 
+def test_a_finish_in_a_finally_ends_no_run_that_is_stopped(
+    run: RunFolder, exits: list[Any]
+) -> None:
+    stop = make()
+
+    def train() -> None:
+        try:
+            stop.step()
+            stop._notices.reason = NOTICE
+            while stop.step() or True:
+                save(stop)
+        finally:
+            stop.finish()
+
+    with pytest.raises(SystemExit):
+        train()
+    stop.finish()
+    assert stop._journal_end not in exits
+    assert len(named(run, "stopped")) == 1
+
+
+def test_a_finish_on_the_way_out_of_an_error_does_nothing(run: RunFolder, exits: list[Any]) -> None:
+    """Its peers are elsewhere; but an error in whose handler the training began is no such one."""
+    stop = make()
+
+    def fail() -> None:
+        try:
+            raise ValueError("second")
+        finally:
+            stop.finish()
+
+    try:
+        raise ValueError("first")
+    except ValueError:
+        stop.step()
+        with pytest.raises(ValueError, match="second"):
+            fail()
+        assert stop._journal_end not in exits
+        stop.finish()
+    assert stop._journal_end in exits
+
+
 def test_the_end_of_a_superseded_attempt_is_not_journaled(run: RunFolder, exits: list[Any]) -> None:
     stop = make()
     stop.step()
