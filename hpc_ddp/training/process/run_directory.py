@@ -147,8 +147,9 @@ def _may_be_live(run: RunFolder, own_info: dict[str, Any], info: dict[str, Any])
 
 def _adopt_job(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
     """Refuse to go on with another script's run. Where `job`, which starts now, has other arguments
-    than `begun`, the job in the run's folder, write them and the working folder into job.json: the
-    script has them in any case. Where there is a checkpoint, print the earlier arguments.
+    or another working folder than `begun`, the job in the run's folder, write them into job.json:
+    the script has them in any case. Where the arguments differ and there is a checkpoint, print the
+    earlier ones.
 
     Raise UsageError for another script, OSError if job.json can't be written, or the checkpoints
     can't be listed.
@@ -158,10 +159,10 @@ def _adopt_job(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
             f"{run.path} is a run of {begun.script}, and this is {job.script}",
             hint=f"rename or remove {run.path}, or set HPC_DDP_RUNS to another folder",
         )
-    if list(begun.args) == list(job.args):
-        return
-    write_json(run.job_json, asdict(replace(begun, args=job.args, chdir=job.chdir)))
-    if published(run.checkpoints):
+    has_other_arguments = list(begun.args) != list(job.args)
+    if has_other_arguments or begun.chdir != job.chdir:
+        write_json(run.job_json, asdict(replace(begun, args=job.args, chdir=job.chdir)))
+    if has_other_arguments and published(run.checkpoints):
         args = " ".join(begun.args) or "none"
         say(
             f"{run.path} was last started with other arguments ({args}); it goes on with the new"

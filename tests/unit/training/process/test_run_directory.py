@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process import run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
@@ -136,3 +137,17 @@ def test_a_job_that_is_no_text_is_refused(run: RunFolder, monkeypatch: pytest.Mo
     run.job_json.write_bytes(b"\xff{}")
     with pytest.raises(HpcDdpError, match=r"job\.json is broken"):
         _claim()
+
+
+def test_a_start_from_another_folder_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_DDP_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    _claim()
+    (run,) = map(RunFolder, (tmp_path / "runs").glob("*/local"))
+    monkeypatch.setattr(run_directory, "_may_be_live", lambda *_: False)  # this very process
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert _claim() == 1
+    assert JobSpec.from_json(run.job_json.read_bytes()).chdir == str(tmp_path / "elsewhere")
