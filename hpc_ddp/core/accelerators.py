@@ -77,10 +77,10 @@ VENDORS = {
 
 def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
     """Return how many devices each of a vendor's variables in `environ` lists, by the variable's
-    name; {} without one. A variable that hides all devices has 0.
+    name; {} where none lists any. A variable that hides all devices counts 0.
 
-    Left out are a variable that is not set or hides nothing, and a ONEAPI_DEVICE_SELECTOR that is
-    no list of numbers behind a kind of device.
+    A variable is left out where it is not set or hides nothing. So is a ONEAPI_DEVICE_SELECTOR that
+    is no list of numbers behind a kind of device.
     """
     counts = {}
     for name in vendor.variables:
@@ -99,23 +99,20 @@ def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def device_files(root: Path = Path("/")) -> dict[str, int]:
-    """Return the number of device files of each vendor, by its name; vendors without any are left
-    out.
-
-    `root` is the top of the file system, another one in tests.
-    """
+    """Return the number of device files of each vendor, by the vendor's name; vendors without any
+    are left out. `root` is the top of the file system, another folder in tests."""
     paths = {name: _device_paths(vendor, root) for name, vendor in VENDORS.items()}
     return {name: len(files) for name, files in paths.items() if files}
 
 
 def expected(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
-    """Return the number of device files of each vendor whose devices torch should see here, by its
-    name; vendors without any are left out.
+    """Return how many device files this process may open of each vendor whose devices torch should
+    see here, by the vendor's name; vendors with no such file are left out.
 
-    That is one that no variable of `environ` hides, and whose files this process may open: Slurm
-    keeps a job from others' devices so. In a Slurm job a variable has to list devices, since a job
-    without any may be on such a node; and also for files that a processor with graphics has. No
-    file is opened, which would start a driver.
+    A vendor is also left out where a variable of `environ` hides its devices; and, in a Slurm job
+    or where a processor with graphics may have such files (`Vendor.pci`), where no variable lists
+    devices: a job without GPUs may be on a node that has some. Slurm keeps a job from the devices
+    of others by the rights of their files. No file is opened, since that would start a driver.
     """
     counts = {}
     for name, vendor in VENDORS.items():
@@ -133,7 +130,7 @@ def expected(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, in
 
 
 def _device_paths(vendor: Vendor, root: Path) -> list[Path]:
-    """Return the device files of a vendor."""
+    """Return the device files of a vendor below the folder `root`; [] where there is none."""
     paths = list((root / "dev").glob(vendor.files))
     if not vendor.pci:
         return paths

@@ -92,15 +92,15 @@ class AttemptEnv:
         the command that starts the supervisors
     resume_args, resume_if
         further arguments of the script from its second start on, quoted as for a shell; the file
-        without which it gets none of them, '' for any start
+        without which the script gets none of them, '' where it gets them in any case
     first_attempt
-        the attempt that began the run anew (``--fresh``), 0 without one
+        the attempt that began the run anew (``--fresh``), 0 where none did
     warm_start
         1 if workers are forked from a process that has imported torch, 0 if each imports it
     restarts, cpus
         how often Slurm has requeued the job; CPUs of the smallest node
     node_index
-        this node's place among `nodes`, where Slurm does not set it; None elsewhere
+        this node's index in `nodes`, where Slurm does not set it; None elsewhere
 
     Each value is short whatever the number of nodes: Linux starts no process with a variable of
     more than 128 KiB.
@@ -143,16 +143,16 @@ class AttemptEnv:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes, in the order of the ranks, from the attempt's file.
+        """Names of the nodes, in the order of the ranks, read from the attempt's file.
 
-        A disk that does not answer is waited for, for a minute. Raises OSError after that,
+        A disk that does not answer is waited for, for a minute; then OSError is raised. Raises
         ValueError or KeyError where the file is damaged, and KeyError without a run.
         """
         return self.attempt_folder.node_names
 
     def to_env(self) -> dict[str, str]:
-        """Return the fields' values by the names of their variables, '' for None, times in whole
-        seconds; without the variables that the batch script itself sets (`_OF_THE_SCRIPT`)."""
+        """Return the variables, by name, with the fields' values: '' for None, times in whole
+        seconds. The variables that the batch script itself sets (`_OF_THE_SCRIPT`) are left out."""
         names = (item.name for item in fields(self) if item.name not in _OF_THE_SCRIPT)
         return {variable(name): _text(getattr(self, name)) for name in names}
 
@@ -177,8 +177,8 @@ def _text(value: Any) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return the value of the field `name` from a variable's text; raise ValueError where the field
-    is a number and the text is none."""
+    """Return the value of the field `name` from the text of its variable. Raise ValueError where
+    the field is a number and the text is not."""
     if name in ("end_time", "warn_s"):
         return float(text)
     return int(text) if name in _INTEGERS else text
@@ -202,9 +202,10 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without variables of an outer Slurm job, torchrun or hpc-ddp run.
 
     srun's settings of the user's profile (``SLURM_*``) are left out, too; and, on a node of a run,
-    what its supervisor set: the network interface, and the variables of the trackers. The
-    variables in `_KEPT` stay. With ``--stage`` paths are those of the installed environment, and
-    variables with folders of this node are left out.
+    the variables that the node's supervisor has set: the network interface, and those of the
+    trackers. The variables in `_KEPT` stay. In a process that runs from a copy of ``--stage``,
+    paths in the copy become those of the installed environment, and paths of the node's folder are
+    left out.
     """
     environ = _without_stage(environ)
     of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
@@ -217,7 +218,9 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_stage(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return `environ` as it was before ``stage.sh`` has turned it to this node's folder."""
+    """Return `environ` as it was before ``stage.sh`` turned its paths to this node's folder;
+    `environ` itself in a process without ``--stage``. A variable of which no path remains is left
+    out."""
     folder, near = os.path.dirname(environ.get(OPENED_FILES, "")), environ.get(NEAR, "")
     if not folder:
         return environ
@@ -231,19 +234,20 @@ def _without_stage(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def installed_python() -> str:
-    """Return the path of this process's Python where it is installed: with ``--stage`` it may have
-    started from a tree that another node, and a later time, has not."""
+    """Return the path of this process's Python in the installed environment. With ``--stage`` the
+    process may run from a copy, which other nodes do not have, nor this node at a later time."""
     return sys.executable.removeprefix(os.environ.get(NEAR, ""))
 
 
 def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` for the sbatch of a script whose `options` are values by names.
+    """Return the environment for the sbatch of a script whose `options` are values by long names:
+    that of `clean_env`, without SBATCH variables that would overrule the job.
 
-    sbatch takes SBATCH_PARTITION, say, over the script's ``#SBATCH --partition``. So a variable is
+    sbatch prefers SBATCH_PARTITION, say, to the script's ``#SBATCH --partition``. So a variable is
     left out where the job has its option or one that excludes it, as ``mem-per-cpu`` does ``mem``,
-    and where no job of hpc-ddp has it (`_NEVER`); that is reported on stderr, unless the job's
-    option has the same value. All other variables stay, for options of a site's or user's profile,
-    but for those that `clean_env` leaves out.
+    and where no job of hpc-ddp may have its option (`_NEVER`). Each is reported on stderr, unless
+    the job's option has the same value. The other SBATCH variables stay: a site's or user's profile
+    may set them.
     """
     env = clean_env(environ)
     for name, option in _variables_of_sbatch(env).items():
@@ -263,9 +267,13 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
 def options_of_variables(
     environ: Mapping[str, str], options: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """Return (option, value) pairs of sbatch's variables in `environ` that place a job with these
-    `options`: in its script they count for each job of a chain, also where the first one passes on
-    no variables."""
+    """Return those of sbatch's variables in `environ` that decide where a job with these `options`
+    runs, as (long option, value) pairs. Written into the job's script they count for each job of a
+    chain, even where the first one passes on no variables.
+
+    A variable is left out where the job has its option or one that excludes it, and where its value
+    can't be printed or, but for ``exclusive``, is empty.
+    """
     return [
         (option, environ[name])
         for name, option in _variables_of_sbatch(environ).items()
@@ -276,25 +284,26 @@ def options_of_variables(
 
 
 def _variables_of_sbatch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the long options that sbatch's variables in `environ` stand for, by their names."""
+    """Return the long options that sbatch's variables in `environ` stand for, by the variables'
+    names."""
     names = [name for name in environ if name.startswith("SBATCH_")]
     options = {name: name[7:].lower().replace("_", "-") for name in names}
     return {name: _OPTIONS.get(option, option) for name, option in options.items()}
 
 
 def _rivals(option: str, options: Mapping[str, str]) -> list[str]:
-    """Return those of a job's `options` that are `option`, or exclude it, sorted."""
+    """Return the names in a job's `options` that are `option` or exclude it, sorted."""
     return sorted(next((f for f in _FAMILIES if option in f), {option}) & options.keys())
 
 
 def asking_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a command of Slurm's that is no submit, from `environ`.
+    """Return the environment, made from `environ`, for a command of Slurm's that submits nothing.
 
-    It has Slurm print times as `slurm_text.parse_job` reads them, and show hidden partitions, in
-    which squeue would leave out the user's own jobs. Other variables that set options of such
-    commands are left out: a profile's SQUEUE_PARTITION or SCANCEL_STATE would hide jobs that
+    With it Slurm prints times as `slurm_text.parse_job` reads them, and shows hidden partitions,
+    since squeue would else leave out the user's own jobs there. Other variables that set options of
+    such commands are left out: a profile's SQUEUE_PARTITION or SCANCEL_STATE would hide jobs that
     are live, or keep them from being cancelled. SLURM_CLUSTERS is left out inside a job, and where
-    it names several: this machine's cluster is asked then.
+    it names several clusters; then this machine's cluster is asked.
     """
     env = {name: value for name, value in environ.items() if not _OPTION_OF_ASKING.match(name)}
     env |= {"SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}  # of all tasks that wait

@@ -1,7 +1,7 @@
-"""Messages to people who do not look: by mail, to a webhook, or by a command of theirs.
+"""Messages that reach a user away from the terminal: by mail, to a webhook, or by a command.
 
-Their addresses stay in a file of the user's, which is read when a message is sent: no script,
-journal or command line of a job has them.
+The addresses stay in a file of the user's, which is read when a message is sent: no script, journal
+or command line of a job has them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _FORMS = {"mail": r"[^\s,;:<>]+", "webhook": r"https?://\S+", "command": r".+"}
 
 @dataclass(frozen=True)
 class Addresses:
-    """The ways to reach the user, '' for one that is not given: an address of mail, a URL that
-    takes JSON with a ``text``, and a line for ``sh``, which gets the text on its stdin and the
-    subject as ``HPC_DDP_SUBJECT``."""
+    """The ways to reach the user; a way that is not given is ''. `mail` is an address of mail,
+    `webhook` a URL to which JSON with a ``text`` is posted, and `command` a line for ``sh``, which
+    gets the text on its stdin and the subject as ``HPC_DDP_SUBJECT``."""
 
     mail: str = ""
     webhook: str = ""
@@ -42,11 +42,11 @@ class Addresses:
 
 
 def read_addresses(path: Path) -> Addresses:
-    """Return what a file of lines ``mail = …``, ``webhook = …``, ``command = …`` names; each may be
-    missing, but not all, and lines may be comments (``#``).
+    """Return the ways that a file names by lines ``mail = …``, ``webhook = …`` and ``command = …``,
+    of which one is enough. Empty lines and comments (``#``) count for nothing.
 
-    Raise UsageError for a file that can't be read, that another user owns, can read or can write,
-    or that has another line.
+    Raise UsageError where the file can't be read, belongs to another user, gives other users any
+    right, names no way, or has any other line.
     """
     try:
         with open_data(path) as file:
@@ -81,10 +81,12 @@ def read_addresses(path: Path) -> Addresses:
 
 
 def send(addresses: Addresses, subject: str, text: str) -> list[str]:
-    """Send a message by all ways at the same time, each in a thread; return the ways that failed,
-    with the reason, as ``webhook: HTTP 404``, [] without any. No address is named.
+    """Send a message by all ways at the same time, and wait for the outcomes, `LIMIT_S` at most.
+    Return the ways that failed, each with the reason, as ``webhook: HTTP 404``; [] where none has
+    failed. No reason has an address in it. Nothing is raised.
 
-    After `LIMIT_S` a way without an outcome has failed; its thread may go on.
+    Each way has a thread. A way without an outcome after `LIMIT_S` has failed; its thread may go
+    on.
     """
     ways: dict[str, Callable[[], str]] = {
         "mail": partial(_mail, addresses.mail, subject, text),
@@ -94,7 +96,7 @@ def send(addresses: Addresses, subject: str, text: str) -> list[str]:
     failures = {name: NO_ANSWER for name in ways if getattr(addresses, name)}
 
     def act(name: str) -> None:
-        """Go one way, and set why it has failed, '' if it has not."""
+        """Send by one way, and note in `failures` why that has failed, '' if it has not."""
         try:
             failures[name] = ways[name]()
         except TimeoutError:  # its own limit was over before this process gave it up
@@ -112,8 +114,8 @@ def send(addresses: Addresses, subject: str, text: str) -> list[str]:
 
 
 def _mail(address: str, subject: str, text: str) -> str:
-    """Hand a mail to sendmail, which gets the address on its stdin; return why it failed, else "".
-    Raise OSError where sendmail can't be started."""
+    """Hand a mail to sendmail, which reads the address from the mail; return why that failed, else
+    "". Raise OSError where sendmail can't be started."""
     program = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
     if program is None:
         return "no sendmail on this node (Slurm sends mail itself: --mail-type END)"
@@ -128,8 +130,8 @@ def _mail(address: str, subject: str, text: str) -> str:
 
 def _post(url: str, text: str) -> str:
     """Post a text as JSON; return why the server refuses it or can't be reached, else "". Raise
-    OSError where its answer breaks off or takes longer than `LIMIT_S`, and what urllib raises for a
-    URL or an answer that is none."""
+    OSError where the server's answer breaks off or takes longer than `LIMIT_S`; ValueError or
+    HTTPException for a URL or an answer that is malformed."""
     import urllib.error
     import urllib.request
 
@@ -147,9 +149,9 @@ def _post(url: str, text: str) -> str:
 
 
 def _run(argv: list[str], text: str, subject: str) -> str:
-    """Run a program with a text on its stdin and the subject as ``HPC_DDP_SUBJECT``; return why it
-    failed, else "". It and its children are killed after `LIMIT_S`. Raise OSError where it can't be
-    started."""
+    """Run a program with a text on its stdin and the subject as ``HPC_DDP_SUBJECT``, and wait for
+    its end; return why it failed, else "". After `LIMIT_S` the program and its children are killed.
+    Raise OSError where it can't be started."""
     with subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,

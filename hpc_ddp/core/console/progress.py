@@ -15,15 +15,15 @@ WIDTH = 30  # of the bar, in characters
 
 
 class ProgressBar:
-    """``title ━━━━━━──── 61 %`` on stderr, where that is a terminal; gone again at the end of the
-    ``with`` block.
+    """A bar ``title ━━━━━━──── 61 %`` on stderr, where stderr is a terminal. It is removed at the
+    end of the ``with`` block.
 
     Parameters
     ----------
     title
         what is being done, in words
     total
-        how much of it there is, in any unit; 0 where that is not known
+        how much is to be done, in any unit; 0 where that is not known
 
     Examples
     --------

@@ -17,8 +17,8 @@ def printable(text: str) -> str:
 
 
 def write_output(content: bytes) -> None:
-    """Write bytes to the process's stdout, past Python's buffer. Where that is not possible, as on
-    a full disk, the rest of them is lost; nothing is raised."""
+    """Write bytes to the process's stdout, past Python's buffer. Where stdout takes no more, as on
+    a full disk, the rest of the bytes is lost; nothing is raised."""
     unwritten = memoryview(content)
     with suppress(OSError):  # a full disk, or a pipe that has been closed
         while unwritten:
@@ -26,17 +26,17 @@ def write_output(content: bytes) -> None:
 
 
 def answer(content: str | int) -> None:
-    """Print content for the batch script to stdout, between the marks by which `answer_of` there
-    tells it from what a wrapper of Python prints."""
+    """Print `content` to stdout for the batch script, between marks by which the script's
+    `answer_of` tells it from what a wrapper of Python prints."""
     print(f"<hpc-ddp>{content}</hpc-ddp>")
 
 
 def say(text: str) -> None:
-    """Print a text, made `printable`, as a line ``hpc-ddp: …`` to stderr, or nothing where that is
-    not possible.
+    """Print a text, made `printable`, as a line ``hpc-ddp: …`` to stderr. Where stderr can't be
+    written, the line is lost, and nothing is raised.
 
-    The job's output may lie on a disk that is full. A line that stays in Python's buffer would
-    then turn the exit code of the process into 120, so it is written past the buffer.
+    The job's output may lie on a disk that is full. A line that stays in Python's buffer would then
+    turn the exit code of the process into 120, so it is written past the buffer.
     """
     line = f"hpc-ddp: {printable(text)}\n"
     with suppress(OSError, ValueError, AttributeError):  # closed, or there is none

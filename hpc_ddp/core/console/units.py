@@ -40,8 +40,8 @@ def speed(megabytes_per_s: float) -> str:
 
 
 def measured(number: float | None) -> str:
-    """Return a measured number with four digits, or from 10,000 to 1e9 with all before the point:
-    ``0.9861``, ``12,346``, ``2.7e−5``, ``NaN``. None is ``–``."""
+    """Return a measured number with four significant digits, or from 10,000 to 1e9 as a whole
+    number: ``0.9861``, ``12,346``, ``2.7e−5``, ``NaN``. None is ``–``."""
     if number is None:
         return "–"
     if not math.isfinite(number):
