@@ -52,8 +52,8 @@ _SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """A file in a manifest, or the part of one that a process has written: `size` in bytes, and its
-    CRC32."""
+    """The size in bytes and the CRC32 of a file in a manifest, or of the part of a file that one
+    process has written."""
 
     size: int
     crc32: int
@@ -67,16 +67,16 @@ def manifest_crc(value: dict[str, Any]) -> int:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest, without its CRC32.
 
-    Its ``files`` have ``size`` and ``crc32`` (see `FileFacts`) by paths below the folder; one that
-    several processes have written has its ``parts`` in a row, [size, CRC32], in place of the CRC32.
-    Its ``best``, if any, has a ``step``.
+    Its ``files`` has an entry for each file, by the path below the folder: ``size`` and ``crc32``
+    (see `FileFacts`), or, for a file that several processes have written, ``size`` and ``parts``,
+    the [size, CRC32] of each part in order. Its ``best``, if any, has a ``step``.
 
     Raises
     ------
     OSError
-        it can't be read
+        the manifest can't be read
     ValueError
-        it is damaged, whoever has written it
+        the manifest is damaged, or names a file outside the folder
     """
     value = parse_object(read_text(folder / MANIFEST))
     if value.pop("crc32", None) != manifest_crc(value):
@@ -95,8 +95,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _parts_of(facts: Mapping[str, Any]) -> list[FileFacts]:
-    """Return the parts of a file in a manifest, in their order; raise ValueError where they are
-    damaged."""
+    """Return size and CRC32 of each part of a file, in order, from `facts`, the file's entry in a
+    manifest; a file of one process is one part. Raise ValueError where they are damaged."""
     if "parts" not in facts:
         return [FileFacts(facts["size"], _entry(facts, "crc32", "int"))]
     try:
@@ -109,8 +109,8 @@ def _parts_of(facts: Mapping[str, Any]) -> list[FileFacts]:
 
 
 def _entry(table: Mapping[str, Any], key: str, type_name: str) -> Any:
-    """Return the entry `key` of a manifest's table; raise ValueError where it is missing, or not of
-    the type of a journal's field, as ``int``."""
+    """Return the entry `key` of a manifest's table. Raise ValueError where the entry is missing, or
+    is not of the type `type_name`, which `fields.checked` knows, as ``int``."""
     try:
         return checked(table.get(key), type_name)
     except ValueError:
@@ -126,8 +126,8 @@ def verify(
 ) -> str | None:
     """Return why a checkpoint can't be trusted, None where every byte is as it was written.
 
-    An I/O error is such a reason, too. With a `rank` and `world_size` of several ranks only that
-    rank's share is looked at. For the parameters see `find_damage`.
+    An I/O error is such a reason, too. With a `rank` and a `world_size` above 1 only this rank's
+    share is looked at. For the parameters see `find_damage`.
     """
     try:
         return find_damage(folder, rank, world_size, count_bytes)
@@ -141,14 +141,14 @@ def find_damage(
     """Return the first missing or damaged file of a checkpoint in words, None where every byte is
     as it was written.
 
-    Ranks can share the work: each looks at the manifest, and at every `world_size`-th part of its
-    files from number `rank` on; None then holds for these. `count_bytes` is called after each
+    Ranks can share the work: each reads the manifest, and every `world_size`-th part of its files
+    from part number `rank` on; None then holds for these parts. `count_bytes` is called after each
     chunk that was read, with the number of its bytes.
 
     Raises
     ------
     OSError
-        the disk does not answer: nothing is known of a file
+        a file can't be read, and may be there all the same: the disk does not answer, say
     """
     try:
         files = read_manifest(folder)["files"]
@@ -171,11 +171,11 @@ def find_damage(
 
 
 def _all_parts(files: Mapping[str, Any]) -> Iterator[tuple[str, int, FileFacts]]:
-    """Yield each part of the files of a manifest, with the file's name before it and the byte at
-    which the part begins.
+    """Yield, for each part of the files of a manifest, the file's name, the byte at which the part
+    begins, and the part's size and CRC32.
 
-    Files come by name, with numbers in names as numbers: part n is that of rank n, which reads it
-    again at a restore.
+    Files come by name, with numbers in names as numbers: part n is that of rank n, which reads the
+    same part again at a restore.
     """
     for name, facts in sorted(files.items(), key=lambda pair: _natural(pair[0])):
         offset = 0
@@ -191,8 +191,9 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 def _missing(folder: Path, path: Path, error: OSError) -> str:
     """Return what is wrong where a folder lacks the file `path`, or has something else in its
-    place, such as a pipe or a link to nowhere. Raise OSError where the `error` of its reading
-    proves neither: a link of another user further up says nothing of the file."""
+    place, such as a pipe or a link to nowhere. `error` is what reading the file has raised. Raise
+    OSError where `error` proves neither: a link of another user further up says nothing of the
+    file."""
     name = path.relative_to(folder)
     is_link = path.is_symlink() or path.parent.is_symlink()
     if error.errno in _NO_FILE or (error.errno in (errno.ENOENT, errno.ELOOP) and is_link):
@@ -245,7 +246,7 @@ def published(folder: Path) -> list[Path]:
 
 def milestones(newest_first: Sequence[Path], every: int | None) -> set[Path]:
     """Return the oldest checkpoint of each stretch of `every` steps (0 to `every` - 1, and so on)
-    among those that `published` has returned; an empty set for None."""
+    among `newest_first`, which `published` has returned; an empty set where `every` is None."""
     firsts = {step_of(path) // every: path for path in newest_first} if every else {}
     return set(firsts.values())
 
@@ -289,11 +290,12 @@ def bring_back(run: RunFolder, aside: Path) -> None:
 
 
 def lost(run: RunFolder) -> list[str]:
-    """Return what is known of the checkpoints of a run that has no candidate: ``name: problem``.
+    """Return what is known of the checkpoints of a run that has no candidate any more, each as
+    ``name: problem``: the damaged ones that still lie there, or without any the last one that the
+    journal calls saved.
 
-    The damaged ones that lie there, else the last one that the journal calls saved. [] for a run
-    that has never had one, or none since `set_aside`. Raise OSError where its checkpoints can't be
-    listed, or its journal can't be read.
+    [] for a run that never had a checkpoint, or has had none since `set_aside`. Raise OSError where
+    the run's checkpoints can't be listed, or its journal can't be read.
     """
     bad = [path.name for path in all_of(run.checkpoints) if ".bad-" in path.name]
     if bad:
@@ -326,9 +328,9 @@ def step_of(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Health:
-    """One checkpoint of a list. `bytes` and `world_size` are None where the manifest can't be read,
-    `age_s` is in seconds, `problem` is None for a good one, and `best` marks the one with the best
-    value so far."""
+    """One checkpoint of a list. `bytes` and `world_size` are None where the manifest does not say
+    or can't be read, `age_s` is in seconds, `problem` is None for a good checkpoint, and `best`
+    marks the one with the best value so far."""
 
     name: str
     age_s: float
@@ -339,11 +341,11 @@ class Health:
 
 
 def health(folder: Path) -> list[Health]:
-    """Verify the checkpoints in a run's folder of checkpoints; return a row of each, oldest first.
+    """Verify all checkpoints in a run's folder of checkpoints; return a row for each, oldest first.
 
-    Half-written ones have no row; damaged ones, and those that can't be read, have a `problem`. []
-    for a folder that does not exist; raise OSError where it can't be listed. A bar on stderr shows
-    the progress.
+    A half-written one has no row. One that is damaged, or can't be read, has a `problem`. [] for a
+    folder that does not exist; raise OSError where it can't be listed. A bar on stderr shows the
+    progress.
     """
     paths = [folder / name for name in list_names(folder) if _SHOWN.fullmatch(name)]
     paths.sort(key=lambda path: (step_of(path), path.name))
@@ -363,7 +365,8 @@ def _size(folder: Path) -> int:
 
 def _health(path: Path, count_bytes: Callable[[int], None]) -> Health:
     """Verify one checkpoint and return its row; `count_bytes` gets the number of bytes of each
-    chunk. One that can't be read has a problem. `best`: it was the best one when it was saved."""
+    chunk. The row of one that can't be read has a problem. Its `best` says that it was the best one
+    when saved."""
     problem = verify(path, count_bytes=count_bytes)
     try:
         manifest = read_manifest(path)

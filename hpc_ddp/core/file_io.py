@@ -44,11 +44,11 @@ _NOISE_LINE = re.compile(rf"^.*(?:{NOISE}).*\n?", re.M)
 
 
 def patiently(act: Callable[[], T]) -> T:
-    """Return what `act` returns; while it raises OSError, call it again each second.
+    """Return what `act` returns; while `act` raises OSError, call it again each second.
 
-    For the few things that an attempt's end hangs on. From `PATIENCE_S` after the first failure on
-    an OSError is raised, at the second failure at the earliest: so reading a large file, which may
-    take longer, is tried twice. Any other error is raised at once.
+    For the few things that an attempt's end hangs on. An OSError is passed on once `PATIENCE_S` are
+    over since the first one, but never the first itself: so reading a large file, which may take
+    longer, is tried twice. Any other error is raised at once.
     """
     give_up: float | None = None
     while True:
@@ -126,11 +126,11 @@ class SmallFile:
 
 
 def read_small_files(folder: Path, names: Sequence[str]) -> list[SmallFile | None]:
-    """Return the files of a folder with these `names`, in their order; None for one that is larger
-    than `SMALL_BYTES`, no regular file, a link, or can't be read.
+    """Return the files of a folder with these `names`, in their order; None for a file that is
+    larger than `SMALL_BYTES`, no regular file, a link, or can't be read. Raise OSError where the
+    folder can't be opened, or lies behind a link of another user.
 
-    It takes a third of the time of `open_data`, since the folder's own path is followed once. Raise
-    OSError where the folder can't be opened, or lies behind a link of another user.
+    This takes a third of the time of `open_data`, since the folder's own path is followed once.
     """
     check_links(folder)
     with _opened(folder) as directory:
@@ -147,11 +147,11 @@ class SmallFolder(NamedTuple):
 
 
 def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[SmallFolder]:
-    """Yield the folders in a folder, sorted by name, each with its files for whose names
-    `is_wanted` is true; one that can't be listed, or is a link, as empty.
+    """Yield the folders in a folder, sorted by name, each with those of its files for whose names
+    `is_wanted` is true. One that can't be listed, or is a link, comes as empty.
 
-    Threads read them: a job of a thousand nodes has a folder of each. Raise OSError where the
-    folder can't be listed, or lies behind a link of another user.
+    Threads read them: a job of a thousand nodes has a folder for each. Raise OSError where the
+    outer folder can't be listed, or lies behind a link of another user.
     """
     check_links(folder)
     with _opened(folder) as top, ThreadPoolExecutor(READERS) as pool:
@@ -169,7 +169,8 @@ def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator
 
 
 def _read_small(directory: int, name: str) -> SmallFile | None:
-    """Return a file of the folder with the descriptor `directory`, as `read_small_files` does."""
+    """Return a file of the folder with the descriptor `directory`, or None, as `read_small_files`
+    does."""
     try:
         file = os.open(name, _OPENING | os.O_NOFOLLOW, dir_fd=directory)
     except OSError:
@@ -187,13 +188,8 @@ def _read_small(directory: int, name: str) -> SmallFile | None:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return the object of a JSON text, whoever has written it.
-
-    Raises
-    ------
-    ValueError
-        it is no JSON, no object, or nested too deeply
-    """
+    """Return the object of a JSON text, which any user may have written. Raise ValueError where the
+    text is no JSON, no object, or nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -204,11 +200,8 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    A file that is absent, can't be read, is torn, lies behind another user's link, or holds no
-    object reads as {}.
-    """
+    """Return the object in a JSON file. A file that is absent, can't be read, is torn, lies behind
+    another user's link, or holds no object reads as {}."""
     try:
         return parse_object(read_text(path))
     except (OSError, ValueError):
@@ -242,9 +235,10 @@ def write_whole(path: Path, text: str | bytes, mode: int = 0o666) -> None:
 
 @contextlib.contextmanager
 def drafted_folder(target: Path) -> Iterator[Path]:
-    """Give a new folder to write into, which becomes `target` at the end of the block, and is
-    removed after an error: a copy that a lost connection cuts off is nothing else's. So is what
-    earlier ones have left; there is one writer at a time. Raise OSError where the disk refuses."""
+    """Give a new folder to write into. At the end of the block it is renamed to `target`, so that a
+    copy that is cut off never has that name; after an error it is removed. So are, on entry, drafts
+    that earlier writers have left: there may be one writer at a time. Raise OSError where the disk
+    refuses."""
     for leftover in target.parent.glob(".draft-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     draft = target.with_name(f".draft-{target.name}")
@@ -258,17 +252,18 @@ def drafted_folder(target: Path) -> Iterator[Path]:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names in a folder; [] for a missing one. Raise OSError where it can't be listed:
-    `Path.glob` has nothing then from Python 3.12 on, which would hide all that is there."""
+    """Return the names in a folder; [] where there is no such folder. Raise OSError where it can't
+    be listed: `Path.glob` would return nothing then (from Python 3.12 on), and hide what is
+    there."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)
     return []
 
 
 def read_word(path: Path) -> str:
-    """Return the text of a small file, as `notice` or `failed`, without blanks around it, of a
-    larger one that of the first `WORD_BYTES`; '' when it is empty or can't be read. It asks no more
-    of the disk than an open and a read."""
+    """Return the text of a small file, as `notice` or `failed`, without blanks around it; '' where
+    the file is empty or can't be read. Of a larger file the first `WORD_BYTES` are read. This asks
+    no more of the disk than an open and a read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -288,8 +283,8 @@ def read_seconds(path: Path) -> float | None:
 
 
 def read_tail(path: Path, size_bytes: int) -> str:
-    """Return the last `size_bytes` of a log, without `NOISE`, and without torch's and our own mark
-    of the rank in front of its lines; '' when it can't be read."""
+    """Return the last `size_bytes` of a log as text, without `NOISE`, and without the mark of the
+    rank that torch or hpc-ddp puts before a line; '' where the log can't be read."""
     try:
         with open_data(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
@@ -309,18 +304,19 @@ def parse_python(path: Path) -> ast.Module:
 
 
 def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
-    """Make a folder of mode 0700, `folders` in it, and those above that are missing, which their
-    owner alone can write. One that is there gets the mode 0700, or with `is_new` is refused.
+    """Make a folder of mode 0700, and `folders` in it; missing folders above it are made so that
+    their owner alone can write them. A folder that exists gets the mode 0700, or with `is_new` is
+    refused.
 
-    It works by descriptors: what another user puts in place of a new folder meanwhile, such as a
-    link to one of this user's, stays as it is.
+    All is done by descriptors: where another user puts something in the place of a new folder
+    meanwhile, such as a link to a folder of this user's, that stays as it is.
 
     Raises
     ------
     FileExistsError
-        `is_new`, and the folder is there already
+        `is_new`, and the folder exists already
     OSError
-        it can't be made, or has been replaced
+        a folder can't be made, or has been replaced
     """
     make_folders(path.parent)
     with _opened(path.parent) as parent:
@@ -347,8 +343,9 @@ def make_folders(path: Path) -> None:
 
 
 def _make_folder(path: Path | str, parent: int | None = None) -> None:
-    """Make a folder as `make_folders` does; a relative `path` is of the folder with the descriptor
-    `parent`."""
+    """Make one folder that its owner alone can write; one that exists stays as it is. A relative
+    `path` begins at the folder with the descriptor `parent`. Raise OSError where it can't be
+    made."""
     try:
         os.mkdir(path, 0o755, dir_fd=parent)
     except FileExistsError:
@@ -365,8 +362,8 @@ def set_folder_mode(folder: Path | int, mode: int) -> None:
 
 
 def _limit_mode(descriptor: int, mode: int) -> None:
-    """Take from a new file or folder what it has above the `mode` that it was made with: some file
-    systems look at the ACL of its folder alone. Raise OSError where that is refused."""
+    """Remove from a new file or folder the permissions beyond the `mode` with which it was made:
+    some file systems look at the ACL of its folder alone. Raise OSError where that is refused."""
     present = stat.S_IMODE(os.fstat(descriptor).st_mode)
     if present & 0o777 & ~mode:
         os.fchmod(descriptor, present & (mode | ~0o777))
@@ -374,8 +371,9 @@ def _limit_mode(descriptor: int, mode: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iterator[int]:
-    """Open a folder inside the block, and return its descriptor; a relative `path` is of the folder
-    with the descriptor `parent`. Raise OSError where it can't be opened."""
+    """Give the descriptor of a folder, which is closed at the end of the block. A relative `path`
+    begins at the folder with the descriptor `parent`. Raise OSError where the folder can't be
+    opened."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags, dir_fd=parent)
     try:
         yield descriptor
@@ -384,11 +382,11 @@ def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iter
 
 
 def close_to_others(top: Path) -> None:
-    """Take the right to write of all but the owner from a folder and all below it.
+    """Remove the right to write from a folder and all below it, for all users but the owner.
 
     A copy has its original's mode, whatever the umask, and a default ACL takes the umask's place:
-    so neither keeps others from files that are executed and believed. Links stay as they are.
-    Raise OSError where `top` is missing, or a mode can't be changed.
+    so the umask does not keep other users from files that are executed and believed. Links stay as
+    they are. Raise OSError where `top` is missing, or a mode can't be changed.
     """
     for path in (top, *top.rglob("*")):
         mode = path.lstat().st_mode

@@ -28,9 +28,10 @@ def file_fault(
 ) -> str:
     """Return why a settings file or template may not act for the user `uid`; '' if it may.
 
-    `file` is its status, `others_can_write` is `is_writable_by_others` of it, `folder` the status
-    of its folder; root's files are accepted. So is a folder that a group can write: a file put in
-    place of this one would belong to another user, and be refused for that.
+    `file` and `folder` are the status of the file and of its folder, `others_can_write` is what
+    `is_writable_by_others` returns of the file. Files of root's are accepted. A folder that a group
+    can write is accepted: a file that the group puts in place of this one would belong to another
+    user, and be refused for that.
     """
     if not stat.S_ISREG(file.st_mode):
         return "it is no regular file"
@@ -46,8 +47,8 @@ def file_fault(
 
 
 def is_writable_by_others(status: os.stat_result, file: int | Path) -> bool:
-    """Return whether a user besides the owner can write a file or folder, by its `status`; `file`
-    is its descriptor or path, where a link's is followed.
+    """Return whether a user besides the owner can write a file or folder, by its `status`. `file`
+    is its descriptor or its path; a link is followed.
 
     A group that holds its user alone counts as the user, as Debian's sshd has it: with such groups
     comes the umask 002, by which all of a user's files can be written by the group. With an ACL the
@@ -81,12 +82,12 @@ def _is_private(gid: int, uid: int) -> bool:
 
 @functools.cache
 def _is_shared(gid: int, uid: int) -> bool:
-    """Return whether a group is the primary one of a user besides `uid`: a group does not list
-    those.
+    """Return whether a group is the primary one of a user besides `uid`, whom its list of members
+    lacks.
 
-    All accounts have to be read. A directory such as LDAP may take seconds for them, so they are
-    read once, and for a namesake's group alone; many show local accounts only. That is accepted:
-    only root gives a user another one's group as the primary one, and `gr_mem` is read in any case.
+    All accounts have to be read. A directory such as LDAP may take seconds for that, so they are
+    read once, and only for a group with the user's name. Many directories show local accounts only,
+    which is accepted: only root gives a user another one's group as the primary one.
     """
     return any(user.pw_gid == gid and user.pw_uid != uid for user in pwd.getpwall())
 
@@ -100,13 +101,14 @@ def user_name(uid: int) -> str:
 
 
 def run_fault(path: Path, status: os.stat_result, uid: int, is_reachable: bool = True) -> str:
-    """Return why the user `uid` may start nothing from a file or folder of a run; '' if they may.
+    """Return why the user `uid` may start nothing from a file or folder of a run; '' if the user
+    may.
 
-    `status` is of the `path`, by `lstat`. The mode does not count for a link, nor where a folder
-    above keeps others out (not `is_reachable`); the owner always does, since others may have
-    reached it earlier. Unlike a settings file, root's is refused too: root writes settings for all
-    users, and no user has to go on with a run of root's, to which the user could not even write a
-    checkpoint.
+    `status` is that of the `path` by `lstat`. The owner always counts, since others may have
+    reached the file earlier. The mode counts neither for a link, nor where a folder above keeps
+    others out (not `is_reachable`). Unlike a settings file, one of root's is refused too: root
+    writes settings for all users, but no user has to go on with a run of root's, and could not even
+    write a checkpoint to it.
     """
     if status.st_uid != uid:
         return f"belongs to {user_name(status.st_uid)}"
@@ -119,15 +121,15 @@ def run_fault(path: Path, status: os.stat_result, uid: int, is_reachable: bool =
 def check_folder(run: RunFolder) -> None:
     """Refuse to make, continue or delete a run where another user could put a folder in its place.
 
-    Looked at are the folder of the runs and the one of the run's name in it, or for one that does
-    not exist yet the nearest one above that does; and of all above, whether one is a link of
-    another user. In a project's folder the group may rename what is above: so the batch script
-    looks again at the owner of what it executes.
+    The folder of all runs is checked, and the folder of the run's name in it. Of one that does not
+    exist yet, the nearest folder above is checked in its place, but not its owner and mode. No
+    folder above may be a link of another user. In a project's folder the group may rename what is
+    above: so the batch script looks again at the owner of what it executes.
 
     Raises
     ------
     UsageError
-        one of them belongs to another user (the folder of the runs may be root's), others can
+        one of them belongs to another user (the folder of all runs may be root's), others can
         rename what is in it, it is no folder, it is a link of another user or to nowhere, or it
         can't be read
     """
@@ -162,12 +164,12 @@ def check_folder(run: RunFolder) -> None:
 
 
 def check_kept_modes(run: RunFolder) -> None:
-    """Refuse a run that this process has just closed to others and written, where its batch script
-    would start nothing of it: on a file system that does not keep modes, as of a share of CIFS with
-    ``dir_mode=0775``, or of gcsfuse.
+    """Refuse a run that other users can still write, right after this process has closed it to
+    them. The batch script would start nothing of such a run, as on a file system that does not keep
+    modes: a share of CIFS with ``dir_mode=0775``, or gcsfuse.
 
-    The script's own look is ``check_owner`` of the template. The owners that it compares are those
-    of new files, which these are.
+    The script's own check is ``check_owner`` of the template. Owners are not checked here: the
+    files are new, and so have the owner that the script compares with.
 
     Raises
     ------
@@ -243,9 +245,9 @@ def _hint(run: RunFolder, path: Path, uid: int) -> str:
 
 
 def _executed(run: RunFolder) -> Iterator[Path]:
-    """Yield the paths that have to be the user's own: the run's folder, and in it, in its array and
-    its tasks all that is executed, or names jobs and processes to signal. Checkpoints are data:
-    only their folder counts. May raise OSError."""
+    """Yield the paths that have to be the user's own: the folders of the run, its array and its
+    tasks, and all in them that is executed, or names jobs and processes to signal. Checkpoints are
+    data: only their folder counts. Raise OSError where a folder can't be listed."""
     for folder in dict.fromkeys((run.whole, run.path, *(task.path for task in run.tasks()))):
         part = RunFolder(folder)
         tops = [part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints]
@@ -269,8 +271,9 @@ def _executed(run: RunFolder) -> Iterator[Path]:
 
 
 def checkpoint_fault(run: RunFolder, folder: Path) -> str:
-    """Return which part of a library's checkpoint belongs to another user, who could run code by
-    its pickles, in words; '' where none does. Parts of root's are accepted.
+    """Return, in words, which part of a library's checkpoint belongs to another user, who could run
+    code by its pickles; '' where none does. Parts of root's are accepted. To learn which owner new
+    files have, a file is made in the folder of the checkpoints for a moment.
 
     Modes count even where others can't enter the run now: a start closes a run that was open, and
     they may have written before.
@@ -278,8 +281,8 @@ def checkpoint_fault(run: RunFolder, folder: Path) -> str:
     Raises
     ------
     HpcDdpError
-        the folder of the run's checkpoints is another user's, or other users can write it, or a
-        part of this checkpoint
+        other users can write a part of the checkpoint; or they own, or can write, the folder of the
+        run's checkpoints
     OSError
         a part of it can't be looked at
     """
@@ -311,8 +314,9 @@ def _refuse_checkpoint(run: RunFolder, folder: Path, path: Path, is_of_another: 
 
 
 def _owner_of_new_files(folder: Path) -> int:
-    """Return the user that a new file in a folder belongs to: some file systems give all files to
-    one. It is this user where none can be made now, as on a full disk."""
+    """Return the user that a new file in a folder belongs to, by making one for a moment: some file
+    systems give all files to one user. Return this user where no file can be made, as on a full
+    disk."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_uid
@@ -321,8 +325,8 @@ def _owner_of_new_files(folder: Path) -> int:
 
 
 def _statuses(path: Path) -> list[os.stat_result]:
-    """Return the status of a file or folder; of a link also that of what it leads to, if anything.
-    Raise OSError where there is none."""
+    """Return the status of a file or folder, and for a link also the status of what it leads to, if
+    that exists. Raise OSError where `path` does not exist."""
     statuses = [path.lstat()]
     if stat.S_ISLNK(statuses[0].st_mode):
         with suppress(FileNotFoundError):

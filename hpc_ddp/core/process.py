@@ -63,8 +63,8 @@ imports_ahead: ImportsAhead | None = None  # None in a process that is no fork o
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """Return what `is_live` needs to know of a process later, by default (None) of this one:
-    ``host``, ``pid``, and ``began``, None where no such process runs."""
+    """Return what `is_live` needs to know of a process later: ``host``, ``pid`` and ``began``,
+    which is None where no such process runs. `pid` None means this process."""
     pid = pid or os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "began": _began(pid)}
 
@@ -96,8 +96,9 @@ def live_pid(path: Path) -> int | None:
 
 
 def _read_pid_file(path: Path) -> tuple[str, str, str]:
-    """Return the process id in a worker's pid file, when that began, and the PID namespace of the
-    id, '' for this process's own; raise OSError or ValueError as long as it is not whole."""
+    """Return three words of a worker's pid file: the process id, when the process began, and the
+    PID namespace of the id, '' for this process's own. Raise OSError or ValueError while the file
+    is not whole."""
     number, began, *more = path.read_text().split()
     namespace = more[0] if more and more[0] != _namespace("self") else ""
     return number, began, namespace
@@ -112,8 +113,8 @@ def proc_text(pid: int | str, name: str) -> str:
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """Return the ids of the processes of this machine by their parent's, {} where there is no
-    /proc."""
+    """Return the ids of all processes of this machine, by the id of their parent; {} where there is
+    no /proc."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with suppress(OSError):
@@ -149,9 +150,10 @@ def may_hide(path: Path) -> bool:
 
 
 def signal_recorded(paths: Iterable[Path], number: int) -> int:
-    """Send signal `number` to the processes of pid files that still run; SIGKILL also to the others
-    of their process group, as to a training below a shell. Return how many got it, plus those that
-    got none but may run in a container, where they can't be seen from here.
+    """Send signal `number` to each process that still runs of those that the pid files `paths`
+    name; SIGKILL goes to the whole process group where the process leads it, as a shell does.
+    Return how many of the files name a process that was signalled, or one that may run in a
+    container, unseen.
 
     Raise PermissionError for a process of another user; those after it then get no signal.
     """
@@ -170,7 +172,7 @@ def signal_recorded(paths: Iterable[Path], number: int) -> int:
 
 def handles(pid: int, number: int, or_ignores: bool = False) -> bool:
     """Return whether a process has a handler for the signal `number`, or with `or_ignores` ignores
-    it: it would die of the signal otherwise.
+    the signal, so that the signal does not end the process.
 
     Raise OSError if the process is gone.
     """
@@ -200,7 +202,8 @@ def began_at(pid: int | None = None) -> float | None:
 
 
 def _began(pid: int) -> str | None:
-    """Return when a process started, in a form that only compares; None when there is none.
+    """Return when a process started, as a text that is good for comparing only; None where there is
+    no such process.
 
     Process numbers are used again, so the number alone proves nothing. A zombie counts as none.
     Where there is no /proc, all that this user may signal began at ``running``.
