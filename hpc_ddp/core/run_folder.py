@@ -65,16 +65,16 @@ class RunFolder:
 
     @property
     def newest_code(self) -> Path | None:
-        """The last snapshot that was taken of the run's code, for a task that has none of its own
-        of the array's; None without one. May raise OSError."""
+        """The newest snapshot of the run's code; a task without one of its own has that of its
+        array. None where there is none. Raises OSError where a folder can't be listed."""
         for folder in (self.code, RunFolder(self.whole).code):
             if numbers := _numbers_behind("", folder):
                 return folder / str(numbers[-1])
         return None
 
     def tasks(self) -> list[RunFolder]:
-        """Return the tasks of an array that have begun, by index; none for another run. May raise
-        OSError."""
+        """Return the tasks of an array that have begun, by index; [] for a run that is no array.
+        Raise OSError where the folder can't be listed."""
         return [self.task(index) for index in _numbers_behind("task-", self.path)]
 
     @property
@@ -90,12 +90,12 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The job's name, which is that of the folder that the run, or its array, lies in."""
+        """The job's name: that of the folder in which the run, or its array, lies."""
         return self.whole.parent.name
 
     @property
     def root(self) -> Path:
-        """``<runs>``, which this run and its index lie in."""
+        """``<runs>``, the folder of all runs."""
         return self.whole.parent.parent
 
     @property
@@ -104,13 +104,13 @@ class RunFolder:
 
     @property
     def limits_json(self) -> Path:
-        """The file of the operators' limits for a run, by key."""
+        """The JSON file of the limits that operators have set for a run, by their keys."""
         return self.path / "limits.json"
 
     @property
     def most_requeues(self) -> float:
-        """How often the operators let the run, or each task of its array, be requeued; inf without
-        a limit that can be read."""
+        """How often the operators let the run, or each task of its array, be requeued; inf where no
+        limit can be read."""
         most = read_json(RunFolder(self.whole).limits_json).get("max-requeues")
         return math.inf if most is None else most
 
@@ -158,19 +158,20 @@ class RunFolder:
 
     @property
     def unstaged(self) -> Path:
-        """The file that exists once a copy of ``--stage`` is in doubt, or its parcel in the way,
-        with that reason: no later attempt of the run, or of this task alone, starts from a copy or
-        packs one."""
+        """The file that exists once a copy of ``--stage`` may be wrong, or the files for it take
+        the room of a checkpoint; it has the reason. While it exists, no attempt of the run, or of
+        this task alone, starts from a copy or packs one."""
         return self.path / "unstaged"
 
     def unstage(self, why: str) -> None:
-        """Write the file `unstaged`, with a reason; raise OSError where the disk refuses."""
+        """Write the file `unstaged`, with the reason `why`, so that later attempts use no copy of
+        ``--stage``. Raise OSError where the disk refuses."""
         self.unstaged.write_text(f"{why} (to allow it again: rm {self.unstaged})")
 
     @property
     def early_links(self) -> Path:
-        """The file of the jobs of a chain that are in their set-up lines, or have ended there, each
-        with the job that it has queued."""
+        """The JSON file of the chain's jobs that have not got beyond their set-up lines, by id,
+        each with the next job that it has queued."""
         return self.path / "early-links.json"
 
     def make(self, is_new: bool = False) -> RunFolder:
@@ -184,38 +185,42 @@ class RunFolder:
         return self
 
     def journal(self, writer: str, attempt: int = 0) -> Journal:
-        """Return the journal to which `writer` appends events of an attempt; nothing is made."""
+        """Return the journal in which `writer` writes events of an attempt. Nothing is made on
+        disk."""
         return Journal(self.journal_folder, writer, attempt)
 
     def events(self) -> list[JournalEvent]:
-        """Return the journal's events, by attempt and time; [] without any. Raise OSError where it
-        can't be read."""
+        """Return the journal's events, by attempt and time; [] where there are none. Raise OSError
+        where the journal can't be read."""
         return read_events(self.journal_folder)
 
     def links(self) -> list[JobRef]:
         """Return the jobs that earlier jobs of the run have queued to follow them; [] for a run
-        that is no chain. May raise OSError."""
+        that is no chain. Raise OSError where the attempts can't be listed."""
         early = map(str, read_json(self.early_links).values())
         links = [attempt.link for attempt in self.attempts()] + [*map(JobRef.parse, early)]
         return [link for link in links if link]
 
     def jobs(self, events: Sequence[JournalEvent]) -> list[JobRef]:
-        """Return all jobs of the run, whose journal is `events`, oldest first: those that Slurm has
-        taken or that have started, then `links` that are not among them. May raise OSError."""
+        """Return all jobs of the run, whose journal is `events`: first those that Slurm has taken
+        or that have started, oldest first, then those of `links` that are not among them. Raise
+        OSError where the attempts can't be listed."""
         starts = [event for event in events if isinstance(event, (Queued, Started))]
         jobs = [JobRef.of(event.job_id, event.cluster) for event in starts]
         return distinct([*filter(None, jobs), *self.links()])
 
     def finished(self) -> bool:
-        """Return whether the run has reached its end by its journal, so that there is nothing to go
-        on with; raise OSError where the journal can't be read."""
+        """Return whether the run has reached its end by its journal, so that nothing is left to do.
+        Raise OSError where the journal can't be read."""
         return is_finished(self.events())
 
     def gpu_hours(self, gpus_per_node: int, now: float | None = None) -> float:
-        """Return the GPU hours that the run, or all tasks of its array together, has used so far.
+        """Return the GPU hours that the run has used so far; for an array or a task of it, those of
+        all tasks together.
 
-        `gpus_per_node` counts workers, for a run without GPUs. Attempts that go on end at `now`, in
-        unix seconds; None: with their last event. Raise OSError where a journal can't be read.
+        `gpus_per_node` counts workers for a run without GPUs. An attempt that goes on ends at
+        `now`, in unix seconds; with None, at its last event. Raise OSError where a journal can't be
+        read.
         """
         runs = RunFolder(self.whole).tasks() or [self]
         return sum(node_seconds(run.events(), now) for run in runs) * gpus_per_node / 3600
@@ -225,17 +230,19 @@ class RunFolder:
         return AttemptFolder(self.logs / f"attempt-{number}")
 
     def attempts(self) -> list[AttemptFolder]:
-        """Return the folders of the attempts so far, oldest first; [] before the first. May raise
-        OSError."""
+        """Return the folders of the attempts so far, oldest first; [] before the first. Raise
+        OSError where they can't be listed."""
         return [self.attempt(number) for number in _numbers_behind("attempt-", self.logs)]
 
     def next_attempt(self) -> int:
-        """Return the number of the attempt that begins next. May raise OSError."""
+        """Return the number of the attempt that begins next. Raise OSError where the attempts can't
+        be listed, or the journal can't be read."""
         return self._number_behind(self.attempts())
 
     def _number_behind(self, earlier: list[AttemptFolder]) -> int:
-        """Return the number behind the newest attempt's, or behind the journal's where there is no
-        folder: their user may have removed all. Raise OSError where the journal can't be read."""
+        """Return the number after the newest of the attempts `earlier`. Where there is none, as
+        where the user has removed all folders, return the number after the journal's newest; raise
+        OSError where the journal can't be read."""
         if earlier:
             return earlier[-1].number + 1
         starts = (event.attempt for event in self.events() if isinstance(event, Started))
@@ -244,8 +251,8 @@ class RunFolder:
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
-        """Make the folder of the next attempt, which is the caller's, and return it. No two
-        processes that do so at the same time get the same one.
+        """Make the folder of the next attempt for the caller, and return it. Of processes that do
+        so at the same time, each gets another one.
 
         Parameters
         ----------
@@ -273,8 +280,8 @@ class RunFolder:
                 return attempt
 
     def _create(self, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
-        """Put the attempt's folder in place in one step and return True; False when another process
-        was faster. Raise OSError where the disk refuses."""
+        """Make the attempt's folder, with its files, in one step, and return True; False where
+        another process was faster. Raise OSError where the disk refuses."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         try:
@@ -292,8 +299,8 @@ class RunFolder:
         return True
 
     def is_newest(self, attempt: int) -> bool:
-        """Return whether no attempt later than number `attempt` has started: only then may that one
-        change the run. May raise OSError."""
+        """Return whether no later attempt than number `attempt` has started: only the newest one
+        may change the run. Raise OSError where the attempts can't be listed."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
         return all(later.number <= attempt for later in self.attempts())
 
@@ -306,7 +313,7 @@ def _describe(attempt: AttemptFolder) -> str:
 
 
 def _numbers_behind(prefix: str, folder: Path) -> list[int]:
-    """Return the numbers that stand behind a prefix in the names in a folder, sorted. Raise OSError
-    where it can't be listed."""
+    """Return, sorted, the numbers behind `prefix` of those names in a folder that are the prefix
+    with a number. Raise OSError where the folder can't be listed."""
     ends = (name[len(prefix) :] for name in list_names(folder) if name.startswith(prefix))
     return sorted(int(number) for number in ends if number.isdecimal())

@@ -21,11 +21,11 @@ UNKNOWN = "_"  # in the index, for a cluster that is not known
 
 
 def link_job(job: JobRef, run: RunFolder) -> None:
-    """Note by a link below ``<runs>/.jobs-<uid>/<cluster>`` which run a job belongs to, so that a
-    look-up is one step. An earlier note of a job of this id is replaced.
+    """Note which run a job belongs to, by a link below ``<runs>/.jobs-<uid>/<cluster>``, by which
+    `find_run` finds it at once. An earlier note of a job of this id is replaced.
 
-    The job does as well without the note: a disk that takes none, or a folder that another user has
-    put there, is reported on stderr, not raised.
+    Where the disk takes no note, or another user has put a folder there, that is reported on stderr
+    and not raised: the job does not need the note.
     """
     index = _index_of(run.root)
     link = _link(run.root, job)
@@ -44,7 +44,8 @@ def link_job(job: JobRef, run: RunFolder) -> None:
 
 
 def unlink_jobs(run: RunFolder) -> None:
-    """Remove what `link_job` has noted of a run; what the disk refuses stays."""
+    """Remove what `link_job` has noted of a run and its tasks; a note that the disk does not let go
+    stays."""
     for link in _index_of(run.root).glob("*/*"):
         with suppress(OSError):
             target = Path(os.path.normpath(link.parent / os.readlink(link)))
@@ -53,10 +54,10 @@ def unlink_jobs(run: RunFolder) -> None:
 
 
 def linked_runs(root: Path, jobs: Iterable[JobRef]) -> set[str]:
-    """Return the real paths of the runs below `root` that jobs belong to, and of their arrays.
+    """Return the real paths of the runs below `root` to which jobs belong, and of their arrays.
 
-    The set is for looking runs up in it: it also has paths that are no run's, such as the place of
-    the missing note of a job without one.
+    The set is only good for looking up whether a run is in it: it has further paths, as that of the
+    note itself for a job of which there is none.
     """
     paths = {os.path.realpath(_link(root, job)) for job in jobs}
     return paths | {os.path.dirname(path) for path in paths}
@@ -72,20 +73,20 @@ def _link(root: Path, job: JobRef) -> Path:
 
 
 def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> RunFolder:
-    """Return the run that a person means by `text`: a folder, a job id, a run id, or a run's name
-    (of which the newest run is meant); the first of these that fits.
+    """Return the run that a person means by `text`. That is the first that exists of: a run's
+    folder; the run of a job id; of a run id; the newest run of a name.
 
-    A job id is one of the cluster that `own_cluster` returns ('': unknown), which is called only
-    for a number that a job of some run has; its errors pass through. `root` is the folder of all
-    runs. A folder in the working directory comes first, whichever user made it. It is read as data;
+    A job id counts on the cluster that `own_cluster` returns ('': unknown), which is called only
+    where a job of some run has that id; its errors pass through. `root` is the folder of all runs.
+    A folder in the working directory comes first, whichever user made it. It is read as data;
     `file_owners.check_executable` keeps what is in it from being started. Links of other users
     count as absent.
 
     Raises
     ------
     UsageError
-        there is no such run, the task has not begun, or several clusters have jobs of the number
-        and it is not clear which is meant
+        there is no such run, the task has not begun, or several clusters have jobs of the id and it
+        is not clear which is meant
     OSError
         `text` is too long for a path, or a run's folder or journal can't be read
     """
@@ -127,8 +128,8 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
 
 
 def _waiting_task(root: Path, text: str) -> RunFolder | None:
-    """Return the folder that a person means by ``ARRAY/task-N``, of an array that is there, by path
-    or id; None for other words, and without such an array."""
+    """Return the folder, which does not exist, of a task that a person means by ``ARRAY/task-N``,
+    where ARRAY is the path or id of an array that exists; None for any other text."""
     if "\0" in text or not re.fullmatch(r".*[^/]/task-\d+", text, flags=re.DOTALL):
         return None
     array, _, task = text.rpartition("/")
@@ -149,8 +150,9 @@ def is_trusted(path: Path) -> bool:
 
 
 def _runs_of_job(root: Path, text: str) -> dict[Path, JobRef]:
-    """Return the runs below `root` with a job of an id, as ``28``, or of a task of an array, as
-    ``28_3``, and each one's job; several where clusters share the disk, {} without one.
+    """Return the runs below `root` that have a job of this id, each with its job. `text` is a job
+    id, as ``28``, or that of an array's task, as ``28_3``. There may be several where clusters
+    share the disk, and {} where there is none.
 
     Raise OSError where a run's journal can't be read.
     """
@@ -166,17 +168,15 @@ def _runs_of_job(root: Path, text: str) -> dict[Path, JobRef]:
 
 
 def _of_cluster(of_job: dict[Path, JobRef], cluster: str) -> list[Path]:
-    """Return the run of `of_job` whose job is of a cluster ('': unknown), as a list; [] without
-    one, and where several may be."""
+    """Return the run of `of_job` whose job is of a cluster ('': unknown), as a list; [] where there
+    is none, or several may be meant."""
     paths = [path for path, job in of_job.items() if job.is_of(cluster)]
     return paths if len(paths) == 1 else []
 
 
 def _has_job(path: Path, job: JobRef) -> bool:
-    """Return whether the run in a folder, or its array, had this job: others may write links to it.
-
-    Raise OSError where its journal can't be read.
-    """
+    """Return whether the run in a folder, or its array, had this job by its journal: other users
+    may write links of their own. Raise OSError where the journal can't be read."""
     if not is_trusted(path / "job.json"):
         return False
     run = RunFolder(path.resolve())
@@ -197,8 +197,8 @@ def _newest(runs: Iterable[Path]) -> list[Path]:
 
 
 def _begun(run: Path) -> tuple[str, float, str]:
-    """Return what sorts run folders by when they began: their id has it, or else the time of their
-    job.json. One without either counts as the oldest."""
+    """Return a key that sorts run folders by the time when they began, which is in their id, or
+    else that of their job.json. A folder without either counts as the oldest."""
     if re.match(r"\d{8}-\d{6}-", run.name):
         return run.name[:15], 0.0, run.name
     try:

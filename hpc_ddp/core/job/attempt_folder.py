@@ -17,8 +17,8 @@ from hpc_ddp.core.job.job_ref import JobRef
 
 @dataclass(frozen=True)
 class NodeFolder:
-    """One node's folder in an attempt, with the names of files that one supervisor uses: that of
-    all the node's workers (`rank` None), or of worker `rank` alone (``--launcher srun``)."""
+    """One node's folder in an attempt. One supervisor has all workers of the node (`rank` None), or
+    worker `rank` alone (``--launcher srun``); then its files have the rank in their names."""
 
     path: Path
     rank: int | None = None
@@ -30,23 +30,25 @@ class NodeFolder:
 
     @property
     def record(self) -> Path:
-        """How this node's torchrun, or this task's worker, ended, as JSON."""
+        """The JSON file that says how this node's torchrun, or this task's worker, has ended."""
         return self.path / f"record{self._task}.json"
 
     @property
     def failures(self) -> Path:
-        """The failed workers as torchrun reports them to the supervisor, or why it reports none, as
-        JSON; empty before (see `AttemptFolder.notice`)."""
+        """The JSON file of the failed workers, as torchrun reports them to the supervisor, or of
+        why it reports none; empty before (see `AttemptFolder.notice`)."""
         return self.path / f"failures{self._task}.json"
 
     @property
     def printed(self) -> Path:
-        """When which rank's log had which size: lines of unix seconds, rank and bytes."""
+        """The file of how the logs grow: lines of unix seconds, a rank, and the bytes of its log by
+        then."""
         return self.path / f"printed{self._task}"
 
     @property
     def peer_port(self) -> Path:
-        """The port at which the supervisor listens to its peers, as JSON; of a few supervisors."""
+        """The JSON file of the port at which the supervisor listens to its peers; few supervisors
+        have one."""
         return self.path / f"peer-port{self._task}.json"
 
     @property
@@ -54,8 +56,8 @@ class NodeFolder:
         return "" if self.rank is None else f"-{self.rank}"
 
     def pids(self) -> list[Path]:
-        """Return the files with the process ids of the workers that have started; with a `rank`
-        its own alone. [] before. Raise OSError for a folder that can't be listed."""
+        """Return the files with the process ids of the workers that have started, with a `rank`
+        only that worker's; [] before. Raise OSError where the folder can't be listed."""
         pattern = f"rank-{'*' if self.rank is None else self.rank}.pid"
         return [self.path / name for name in fnmatch.filter(list_names(self.path), pattern)]
 
@@ -66,7 +68,7 @@ class NodeFolder:
 
     def names(self, begin: str, end: str) -> list[str]:
         """Return the names of the node's files that begin with `begin` and end with `end`, sorted;
-        [] where the folder can't be listed. It takes a tenth of the time of a glob: there are
+        [] where the folder can't be listed. A glob would take ten times as long, and there are
         thousands of nodes."""
         names: list[str] = []
         with suppress(OSError):
@@ -82,11 +84,13 @@ class NodeFolder:
         return self.path / f"rank-{rank}.log"
 
     def stacks(self, rank: int) -> Path:
-        """The file of the stacks of a rank's threads when it hung; empty if it ended otherwise."""
+        """The file with the stacks of a rank's threads when the rank hung; empty if it ended
+        otherwise."""
         return self.path / f"stack-rank-{rank}.txt"
 
     def flight(self, rank: int) -> Path:
-        """The last collectives of a rank that hung; torch's ``torchfrtrace`` compares them."""
+        """The file with the last collectives of a rank that hung; torch's ``torchfrtrace`` compares
+        them."""
         return self.path / f"flight-rank-{rank}"
 
 
@@ -109,7 +113,8 @@ class AttemptFolder:
 
     @property
     def link(self) -> JobRef | None:
-        """The next job of the chain, as the attempt's job has queued it; None without one."""
+        """The next job of the chain, as the attempt's job has queued it; None where it has queued
+        none."""
         text = read_json(self.path / "next.json").get("job_id")
         return JobRef.parse(str(text)) if text else None
 
@@ -117,23 +122,23 @@ class AttemptFolder:
     def node_names(self) -> tuple[str, ...]:
         """Names of the attempt's nodes, in the order of the ranks.
 
-        Raises OSError where the disk is away for longer than `patiently` waits, and ValueError or
-        KeyError where the file is damaged.
+        A disk in trouble is waited for (`patiently`). Raises OSError where that is in vain, and
+        ValueError or KeyError where the file is damaged.
         """
         return tuple(json.loads(patiently((self.path / "attempt.json").read_text))["nodes"])
 
     @property
     def notice(self) -> Path:
-        """Holds a word once the batch shell has one to pass on; empty before.
+        """Holds a word once the batch script has a notice to pass on; empty before.
 
-        It exists from the start: opening a file that exists asks an NFS server for its
-        newest content, while a look-up of a missing name may be answered from a cache.
+        The file exists from the start: opening a file that exists asks an NFS server for its newest
+        content, while a look-up of a missing name may be answered from a cache.
         """
         return self.path / "notice"
 
     @property
     def end_time(self) -> Path:
-        """Holds the end of the job's time in unix seconds, once Slurm has another one than at the
+        """Holds the end of the job's time in unix seconds, once Slurm has changed it since the
         attempt's start; empty before (see `notice`)."""
         return self.path / "end-time"
 
@@ -156,8 +161,9 @@ class AttemptFolder:
 
     @property
     def staged(self) -> set[str]:
-        """Where Pythons of the attempt have started from a copy of ``--stage``: ``staged-memory``,
-        ``staged-disk``."""
+        """The words for the kinds of copies of ``--stage`` from which a Python of the attempt has
+        started: ``staged-memory``, ``staged-disk``. Raises OSError where the folder can't be
+        listed."""
         return {name for name in list_names(self.path) if name.startswith("staged-")}
 
     @property
@@ -166,7 +172,8 @@ class AttemptFolder:
         return self.path / "port-taken"
 
     def node(self, name: str, rank: int | None = None) -> NodeFolder:
-        """Return the folder of a node, or of its Slurm task for `rank`; nothing is made."""
+        """Return the folder of a node, with `rank` for the Slurm task of this worker. Nothing is
+        made on disk."""
         return NodeFolder(self.path / name, rank)
 
     def nodes(self) -> list[NodeFolder]:
@@ -177,9 +184,9 @@ class AttemptFolder:
         return [self.node(name) for name in names]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the records that the nodes, or their Slurm tasks, have written of their ends so
-        far. A record that is damaged, can't be read or has no exit ``code`` is left out; raise
-        OSError where the nodes can't be listed."""
+        """Return what the nodes, or their Slurm tasks, have recorded of their ends so far. A record
+        that is damaged, can't be read or has no exit ``code`` is left out. Raise OSError where the
+        nodes can't be listed."""
         nodes = self.nodes()
         with ThreadPoolExecutor(READERS) as pool:  # a thousand small files take seconds in a row
             records = [record for of_node in pool.map(_records_of, nodes) for record in of_node]

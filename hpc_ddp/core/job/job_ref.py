@@ -10,8 +10,9 @@ from dataclasses import dataclass
 class JobRef:
     """A job of Slurm. Its id alone names no job: clusters that share a disk number theirs alike.
 
-    `cluster` is ``name@host:port``, with the controller's place, since clouds give all of their
-    clusters one name; ``name`` where only that is known, as of a job sent elsewhere; or ''.
+    `cluster` is ``name@host:port``, where host and port are the controller's, since clouds give all
+    of their clusters one name. It is ``name`` where only that is known, as of a job sent to another
+    cluster; or ''.
     """
 
     id: str
@@ -32,7 +33,7 @@ class JobRef:
         return f"{self.id};{self.cluster}" if self.cluster else self.id
 
     def task(self, index: int) -> JobRef:
-        """Return one task of this job, an array."""
+        """Return the task of an index of this job, which is an array."""
         return JobRef(f"{self.id}_{index}", self.cluster)
 
     @property
@@ -41,8 +42,8 @@ class JobRef:
         return self.cluster.partition("@")[0]
 
     def is_of(self, cluster: str) -> bool:
-        """Return whether this may be a job of `cluster`, which is named as in the class. A name or
-        controller that one of the two lacks counts as equal: '' may be any cluster."""
+        """Return whether this may be a job of `cluster`, a text as in the class. Where one of the
+        two lacks a name or a controller, that counts as equal: '' may be any cluster."""
         name, _, controller = self.cluster.partition("@")
         cluster_name, _, its_controller = cluster.partition("@")
         if not name or not cluster_name:
@@ -51,8 +52,8 @@ class JobRef:
         return name == cluster_name and len(controllers) < 2
 
     def is_of_namesake(self, cluster: str) -> bool:
-        """Return whether this job is of another cluster than `cluster` that has the same name, by
-        their controllers."""
+        """Return whether this job is of another cluster than `cluster`, one that has the same name
+        and another controller."""
         is_namesake = self.cluster_name == JobRef("", cluster).cluster_name
         return is_namesake and not self.is_of(cluster)
 
@@ -63,17 +64,17 @@ class JobRef:
         return self.id == job.id and len(names) < 2
 
     def is_vaguer_than(self, job: JobRef) -> bool:
-        """Return whether this and `job` may be one job, and `job` says more of its cluster."""
+        """Return whether this and `job` may be one job, and `job` says more of the cluster."""
         return self != job and self.is_same(job) and job.cluster.startswith(self.cluster)
 
     def is_among(self, jobs: Iterable[JobRef]) -> bool:
-        """Return whether one of some jobs may be this one, as `is_same`."""
+        """Return whether one of `jobs` may be this job, by `is_same`."""
         return any(map(self.is_same, jobs))
 
 
 def distinct(jobs: Iterable[JobRef]) -> list[JobRef]:
-    """Return each job once, in their order: of equal ones the first, and none that is vaguer about
-    its cluster than another one of its id."""
+    """Return each job once, in their order. Of equal jobs the first stays; a job goes where another
+    one of its id says more of the cluster."""
     jobs = list(dict.fromkeys(jobs))
     by_id: dict[str, list[JobRef]] = {}
     for job in jobs:

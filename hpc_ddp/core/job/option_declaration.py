@@ -94,8 +94,9 @@ class Option:
     is_joined: bool = False
 
     def check(self, key: str, value: Any) -> None:
-        """Check the value of a key: it is one of the `accepted` ones, if there are any, and a whole
-        number not below `least`, if that is given; None passes `least`, too.
+        """Refuse a value that is not among `accepted`, where any are, or that is no whole number
+        from `least` on, where `least` is given. None is never refused for `least`. `key` names the
+        setting in an error.
 
         Raises
         ------
@@ -117,8 +118,8 @@ class Option:
 
 
 def option(default: Any, help: str, **declared: Any) -> Any:
-    """Return a dataclass's field with its declaration; `declared` has the attributes of `Option`.
-    With a dict as default each instance has an empty one of its own."""
+    """Return a dataclass's field that carries its declaration; `declared` are attributes of
+    `Option`. With a dict as default each instance has an empty dict of its own."""
     metadata = {"option": Option(help, **declared)}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -126,8 +127,8 @@ def option(default: Any, help: str, **declared: Any) -> Any:
 
 
 def options_of(*settings: type[Any]) -> dict[str, Option]:
-    """Return the declarations of some dataclasses by key, in their order, with the kinds of their
-    annotations; fields without a declaration are left out."""
+    """Return the declared options of some dataclasses by key, in the order of the fields, each with
+    the kind of its annotation. Fields without a declaration are left out."""
     return {
         key_of(item): _with_kind(item)
         for each_class in settings
@@ -137,7 +138,8 @@ def options_of(*settings: type[Any]) -> dict[str, Option]:
 
 
 def key_of(item: Field[Any] | str) -> str:
-    """Return the key of a field, or of a field's name: ``cpus-per-task``."""
+    """Return the key of a field, or of a field's name, with dashes for underscores:
+    ``cpus-per-task``."""
     return (item if isinstance(item, str) else item.name).replace("_", "-")
 
 
@@ -147,8 +149,8 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def _with_kind(item: Field[Any]) -> Option:
-    """Return a field's declaration, with the kind that its annotation has in `_KINDS`; for a text,
-    and for an annotation without a kind, the declared kind stays."""
+    """Return a field's declaration, with the kind that `_KINDS` has for the annotation. Where that
+    is `TEXT`, or there is none, the declared kind stays."""
     declared: Option = item.metadata["option"]
     kind = _KINDS.get(str(item.type).removesuffix(" | None"))
     return declared if kind in (None, TEXT) else Option(**{**vars(declared), "kind": kind})

@@ -13,8 +13,9 @@ from hpc_ddp.core.run_folder import RunFolder
 
 
 def task_of(run: RunFolder, index: int) -> RunFolder:
-    """Make the folder of task `index` of an array, with its own job.json and a link to the array's
-    lib, and return it. It can be repeated: a job.json with another content is written anew.
+    """Make the folder of task `index` of an array, with the task's job.json and a link to the
+    array's lib, and return it. Where the folder exists, only a job.json with another content is
+    written anew.
 
     A disk in trouble is asked again for a minute (`patiently`). Raise OSError if it still refuses,
     UsageError if the array's job.json is broken, IndexError beyond the last task of a sweep.
@@ -35,8 +36,8 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
 
 
 def run_of_job(environ: Mapping[str, str]) -> RunFolder:
-    """Return the run of HPC_DDP_RUN; in an array the run of this task, which `task_of` makes, with
-    its errors."""
+    """Return the run that HPC_DDP_RUN in `environ` names; in a task of an array the run of this
+    task, whose folder `task_of` makes. Raise KeyError without a run; and what `task_of` raises."""
     run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
@@ -45,8 +46,8 @@ def run_of_job(environ: Mapping[str, str]) -> RunFolder:
 
 
 def trial_of(run: RunFolder) -> Mapping[str, str]:
-    """Return the values of a sweep's parameters that a task of it has, by name; {} for any other
-    run, and where the sweep's job.json is damaged or can't be read."""
+    """Return the values, by parameter, that a sweep's task has; {} for any other run, and where the
+    sweep's job.json is damaged or can't be read."""
     if not run.is_task:
         return {}
     try:

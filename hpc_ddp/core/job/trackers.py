@@ -25,9 +25,10 @@ FLUSH_EVERY_S = "1"
 def tracker_env(
     run: RunFolder, environ: Mapping[str, str], first_attempt: int = 0
 ) -> dict[str, str]:
-    """Return the trackers' variables for all workers of a run, without those that `environ` has;
-    `SET_HERE` names them. MLflow's is among them once `mlflow_id` is there. {} where `environ` has
-    ``off`` for `SET_HERE`. `worker.set_trackers` has the rest, which differs between ranks.
+    """Return the trackers' variables for all workers of a run. Those that `environ` has are left
+    out; `SET_HERE` names the others, with blanks between. {} where `environ` has ``off`` for
+    `SET_HERE`. MLflow's variable is there once the file `mlflow_id` is. `worker.set_trackers` sets
+    the variables that differ between ranks.
 
     For the trackers each trial of a sweep is a run, in the sweep's group. A run that began anew
     (``--fresh``) with attempt `first_attempt` is another run than before, in the same group.
@@ -54,8 +55,8 @@ def tracker_env(
 
 
 def _suffix(first_attempt: int) -> str:
-    """Return what tells the trackers' runs of one run apart: the attempt that began anew, as
-    ``-3``; '' without one."""
+    """Return the end of a tracker's id, as ``-3``, for a run that began anew with attempt
+    `first_attempt`; '' for 0."""
     return f"-{first_attempt}" if first_attempt else ""
 
 
@@ -66,15 +67,15 @@ def _id(text: str) -> str:
 
 
 def mlflow_id(run: RunFolder, first_attempt: int = 0) -> Path:
-    """Return the path of the file with the id that MLflow's server has given to a run; it exists
-    from then on. `first_attempt` as in `tracker_env`. Its name has the run's id: a copy of the run
-    is another one."""
+    """Return the path of the file with the id that MLflow's server has given to a run; the file is
+    missing before. `first_attempt` as in `tracker_env`. The file's name has the run's id, since a
+    copy of the run's folder is another run."""
     return run.path / f"mlflow-{run.id.replace('/', '-')}{_suffix(first_attempt)}"
 
 
 def sync_commands(run: RunFolder) -> list[str]:
-    """Return the commands that send what was recorded offline, by a run or by the tasks of an
-    array; [] where nothing waits for that. Raise OSError where a folder can't be listed."""
+    """Return the shell commands that send what a run, or the tasks of an array, recorded offline;
+    [] where nothing is left to send. Raise OSError where a folder can't be listed."""
     commands = []
     for place in ("", "task-*/"):
         records = run.path.glob(f"{place}wandb/offline-run-*/*.wandb")
