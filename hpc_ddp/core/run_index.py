@@ -56,8 +56,8 @@ def unlink_jobs(run: RunFolder) -> None:
 def linked_runs(root: Path, jobs: Iterable[JobRef]) -> set[str]:
     """Return the real paths of the runs below `root` to which jobs belong, and of their arrays.
 
-    The set is only good for looking up whether a run is in it: it has further paths, as that of the
-    note itself for a job of which there is none.
+    The set is only good for looking up whether a run is in it: for a job without a note it has the
+    path that the note would have.
     """
     paths = {os.path.realpath(_link(root, job)) for job in jobs}
     return paths | {os.path.dirname(path) for path in paths}
@@ -128,8 +128,8 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
 
 
 def _waiting_task(root: Path, text: str) -> RunFolder | None:
-    """Return the folder, which does not exist, of a task that a person means by ``ARRAY/task-N``,
-    where ARRAY is the path or id of an array that exists; None for any other text."""
+    """Return the folder, which need not exist, of a task that a person means by ``ARRAY/task-N``;
+    ARRAY is the path or id of an array that exists. None for any other text."""
     if "\0" in text or not re.fullmatch(r".*[^/]/task-\d+", text, flags=re.DOTALL):
         return None
     array, _, task = text.rpartition("/")

@@ -65,8 +65,8 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check(spec: JobSpec) -> None:
-    """Check each value of a job. Values have the types of their fields; another type may raise any
-    error.
+    """Check all values of a job, which have the types of their fields; a value of another type may
+    raise any error.
 
     Raises
     ------
@@ -109,7 +109,8 @@ def check(spec: JobSpec) -> None:
 
 
 def _check_names(spec: JobSpec) -> None:
-    """Check the names of the module and of the job; raise UsageError for a bad one."""
+    """Check the names of the module and of the job, and that a module is no command as well; raise
+    UsageError."""
     if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
         raise UsageError(
             f"{spec.script!r} is no module; accepted with --module: a name such as package.train",
@@ -124,8 +125,8 @@ def _check_names(spec: JobSpec) -> None:
 
 
 def _check_resume(spec: JobSpec) -> None:
-    """Check the arguments of a resume; raise UsageError where they can't be split into words, or a
-    condition has none beside it."""
+    """Check the arguments of a resume. Raise UsageError where they can't be split into words, and
+    for a ``resume-if`` without ``resume-args``."""
     try:
         shlex.split(spec.resume_args)
     except ValueError as error:
@@ -141,8 +142,8 @@ def _check_resume(spec: JobSpec) -> None:
 
 
 def _check_sbatch(spec: JobSpec) -> None:
-    """Check the raw options of sbatch; raise UsageError for one that `split_raw` refuses, and for
-    one with which sbatch does something else than hpc-ddp says."""
+    """Check the raw options of sbatch. Raise UsageError for one that `split_raw` refuses, and for
+    one that would break what hpc-ddp does with the job."""
     for raw in spec.sbatch:
         name, _ = split_raw(raw, "sbatch", "--network=x")
         if name in SBATCH_REFUSED:
@@ -157,8 +158,8 @@ def _check_sbatch(spec: JobSpec) -> None:
 
 
 def _check_budget(spec: JobSpec) -> None:
-    """Check the number of GPU hours that a run may use, None for no bound; raise UsageError for
-    anything but a number above 0."""
+    """Check the bound on GPU hours of a run, None for no bound; raise UsageError for anything but a
+    number above 0."""
     hours = spec.budget_gpu_hours
     if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
         raise UsageError(
@@ -168,8 +169,9 @@ def _check_budget(spec: JobSpec) -> None:
 
 
 def _check_tasks(spec: JobSpec) -> None:
-    """Check the Slurm step: its launcher, its CPUs, its options. Raise UsageError for settings that
-    exclude each other, fewer CPUs than tasks, and what `_check_step_options` refuses."""
+    """Check the settings of the Slurm step: its launcher, its CPUs, its raw options. Raise
+    UsageError for settings that exclude each other, for fewer CPUs than tasks, and as
+    `_check_step_options`."""
     _check_step_options(spec)
     if spec.launcher != "torchrun" and not isinstance(spec.nodes, int):
         raise UsageError(
@@ -210,8 +212,9 @@ def _check_tasks(spec: JobSpec) -> None:
 
 
 def _check_step_options(spec: JobSpec) -> None:
-    """Check the raw options of srun and mpirun. Raise UsageError for one that hpc-ddp sets itself,
-    one of srun that `split_raw` refuses, and mpirun's that are no words of a shell."""
+    """Check the raw options of srun and mpirun. Raise UsageError for an option that hpc-ddp sets
+    itself, for one of srun's that `split_raw` refuses, and for mpirun's that can't be split into
+    words."""
     for raw in spec.srun:
         name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
         if name in SRUN_SETTLED:
@@ -228,8 +231,9 @@ def _check_step_options(spec: JobSpec) -> None:
 
 
 def _check_container(spec: JobSpec) -> None:
-    """Refuse a container's command that can't be split into words, a container beside an image, and
-    ``--stage`` beside one of these or submitit; raise UsageError."""
+    """Check the settings of a container. Raise UsageError for a command that can't be split into
+    words, for a container and an image at once, and for ``--stage`` with one of these or
+    submitit."""
     if spec.stage and (spec.container or spec.image or spec.backend == "submitit"):
         raise UsageError(
             "--stage is not for containers, whose image is one file already, nor for submitit",
@@ -250,9 +254,9 @@ def _check_container(spec: JobSpec) -> None:
 
 
 def _check_torchrun(spec: JobSpec) -> None:
-    """Check raw options of torchrun, restarts, and ``--elastic``. Raise UsageError for an option of
-    another form than ``--name`` or ``--name=value``, one that hpc-ddp sets itself, also by a
-    beginning of its name, and settings that exclude each other."""
+    """Check raw options of torchrun, restarts, and ``--elastic``. Raise UsageError for settings
+    that exclude each other, for an option of another form than ``--name`` or ``--name=value``, and
+    for one that hpc-ddp sets itself, also where a beginning of its name is given."""
     if spec.launcher != "torchrun" and (spec.torchrun or spec.restarts or spec.elastic):
         raise UsageError(
             "without torchrun there are no --max-restarts, --elastic and --torchrun",
@@ -280,8 +284,9 @@ def _check_torchrun(spec: JobSpec) -> None:
 
 
 def _check_texts(spec: JobSpec) -> None:
-    """Refuse in ``#SBATCH`` values what ends or splits such a line, and NUL or bytes that are no
-    UTF-8 in what stands in the script; raise UsageError."""
+    """Check the characters of a job's texts. Raise UsageError for a value of an ``#SBATCH`` line
+    that can't be printed, as a line break; and for NUL, or bytes that are no UTF-8, in the script's
+    texts."""
     for item in fields(spec):
         text = getattr(spec, item.name)
         is_directive = "option" in item.metadata and item.metadata["option"].is_sbatch
@@ -307,8 +312,9 @@ def _check_texts(spec: JobSpec) -> None:
 
 
 def _check_python(python: str) -> None:
-    """Refuse an empty text, an option, which would be srun's, and a command of several words unless
-    its first word has a slash (it may be a path with blanks); raise UsageError."""
+    """Check the name or path of Python. Raise UsageError for an empty text; for an option, which
+    srun would take for its own; and for several words, unless the first has a slash: a path may
+    have blanks."""
     first, *words = python.split() or [""]
     if not first or first.startswith("-") or (words and "/" not in first):
         raise UsageError(
@@ -327,8 +333,8 @@ def _is_unicode(text: str) -> bool:
 
 
 def _check_nodes(nodes: int | str) -> None:
-    """Refuse anything but a number from 1 to 999,999 or a range of such, as ``1-4``; raise
-    UsageError."""
+    """Check a number of nodes. Raise UsageError for anything but a number from 1 to 999,999, or a
+    range of such, as ``1-4``."""
     match = re.fullmatch(r"(\d{1,6})-(\d{1,6})", nodes, re.A) if isinstance(nodes, str) else None
     if match and 1 <= int(match[1]) <= int(match[2]):
         return
@@ -340,8 +346,8 @@ def _check_nodes(nodes: int | str) -> None:
 
 
 def _check_env(spec: JobSpec) -> None:
-    """Check the names of environment variables in `env`, `env_names` and `expand`, and that no
-    value of `env` looks like a secret; raise UsageError."""
+    """Check the variables of a job. Raise UsageError for a bad name in `env`, `env_names` or
+    `expand`, and for a value of `env` that looks like a secret or is too long for Linux."""
     of_expand = (name.removesuffix("[@]") for name in spec.expand)
     for name in (*spec.env, *spec.env_names, *of_expand):
         if not _ENV_NAME.fullmatch(name):
@@ -364,8 +370,8 @@ def _check_env(spec: JobSpec) -> None:
 
 
 def mpirun_words(options: Sequence[str]) -> list[str]:
-    """Return the words of options of mpirun, each text split as by a shell; raise UsageError for
-    one that can't be."""
+    """Return the words of options of mpirun, each of which is split as by a shell. Raise UsageError
+    where one can't be split."""
     try:
         return [word for text in options for word in shlex.split(text)]
     except ValueError as error:

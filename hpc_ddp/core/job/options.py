@@ -33,10 +33,10 @@ ELASTIC_RESTARTS = 3
 
 @dataclass(frozen=True)
 class JobSpec(ResourceOptions):
-    """A job. Fields that Slurm has options for have their names. Making one checks it: a value that
-    is refused raises UsageError.
+    """A job. Fields that Slurm has options for have the options' names. Making a job checks it: a
+    value that is refused raises UsageError.
 
-    Units: `time` is in Slurm's format (``minutes``, ``h:m:s``, ``d-h`` …), and so is `signal`,
+    `time` is in Slurm's format (``minutes``, ``h:m:s``, ``d-h`` …), and so is `signal`,
     ``NAME@SECONDS`` before the time limit. None leaves a value to the site's Slurm.
     """
 
@@ -335,7 +335,7 @@ class JobSpec(ResourceOptions):
 
     @property
     def gpus_in_use(self) -> int:
-        """GPUs of a node that count against a budget: its workers, in a job without GPUs."""
+        """GPUs of a node that count against a budget; without GPUs the workers of a node."""
         return self.gpu_count or self.workers_per_node
 
     @property
@@ -344,18 +344,16 @@ class JobSpec(ResourceOptions):
         return trials(self.sweep)
 
     def indexes(self, begun: Iterable[int]) -> list[int]:
-        """Return the indexes of all tasks of the array, sorted: those of `array`, and those that
-        have `begun`: the last submit may have been of a part. A sweep's are those of its trials.
-
-        Raise UsageError for a job that is neither an array nor a sweep.
-        """
+        """Return the indexes of all tasks of the array, sorted: those of `array`, which the last
+        submit may have cut down, and those that have `begun`. A sweep has an index for each trial.
+        Raise UsageError for a job that is neither."""
         if self.sweep:
             return list(range(len(self.trials)))
         return sorted({*begun, *array_indexes(self.array or "")})
 
     def task(self, index: int) -> JobSpec:
-        """Return task `index`, from 0, of the array as a job of its own; a sweep's has its trial in
-        `args`. Raise IndexError beyond a sweep."""
+        """Return task `index`, from 0, of the array as a job of its own; in a sweep its `args` have
+        the trial. Raise IndexError beyond the last trial."""
         args = (*self.args, *trial_args(self.trials[index])) if self.sweep else self.args
         return replace(self, args=args, sweep={}, array=str(index))
 
@@ -371,8 +369,8 @@ class JobSpec(ResourceOptions):
 
     @property
     def parts_of_time(self) -> int:
-        """How many attempts with the least limit take as long as one with the time limit, rounded
-        up; 1 without one of the limits."""
+        """How many attempts of the least limit last as long as one of the time limit, rounded up; 1
+        without one of the limits."""
         return -(-(self.time_s or 0) // (self.time_min_s or self.time_s or 1)) or 1
 
     def to_json(self) -> str:
@@ -381,13 +379,9 @@ class JobSpec(ResourceOptions):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> JobSpec:
-        """Return the job of the text of `to_json`; unknown fields of a newer version are ignored.
-
-        Raises
-        ------
-        UsageError
-            it is no JSON object, lacks a field, or has a value that is refused
-        """
+        """Return the job of a text that `to_json` has made; unknown fields of a newer version are
+        ignored. Raise UsageError where it is no JSON object, lacks a field, or has a value that is
+        refused."""
         try:
             return cls(**{key: value for key, value in parse_object(text).items() if key in FIELDS})
         except UsageError:

@@ -93,29 +93,31 @@ SBATCH_REFUSED = {
 
 
 def full_name(name: str, names: str = SRUN) -> str:
-    """Return the whole name of a long option, without dashes, by one of its names or an unambiguous
-    beginning; one that is not among `names` (with blanks between them) stays as it is."""
+    """Return the whole name of a long option, given without dashes. `name` may be an alias, or a
+    beginning that only one of `names` has (a text with blanks between names). Any other name stays
+    as it is."""
     fitting = _fitting(name, names)
     long_name = fitting[0] if len(fitting) == 1 else name
     return _ALIASES.get(long_name, long_name)
 
 
 def _fitting(name: str, names: str) -> list[str]:
-    """Return the one of `names` that is `name`, else those that begin with it."""
+    """Return [name] where `name` is one of `names`, else those of `names` that begin with it."""
     all_names = names.split()
     return [name] if name in all_names else [long for long in all_names if long.startswith(name)]
 
 
 def as_pairs(options: Iterable[str], names: str = SRUN) -> list[tuple[str, str]]:
-    """Return raw options, ``--name=value``, as pairs of the whole name, as `full_name` has it, and
-    the value; a flag's is ''."""
+    """Return raw options, ``--name=value``, as pairs of the whole name (see `full_name`) and the
+    value, which is '' without ``=``."""
     parts = (option.removeprefix("--").partition("=") for option in options)
     return [(full_name(name, names), text) for name, _, text in parts]
 
 
 def with_own_keys(settings: dict[str, Any]) -> dict[str, Any]:
-    """Move raw options of ``sbatch`` among some settings to their keys, where limits and tables of
-    files look (`_OF_KEYS`), in place, and return the settings. One whose key is there stays."""
+    """Turn raw options in the ``sbatch`` of `settings` into settings of their own keys, where
+    limits and tables of files look (`_OF_KEYS`). Change `settings` in place, and return it. A raw
+    option stays where its key is set already."""
     keys = {*settings}
     for raw in [*settings.get("sbatch", ())]:
         ((name, text),) = as_pairs([raw], SBATCH)
@@ -128,11 +130,11 @@ def with_own_keys(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
-    """Return the whole name and the value of a raw option of srun or sbatch, ``--name=value``; ''
-    without a value.
+    """Return the whole name and the value, or '', of a raw option of srun or sbatch,
+    ``--name=value``.
 
     Raise UsageError for another form, a control character, and the beginning of several names;
-    `command` (``srun``) and `example` (``--gpu-bind=x``) are for its hint.
+    `command` (``srun``) and `example` (``--gpu-bind=x``) are for the hint.
     """
     if not re.match(r"--[a-z]", raw) or not raw.isprintable():
         raise UsageError(

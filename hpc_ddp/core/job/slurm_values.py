@@ -38,11 +38,12 @@ def parse_time(text: str) -> int:
 
 
 def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
-    """Check the least time limit of an attempt, beside the largest (both Slurm times or None) and
-    the seconds before its end at which the notice comes. None passes.
+    """Check the least time limit of an attempt, `least`, against the largest, `most`: both are
+    Slurm times, or None. `warn_s` is how many seconds before its end the notice comes. A `least` of
+    None passes.
 
-    Raise UsageError for a limit that is no Slurm time, or for a least one that is longer than the
-    largest, has none beside it, or is shorter than `LEAST_ATTEMPT_S` or ten times `warn_s`.
+    Raise UsageError where a limit is no Slurm time; and where `least` is longer than `most`, comes
+    without it, or is shorter than `LEAST_ATTEMPT_S` or ten times `warn_s`.
     """
     if least is None:
         return
@@ -94,8 +95,8 @@ def array_indexes(array: str) -> list[int]:
     Raises
     ------
     UsageError
-        it is something else, also '', a range ends before it begins, or there are more than
-        `MOST_TASKS`
+        the text is empty or no such list, a range ends before it begins, or there are more than
+        `MOST_TASKS` indexes
     """
     indexes: list[int] = []
     parts, percent, most_at_once = array.partition("%")

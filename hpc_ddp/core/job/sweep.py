@@ -19,7 +19,7 @@ _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def parse_sets(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
-    """Return the settings of a job that make it a sweep, ``sweep`` and ``array``, from the texts of
+    """Return the settings that make a job a sweep, ``sweep`` and ``array``, from the texts of
     ``--set``.
 
     Parameters
@@ -59,10 +59,10 @@ def parse_sets(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
 def settings_of(
     sweep: Mapping[str, Sequence[str]], max_parallel: int | None = None
 ) -> dict[str, Any]:
-    """Return the settings of a job that is a sweep: ``sweep``, its values by parameter, and
-    ``array``, of all its trials, of which `max_parallel` may run at once (None: all).
+    """Return the settings that make a job a sweep: ``sweep``, which is `sweep` itself, and
+    ``array``, with an index for each trial. At most `max_parallel` trials run at once (None: all).
 
-    `sweep` has a parameter or more; `JobSpec` refuses one without a value.
+    `sweep` has one parameter or more; `JobSpec` refuses one without a value.
 
     Raises
     ------
@@ -92,8 +92,9 @@ def trial_args(trial: Mapping[str, str]) -> list[str]:
 
 
 def check_sweep(spec: JobSpec) -> None:
-    """Check the parameters of a sweep, and the array over them; raise UsageError. A job that is no
-    sweep passes."""
+    """Check the parameters of a sweep, and its array; a job that is no sweep passes. Raise
+    UsageError for a bad name, values that are empty or equal, a parameter that is also among the
+    arguments, too many trials, and an index beyond the trials."""
     for name, values in spec.sweep.items():
         if any(word.partition("=")[0] == f"--{name}" for word in spec.args):
             raise UsageError(

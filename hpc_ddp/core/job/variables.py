@@ -56,46 +56,48 @@ def export_lines(values: Mapping[str, str]) -> str:
 
 
 def is_of_worker(name: str) -> bool:
-    """Return whether a variable's value is known in a worker only."""
+    """Return whether a variable has other values in other workers, or on other nodes, so that its
+    value is known only there."""
     return bool(_OF_A_WORKER.fullmatch(name))
 
 
 def is_of_hpc_ddp(name: str, launcher: str = "torchrun") -> bool:
-    """Return whether a worker of a launcher has hpc-ddp's value of a variable, or none, and never
-    the user's."""
+    """Return whether a worker has hpc-ddp's value of the variable `name`, or none, and never the
+    user's. `launcher` is the job's: torchrun's workers have no variables of a PMI."""
     of_pmi = _OF_PMI if launcher == "torchrun" else _OF_A_PMI_TASK
     is_ours = _OF_HPC_DDP.fullmatch(name) or of_pmi.fullmatch(name)
     return bool(is_ours) and name not in OF_USERS
 
 
 def is_of_slurm(name: str) -> bool:
-    """Return whether Slurm sets a variable of this name in a job or its step, or takes it for an
+    """Return whether Slurm sets a variable of this name in a job or its step, or reads it as an
     option of the step."""
     return bool(_OF_SLURM.fullmatch(name))
 
 
 def _marks(names: Collection[str]) -> re.Pattern[str]:
-    """Return the pattern of ``$NAME`` and ``${NAME}`` for some names of variables; bash's names end
-    where theirs do."""
+    """Return the pattern of ``$NAME`` and ``${NAME}`` for the given names. As in bash, a longer
+    name that begins with one of them does not match."""
     names_pattern = "|".join(map(re.escape, names)) or "(?!)"  # without a name nothing fits
     return re.compile(rf"\$(?:({names_pattern})(?![A-Za-z0-9_])|\{{({names_pattern})\}})")
 
 
 def names_in(text: str, names: Collection[str]) -> list[str]:
-    """Return those of `names` that `text` stands for, in its order; one that is there twice comes
-    twice."""
+    """Return those of `names` that `text` has as ``$NAME`` or ``${NAME}``, in the order of the
+    text; one that is there twice comes twice."""
     return [match[1] or match[2] for match in _marks(names).finditer(text)]
 
 
 def fill(text: str, names: Collection[str], values: Mapping[str, str]) -> str:
-    """Return `text` with the variables of `names` filled in; the rest stays as it is, values too.
-    Raise KeyError for a variable without a value."""
+    """Return `text` with the variables of `names` replaced by their values. All else stays as it
+    is, also a ``$`` in a value. Raise KeyError for a variable without a value."""
     return _marks(names).sub(lambda match: values[match[1] or match[2]], text)
 
 
 def shell_word(text: str, names: Collection[str] = ()) -> str:
-    """Return `text` as one word for bash, which fills in the variables of `names`, and fails with a
-    message where one is not set. An array's ``NAME[@]`` becomes a word for each of its elements."""
+    """Return `text` quoted as one word for bash, which fills in the variables of `names`; where one
+    is not set, the shell fails with a message. ``${NAME[@]}`` becomes a word for each element of
+    the array."""
     words, end = [], 0
     for match in _marks(names).finditer(text):
         words += [text[end : match.start()], match[1] or match[2]]
@@ -108,11 +110,12 @@ def shell_word(text: str, names: Collection[str] = ()) -> str:
 
 
 def array_exports(names: Collection[str]) -> str:
-    """Return the lines of bash that pass the arrays among `names` to the workers, '' without one.
+    """Return the lines of bash that pass the arrays among `names`, as ``NAME[@]``, on to the
+    workers; '' where there is none.
 
     An array that is set becomes a variable ``HPC_DDP_WORDS_NAME``, with an ASCII unit separator
-    before each element. One of more than `LONGEST_ARRAY` characters is not passed on, with a
-    message on stderr: no process could be started beside such a variable.
+    before each element. Where that has more than `LONGEST_ARRAY` characters, it is not passed on,
+    and a message goes to stderr: no process could be started with such a variable.
     """
     lines = []
     for name in (name.removesuffix("[@]") for name in names if name.endswith("[@]")):
@@ -131,16 +134,16 @@ def array_exports(names: Collection[str]) -> str:
 
 
 def misplaced_array(texts: Sequence[str], args: Sequence[str], names: Collection[str]) -> str:
-    """Return the first array of `names`, as ``NAME[@]``, that stands in one of `texts`, or in one
-    of `args` that has more than ``${NAME[@]}`` alone; '' without one."""
+    """Return the first array of `names`, as ``NAME[@]``, in a place where it can't be filled in: in
+    one of `texts`, or in one of `args` that is more than ``${NAME[@]}`` alone. '' where there is
+    none."""
     arrays = [name for name in names if name.endswith("[@]")]
     parts = [word for word in args if word[2:-1] not in arrays]
     return next((name for text in (*texts, *parts) for name in names_in(text, arrays)), "")
 
 
 def literal_names(texts: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the signs in `texts` for which a shell would fill in something and the job does not,
-    as ``$NAME``, ``$(`` or a backtick, since they are none of `names`: each once, in their
-    order."""
+    """Return what in `texts` a shell would fill in and the job does not, as ``$NAME``, ``$(`` or a
+    backtick, since `names` does not have it: each once, in the order of the texts."""
     marks = (re.findall(r"\$\{?[A-Za-z_]\w*\}?|\$\(|`", _marks(names).sub("", t)) for t in texts)
     return list(dict.fromkeys(mark for row in marks for mark in row))

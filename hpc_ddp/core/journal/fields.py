@@ -29,7 +29,8 @@ _WORDS = {"Action": Action, "Cause": Cause, "StopReason": StopReason}
 
 
 def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a record from a JSON table, by the record's fields.
+    """Return the arguments of a record from a JSON table, by the names of the fields `declared`. A
+    missing field has its default, or else the empty value of its type.
 
     Raises
     ------
@@ -40,8 +41,8 @@ def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dic
 
 
 def _read_field(declared: Field[Any], entry: Any) -> Any:
-    """Return a JSON value as the type of a record's field; for None the field's default, or None if
-    its type has that, or an empty value.
+    """Return a JSON value as the type of a record's field. For None return the field's default;
+    without a default, None if its type allows that, else the empty value of the type.
 
     Raise ValueError as `checked`, and for a missing word such as a cause.
     """
@@ -70,14 +71,13 @@ def _kind_of(text: str) -> _Kind:
 
 
 def checked(entry: Any, type_name: str) -> Any:
-    """Return a JSON value as a type of the records, such as ``int`` or ``Sequence[str]``; a word,
-    as ``Cause``, as its enumeration's member. A bool passes as a number.
+    """Return a JSON value as a type of the records, such as ``int`` or ``Sequence[str]``. A word,
+    as ``Cause``, becomes a member of its enumeration. A bool passes as a number.
 
     Raises
     ------
     ValueError
-        the value is of another type or no such word, or a number whose amount is 1e15 or more, or
-        NaN
+        the value is of another type, no such word, NaN, or a number whose amount is 1e15 or more
     KeyError
         no record has such a type
     """
@@ -96,8 +96,9 @@ def checked(entry: Any, type_name: str) -> Any:
 
 
 def _is_plain(entries: list[Any], type_name: str) -> bool:
-    """Return whether all entries are texts or numbers of a type as they should be, in a fifth of
-    the time that it takes to check each: a list may have a thousand nodes."""
+    """Return whether all entries are texts, or numbers that `checked` would accept, of the type
+    `type_name`. A look at each entry would take five times as long: a list may have a thousand
+    nodes."""
     kinds = set(map(type, entries))
     if type_name == "str":
         return kinds <= {str}
@@ -107,8 +108,8 @@ def _is_plain(entries: list[Any], type_name: str) -> bool:
 
 
 def to_number(entry: Any) -> float | None:
-    """Return a number of the journal as a float, one beyond floats as inf or -inf; None for
-    anything else."""
+    """Return a number of the journal as a float, or None for anything else. A whole number too
+    large for a float is inf or -inf."""
     try:
         return float(entry) if isinstance(entry, (int, float)) else None
     except OverflowError:  # a whole number of hundreds of digits

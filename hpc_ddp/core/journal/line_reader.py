@@ -28,15 +28,15 @@ AT_ONCE = 512  # small files that are read ahead
 
 
 class LineReader:
-    """Reads the lines of a run's journal files. All other users' files that one reader reads share
-    a budget: `MOST_FOREIGN_BYTES`, `MOST_FOREIGN_FILES`."""
+    """Reads the lines of a run's journal files. The files of other users that one reader reads
+    share one budget: `MOST_FOREIGN_BYTES` bytes, `MOST_FOREIGN_FILES` files."""
 
     def __init__(self) -> None:
         self._bytes = self._files = 0
 
     def read_folder(self, folder: Path, names: Sequence[str]) -> Iterator[Iterator[bytes]]:
-        """Yield, for each of these names of files in a folder, an iterator over the file's lines,
-        as `read` returns it, with its errors. Raise OSError where the folder can't be opened.
+        """Yield, for each of the files `names` in a folder, an iterator over the file's lines: that
+        of `read`, which raises its errors. Raise OSError where the folder can't be opened.
 
         Threads read small files ahead, `AT_ONCE` of them: a job of a thousand nodes has thousands,
         and a shared disk opens one in a millisecond.
@@ -53,7 +53,7 @@ class LineReader:
 
     def read(self, path: Path) -> Iterator[bytes]:
         """Yield the lines of a file without their ends. A line of `LONGEST_LINE` bytes or more is
-        left out, and of the user's own file a line of `metrics` or `ranks` before the last
+        left out. In a file of the user's own so is a line of `metrics` or `ranks` before the last
         `CURVE_BYTES`.
 
         Raises
@@ -61,7 +61,7 @@ class LineReader:
         OSError
             the file can't be read, is no regular file, or lies behind a link of another user; the
             budget for other users' files is spent; or another user's file has a line that would be
-            left out, as a sparse file does
+            left out for its length, as a sparse file has
         """
         with open_data(path) as file:
             status = os.fstat(file.fileno())
@@ -87,7 +87,7 @@ class LineReader:
 
 
 def _without_old_curve(lines: Iterator[bytes], old_bytes: int) -> Iterator[bytes]:
-    """Yield lines, but none of `metrics` and `ranks` within the first `old_bytes`."""
+    """Yield lines of a file, except those of `metrics` and `ranks` within its first `old_bytes`."""
     count = 0
     for line in lines:
         count += len(line) + 1
@@ -98,8 +98,8 @@ def _without_old_curve(lines: Iterator[bytes], old_bytes: int) -> Iterator[bytes
 def _read_ahead(
     pool: ThreadPoolExecutor, folder: Path, names: Sequence[str]
 ) -> list[SmallFile | None]:
-    """Return the files with these names as `read_small_files` does, with its errors; few are read
-    without threads."""
+    """Return the files with these names as `read_small_files` does, with its errors. Many files are
+    read by the threads of the pool, few by this thread."""
     size = AT_ONCE // READERS
     parts = [names[begin : begin + size] for begin in range(0, len(names), size)]
     if len(parts) == 1:
