@@ -75,7 +75,7 @@ class Queued(JournalEvent):
 
 @dataclass(frozen=True)
 class Dismissed(JournalEvent):
-    """The user states that a job is over for which Slurm can't be asked (``--force``)."""
+    """The user has said by ``--force`` that a job is over for which Slurm can't be asked."""
 
     event = "dismissed"
     writer = LOGIN_NODE
@@ -149,7 +149,7 @@ class PreflightEnded(JournalEvent):
 
 @dataclass(frozen=True)
 class FabricChosen(JournalEvent):
-    """The interconnect of a node, its devices and trouble, and the variables set for it."""
+    """A node's interconnect, its cards, what keeps NCCL from them, and the variables set for it."""
 
     event = "fabric"
     writer = SUPERVISOR
@@ -171,7 +171,7 @@ class NoticeGiven(JournalEvent):
 
 @dataclass(frozen=True)
 class WorkerStarted(JournalEvent):
-    """Rank 0's process began, its fork server imported, its script called `start`: unix seconds."""
+    """Unix seconds: rank 0's process began, its fork server imported, its script called `start`."""
 
     event = "worker"
     writer = RANK_0
@@ -183,7 +183,7 @@ class WorkerStarted(JournalEvent):
 
 @dataclass(frozen=True)
 class CheckpointRestored(JournalEvent):
-    """The run continues at `step`; the checkpoints `passed_over` were damaged; seconds."""
+    """The run goes on at `step`, in `restore_s` seconds; checkpoints `passed_over` were damaged."""
 
     event = "restored"
     writer = RANK_0
@@ -232,7 +232,7 @@ class MetricsLine(JournalEvent):
         return None if total is None else int(total)
 
     def number(self, name: str) -> float | None:
-        """Return a value of this name; None without one, and for anything but a number."""
+        """Return the value of this name as a float; None where there is no number of it."""
         return to_number(self.values.get(name))
 
     def to_fields(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class MetricsLine(JournalEvent):
 
     @classmethod
     def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a line's ``values``; raise ValueError for a step that is no whole number."""
+        """Return the line's ``values``; raise ValueError for a step that is no whole number."""
         values = {name: entry for name, entry in line.items() if name not in _HEAD}
         for name in ("step", "total_steps"):
             if values.get(name) is not None:
@@ -250,8 +250,8 @@ class MetricsLine(JournalEvent):
 
 @dataclass(frozen=True)
 class StepTiming(JournalEvent):
-    """Mean seconds per step over the last `steps` steps: in all (rank 0), and of the slowest
-    `ranks` the work and the wait for data; quartiles of all ranks; the slowest rank, its node."""
+    """Mean seconds per step over `steps` steps: in all (rank 0), and of the slowest `ranks` the
+    wait for data and the work; quartiles of both over all ranks; the slowest rank, and its node."""
 
     event = "ranks"
     writer = RANK_0
@@ -291,7 +291,7 @@ class SaveFailed(JournalEvent):
 
 @dataclass(frozen=True)
 class Stopped(JournalEvent):
-    """All ranks have stopped after `step`, and saved."""
+    """All ranks have stopped after `step`, and saved a checkpoint."""
 
     event = "stopped"
     writer = RANK_0
@@ -389,9 +389,9 @@ def parse_event(line: bytes | str) -> JournalEvent | None:
 
 
 def event_of(line: Any) -> JournalEvent | None:
-    """Return the event of a line's JSON value; None for an unknown kind of event, and no object.
-    Raise ValueError if a field has a value of another type than the record's, or time, attempt or a
-    word is missing."""
+    """Return the event of a line's JSON value; None where that is no object, or of an unknown kind.
+    Raise ValueError where a field's value is of another type than the record's, or the time, the
+    attempt, or a word such as a cause is missing."""
     kind = _BY_NAME.get(str(line.get("event"))) if isinstance(line, dict) else None
     if kind is None:
         return None

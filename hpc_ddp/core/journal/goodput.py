@@ -1,7 +1,8 @@
-"""Where the time of a run went, from its journal.
+"""How a run has spent its time, from its journal.
 
 The wall time, from the first submit to the end or to now, is cut at the events of the journal, in
-order, and each piece is given to one part. So the parts add up to it, whatever is missing.
+order, and each piece is given to one of `PARTS`. So the parts add up to the wall time, whatever is
+missing.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def account(
     events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> dict[str, float]:
     """Return the seconds that a run has spent in each of `PARTS`, over all its attempts; all are
-    0.0 without events. The parameters are those of `pieces`."""
+    0.0 without events. For the parameters see `pieces`."""
     return seconds_of(pieces(events, now, waits))
 
 
@@ -76,8 +77,8 @@ def seconds_of(intervals: Iterable[Interval]) -> dict[str, float]:
 def pieces(
     events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> list[Interval]:
-    """Cut a run's wall time into pieces of one part each, in order and without gaps; [] without
-    events.
+    """Cut a run's wall time into pieces, each given to one of `PARTS`, in order and without gaps;
+    [] for a journal without events.
 
     Parameters
     ----------
@@ -93,8 +94,9 @@ def pieces(
     -----
     The wall time begins with the first `submitted`; without one with the first event, or the
     start of the first worker's process, where that is earlier. An attempt that begins below the
-    highest step of the earlier ones does steps again until it has passed that one; between two
-    `metrics` in proportion. They count as redone there, and as training where they came first.
+    highest step of earlier ones does steps again, until it has passed this step; the moment lies
+    between two `metrics` in proportion. Such steps count as redone, and where they came first as
+    training.
     """
     if not events:
         return []
@@ -122,7 +124,8 @@ def pieces(
 
 
 def share(seconds: dict[str, float]) -> float | None:
-    """Return the goodput: training for the first time, of all time not spent queued, 0 to 1.
+    """Return the goodput, from 0 to 1: the part of all time not spent queued in which steps were
+    done for the first time.
 
     `seconds` is by part, as `account` returns it. None where nothing has started, or the script
     does not report its training.
@@ -132,9 +135,9 @@ def share(seconds: dict[str, float]) -> float | None:
 
 
 def start_costs(seconds: dict[str, float]) -> str:
-    """Return a sentence on the time that the starts took, if it is more than a tenth of all time
-    not spent queued; else '', also for a script that does not report its training. `seconds` is by
-    part, as `account` returns it."""
+    """Return a sentence on the time that the starts took, where that is a tenth or more of all time
+    not spent queued; else ''. Also '' for a script that does not report its training. `seconds` is
+    by part, as `account` returns it."""
     starts = {part: seconds[part] for part in OF_A_START if seconds[part]}
     most = max(starts, key=seconds.__getitem__, default="")
     wall = sum(seconds.values()) - seconds["queued"]
@@ -146,8 +149,8 @@ def start_costs(seconds: dict[str, float]) -> str:
 
 
 def line(seconds: dict[str, float]) -> str:
-    """Return the goodput and all parts that are not zero, for people, on one line. `seconds` is by
-    part, as `account` returns it."""
+    """Return one line for people, with the goodput and the seconds of all parts that are not zero.
+    `seconds` is by part, as `account` returns it."""
     goodput = share(seconds)
     parts = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
     percent = "-" if goodput is None else f"{100 * goodput:.0f} %"
@@ -155,16 +158,16 @@ def line(seconds: dict[str, float]) -> str:
 
 
 class _Clock:
-    """Goes through the wall time once, from `start` to `end` in unix seconds, and gives each piece
-    to a part."""
+    """Goes through the wall time once, from `start` to `end` in unix seconds, and collects its
+    `pieces`, each given to one of `PARTS`."""
 
     def __init__(self, start: float, end: float) -> None:
         self.at, self._end = start, max(start, end)
         self.pieces: list[Interval] = []
 
     def until(self, when: float | None, part: str) -> None:
-        """Give the time up to `when`, in unix seconds, to a part; None gives nothing. Never goes
-        back: clocks of hosts differ."""
+        """Give the time from the clock's `at` up to `when`, in unix seconds, to a part, and move
+        `at` there. For None, or a time before `at`, nothing happens: clocks of hosts differ."""
         if when is not None and (when := min(when, self._end)) > self.at:
             begin = self.at
             if self.pieces and self.pieces[-1].part == part:
@@ -174,9 +177,10 @@ class _Clock:
 
 
 def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Give the time of the `clock` up to the end of one start of the workers to its parts.
+    """Move the `clock` to the end of one start of the workers, and give each piece of it to its
+    part.
 
-    `events` are those of the start, `highest` is the highest step of the earlier ones, and `live`
+    `events` are those of the start, `highest` is the highest step of earlier starts, and `live`
     says that the start may still go on.
     """
     if worker := last_event(events, WorkerStarted):
@@ -199,10 +203,10 @@ def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: boo
 
 
 def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Give the time of the `clock` up to the last sign of progress of a start to the training, its
-    saves, and steps that are done again; up to now for a start that is `live` and goes on.
+    """Move the `clock` to the last sign of progress of a start, or to now where the start is `live`
+    and goes on. Give the time to the training, its saves, and steps that are done again.
 
-    `events` are those of the start, `highest` is the highest step of the earlier ones.
+    `events` are those of the start, `highest` is the highest step of earlier starts.
     """
     begin = clock.at
     saves = [event for event in events if isinstance(event, CheckpointSaved)]
@@ -213,7 +217,8 @@ def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool
     end = max((event.time for event in (*marks, *saves)), default=begin) if has_ended else math.inf
 
     def work(until: float) -> None:
-        """Give the time up to `until` to the training, or to steps that are done again."""
+        """Give the time up to `until` to steps that are done again, as long as there are some, and
+        then to the training."""
         clock.until(min(until, passed), "redone")
         clock.until(until, "training")
 
@@ -225,10 +230,10 @@ def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool
 
 
 def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> float:
-    """Return when an attempt whose training begins at `begin` had passed the step `highest`.
+    """Return when a start whose training begins at `begin` had passed the step `highest`.
 
-    `steps` are its pairs of time and step, in order; times are unix seconds, inf where it never
-    passed `highest`, `begin` where it began there or beyond.
+    `steps` are its pairs of time and step, in order. Times are unix seconds: inf where the start
+    has not passed `highest`, `begin` where it began there or beyond.
     """
     if not highest or (steps and steps[0][1] >= highest):
         return begin
@@ -242,7 +247,7 @@ def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> f
 
 
 def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
-    """Yield the time (unix seconds) and step of the events that have one."""
+    """Yield the time (unix seconds) and the step of each event that has a step."""
     for event in events:
         step = step_of(event)
         if step is not None:
@@ -250,15 +255,15 @@ def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
 
 
 def _began(events: list[JournalEvent]) -> float:
-    """Return when an attempt began, in unix seconds, by one or more of its events. Without a
-    launcher the worker is there before its events."""
+    """Return when an attempt or a start began, in unix seconds, by its `events`, one or more. That
+    may be before the first event: without a launcher the worker's process is there first."""
     workers = [event for event in events if isinstance(event, WorkerStarted)]
     return min([events[0].time, *(worker.began for worker in workers if worker.began is not None)])
 
 
 def _end(events: list[JournalEvent], live: bool) -> float:
-    """Return when an attempt, or a start, ended, in unix seconds: with its last of `events`, -inf
-    without any; inf while it goes on, that is, if `live` and without a verdict."""
+    """Return when an attempt or a start ended, in unix seconds: at the last of its `events`, -inf
+    where there are none. Return inf while it goes on: it is `live`, and has no verdict."""
     if live and last_event(events, VerdictGiven) is None:
         return math.inf
     return max((event.time for event in events), default=-math.inf)

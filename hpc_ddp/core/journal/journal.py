@@ -52,10 +52,10 @@ DRAIN_S = 5.0  # that a process waits for its last lines when it ends
 class Journal:
     """Appends events to ``<folder>/<writer>.jsonl``.
 
-    A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the
-    first), and the event's own fields. Writing never raises OSError: a full disk must not end
-    a training that could go on. The journal reports the first such failure on stderr. An event
-    with a value that JSON does not have raises TypeError, from each method that writes.
+    A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the first),
+    and the event's own fields. Writing never raises OSError: a full disk must not end a training
+    that could go on. The first event that the disk refuses is reported on stderr. An event with a
+    value that JSON does not have raises TypeError, from each method that writes.
     """
 
     def __init__(self, folder: Path, writer: str, attempt: int = 0) -> None:
@@ -66,19 +66,19 @@ class Journal:
         self._thread_of = 0  # the id of the process that has the thread
 
     def write(self, event: JournalEvent) -> None:
-        """Append one event, and make the folder where it is missing. A disk that refuses the event
-        is reported once on stderr, and the event is lost."""
+        """Append one event; the folder is made where it is missing. An event that the disk refuses
+        is lost, which is reported on stderr the first time."""
         try:
             self._append(self._line(event))
         except OSError as error:
             self._warn(error)
 
     def write_later(self, event: JournalEvent) -> None:
-        """Let a thread append an event: no step of a training waits for a disk in trouble.
+        """Have a thread append an event, so that no step of a training waits for a disk in trouble.
 
-        The process may end before the event is written, unless it calls `drain`; an orderly end of
-        Python does. The first call starts the thread. A disk that refuses the event is reported
-        once on stderr, and the event is lost.
+        The first call starts the thread. An orderly end of Python waits for the event (see
+        `drain`); any other end of the process may come before it is written. An event that the disk
+        refuses is lost, which is reported on stderr the first time.
         """
         if self._later is None or self._thread_of != os.getpid():  # a fork has no such thread
             self._later, self._thread_of = SimpleQueue(), os.getpid()
@@ -88,18 +88,16 @@ class Journal:
 
     def drain(self, seconds: float = DRAIN_S) -> None:
         """Wait until the events of `write_later` are written or refused, `seconds` at most; return
-        at once without any. Whether they are written is not returned."""
+        at once where there are none. Whether they are written is not returned."""
         if self._later is not None and self._thread_of == os.getpid():
             written = threading.Event()
             self._later.put(written)
             written.wait(seconds)
 
     def _write_queued(self, queue: SimpleQueue[bytes | threading.Event]) -> None:
-        """Append the lines of a queue for ever, in the thread of `write_later`; set the
-        `threading.Event`s among them, which `drain` waits for.
-
-        A disk that refuses a line is reported once, and the line is lost.
-        """
+        """Append the lines of a queue for ever, in the thread of `write_later`; set each
+        `threading.Event` of the queue, for which `drain` waits. A line that the disk refuses is
+        lost, and reported by `_warn`."""
         while True:
             line = queue.get()
             if isinstance(line, threading.Event):
@@ -111,8 +109,8 @@ class Journal:
                 self._warn(error)
 
     def write_surely(self, event: JournalEvent) -> None:
-        """Append an event that a verdict hangs on, and try again for a minute (`patiently`). A disk
-        that still refuses it is reported once on stderr, and the event is lost."""
+        """Append an event that a verdict hangs on, and try again for a minute (`patiently`). An
+        event that the disk still refuses is lost, which is reported on stderr the first time."""
         try:
             patiently(partial(self._append, self._line(event)))
         except OSError as error:
@@ -131,8 +129,9 @@ class Journal:
             say(f"can't write the journal {self.path}: {error}")
 
     def _append(self, line: bytes) -> None:
-        """Append a line to the file, and make the folder where it is missing; raise OSError where
-        the disk refuses. It asks no more of the disk than an open, a read of a byte and a write."""
+        """Append a line to the file; the folder is made where it is missing. Raise OSError where
+        the disk refuses. This asks no more of the disk than an open, a read of a byte and a
+        write."""
         try:
             file = os.open(self.path, _APPENDING, MODE)
         except FileNotFoundError:
@@ -179,8 +178,9 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def read_briefly(folder: Path) -> list[JournalEvent]:
-    """Return the events as `read_events` does, but of most `metrics` and `ranks` only their step.
-    Whole are the last ones of each writer, as many of each kind as `WHOLE` says.
+    """Return the events as `read_events` does, but only with their time, attempt and step where
+    they are `metrics` or `ranks`. The last ones of each writer are whole, as many of each kind as
+    `WHOLE` says.
 
     A long run has tens of thousands: this takes a third of the time. Raise OSError where the folder
     can't be listed, or a file can't be read or is too large.
@@ -228,9 +228,12 @@ def events_of(path: Path) -> Iterator[JournalEvent]:
 
 
 def is_finished(events: Sequence[JournalEvent]) -> bool:
-    """Return whether a run has reached its end, by the last verdict of the newest attempt that has
-    one or is `finished`, or without a verdict by that; False without either. Where the exit code
-    counts (see `Finished`), the verdict is waited for, which a plain start has not."""
+    """Return whether a run has reached its end. The newest attempt with a verdict or a `finished`
+    decides: by its last verdict, or without one by `finished`. False where no attempt has either.
+
+    Where the exit code counts (see `Finished`), `finished` alone is not enough, unless the run was
+    started plainly: then no verdict follows.
+    """
     last = last_event(events, VerdictGiven, Finished)
     if last is None:
         return False
@@ -250,21 +253,21 @@ def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:
 
 
 def first_attempt(events: Sequence[JournalEvent]) -> int:
-    """Return the attempt that began the run anew (``--fresh``), 0 without one."""
+    """Return the number of the attempt that began the run anew (``--fresh``), 0 where none did."""
     fresh = last_event(events, Fresh)
     return fresh.first_attempt if fresh else 0
 
 
 def last_step(events: Sequence[JournalEvent]) -> int | None:
-    """Return the step of the last event that has one; None without one."""
+    """Return the step of the last event that has a step; None where none has."""
     steps = (step_of(event) for event in reversed(events))
     return next((step for step in steps if step is not None), None)
 
 
 def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
-    """Return the events of each attempt, by its number, without the login node's.
+    """Return the events of each attempt, by its number.
 
-    Those belong to no attempt, and may be written days later.
+    Events of the login node are left out: they belong to no attempt, and may be written days later.
     """
     attempts: dict[int, list[JournalEvent]] = {}
     for event in events:
@@ -276,8 +279,8 @@ def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
 def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
     """Return the events of each start of the workers, in order, without the login node's.
 
-    An attempt has one start, and another one for each restart within it (``--max-restarts``). The
-    first one of an attempt has the batch script's events from before it, too.
+    An attempt has one start, and a further one for each restart within it (``--max-restarts``). The
+    batch script's events before the first start belong to that.
     """
     starts: list[list[JournalEvent]] = []
     for attempt in by_attempt(events).values():
@@ -288,10 +291,11 @@ def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
 
 
 def node_seconds(events: Sequence[JournalEvent], now: float | None = None) -> float:
-    """Return the seconds of all attempts, each times its nodes.
+    """Return the seconds that all attempts lasted, each times the number of its nodes.
 
-    An attempt lasts until its verdict, else until its last event; the newest one, where it has no
-    verdict, until `now` (unix seconds). Starts without names of nodes count nothing.
+    An attempt lasts until its verdict, else until its last event. The newest one, where it has no
+    verdict, lasts until `now` (unix seconds), if given. Attempts without names of nodes count
+    nothing.
     """
     total = 0.0
     attempts = by_attempt(events)

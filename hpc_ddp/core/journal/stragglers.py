@@ -1,8 +1,8 @@
-"""Which rank the others wait for, from the `ranks` events of a journal.
+"""The rank for which the others wait, from the `ranks` events of a journal.
 
 All ranks of a job end their steps together, whichever rank is slow. So each rank measures its own
-work: a step less what it has waited for others in it. Rank 0 writes that down rarely, and of the
-slowest ranks alone: so the event of ten thousand ranks is as large as that of 32.
+work: the time of a step without the wait for other ranks. Rank 0 writes these times rarely, and
+those of the slowest ranks alone: the event of ten thousand ranks is as large as that of 32.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that the others have waited for, for long. `own_s` are the seconds per step of its own
-    work (or of its wait for data, where that alone is slow), `others_s` is the median of all ranks;
-    `data` says that its loader takes the time. `node` is None where it is not known."""
+    """A rank for which the others have waited for long. `own_s` is the time per step, in seconds,
+    of its own work, or of its wait for data where only that is slow; `others_s` is the median of
+    all ranks. `data` says that the rank's loader takes the time. `node` is None where it is not
+    known."""
 
     rank: int
     node: str | None
@@ -53,9 +54,9 @@ def summarize_times(
 ) -> StepTiming:
     """Return the `ranks` event of the last `steps` steps, up to `step`.
 
-    `data_s` and `busy_s`, the wait for data and the own work of each rank, and `nodes` are by rank,
-    of one rank or more; times are mean seconds per step, `step_s` rank 0's whole one. The event has
-    the `MOST_RANKS` ranks that are slowest by either time, compared with the median.
+    `data_s` and `busy_s` are, by rank, the wait for data and the own work; `nodes` are the ranks'
+    nodes. There is one rank or more. Times are mean seconds per step; `step_s` is rank 0's whole
+    step. The event has the `MOST_RANKS` ranks that exceed the median of all most, by either time.
     """
     excess = [_excess(own_s) for own_s in (data_s, busy_s) if own_s]
     largest = [max(of_rank) for of_rank in zip(*excess, strict=True)]
@@ -82,24 +83,25 @@ def _excess(seconds: Sequence[float]) -> list[float]:
 
 
 def _quartiles(seconds: Sequence[float]) -> list[float]:
-    """Return the least, the lower quartile, the median, the upper quartile and the most of some
-    seconds, one or more. Between two ranks the quicker one counts."""
+    """Return the least, the lower quartile, the median, the upper quartile and the most of one or
+    more times in seconds. Where a quartile lies between two ranks, it is the time of the quicker
+    one."""
     ordered = sorted(seconds)
     return [_round(ordered[(len(ordered) - 1) * part // 4]) for part in range(5)]
 
 
 def _round(seconds: float) -> float:
-    """Return seconds with `DIGITS` significant digits, 0 for negative ones."""
+    """Return seconds with `DIGITS` significant digits; a negative number becomes 0."""
     return float(f"{max(seconds, 0.0):.{DIGITS}g}")
 
 
 def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
-    """Return the slowest of the ranks that were much slower than the others lately, with its times
-    in the newest event in which it was the slowest; None without one.
+    """Return a rank that has long been much slower than the others, with its times in the newest
+    event in which it was the slowest of all; None where there is none.
 
-    `events` is a journal, by attempt and time. Only the last `IN_A_ROW` `ranks` events of its
-    newest start count: the rank is slow in all of them, and the slowest in one. None where there
-    are fewer.
+    `events` is a journal, by attempt and time. Only the last `IN_A_ROW` `ranks` events since the
+    newest start count: the rank is slow in all of them, and the slowest of all ranks in one. None
+    where there are fewer events.
     """
     starts = [i for i, event in enumerate(events) if isinstance(event, (Started, WorkerStarted))]
     newest = events[max(starts, default=0) :]
@@ -115,11 +117,11 @@ def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
 
 
 def _slow_in(event: StepTiming) -> dict[int, Slow]:
-    """Return the ranks that were slow in one `ranks` event, by rank; {} without one.
+    """Return the ranks that were slow in one `ranks` event, by rank; {} where none was.
 
-    The ranks that are slow by their own work; without any, those that are slow by their wait for
-    data: behind a rank 0 that waits for data the others may wait for its buffers in what counts as
-    their own work.
+    These are the ranks that are slow by their own work. Only where there are none, ranks that are
+    slow by their wait for data are returned: while rank 0 waits for data, the others may wait for
+    rank 0's buffers, and that counts as their own work.
     """
     data, usual_data = event.data_s, _median_of(event.data_quartiles_s)
     slow: dict[int, Slow] = {}
@@ -140,5 +142,6 @@ def _slow_in(event: StepTiming) -> dict[int, Slow]:
 
 
 def _median_of(quartiles: Sequence[float] | None) -> float:
-    """Return the median of an event's quartiles; inf, which no rank is slower than, without one."""
+    """Return the median of an event's quartiles. Where the event has none, return inf, so that no
+    rank counts as slow."""
     return quartiles[2] if quartiles and len(quartiles) == 5 else math.inf
