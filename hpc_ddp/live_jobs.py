@@ -1,7 +1,7 @@
-"""Which jobs and processes work on a run, and whether its next one may be started.
+"""Whether a job or a process works on a run, and whether the run may be started.
 
-One answer for all of hpc-ddp: `Queue.life` for a job, `describe_work` for a run. A job or process
-that can't be asked for from here may be live: nothing is started or deleted in spite of it.
+All of hpc-ddp asks here: `Queue.life` for a job, `describe_work` for a run. A job or process that
+can't be asked for from here may be live: nothing is started or deleted in spite of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, QueuedJob
 
 
 class Life(Word):
-    """Whether a job is live, by its cluster."""
+    """Whether a job is live, as its cluster tells."""
 
     LIVE = "live"
     OVER = "over"
@@ -51,7 +51,7 @@ class Queue:
     Parameters
     ----------
     jobs
-        those of this cluster by id; None where Slurm can't be asked
+        the jobs of this cluster by id; None where Slurm can't be asked
     cluster
         this cluster as `JobRef` has it, '' where Slurm does not say; None: it is asked when needed
     problem
@@ -69,18 +69,18 @@ class Queue:
 
     @property
     def cluster(self) -> str:
-        """This cluster as `JobRef` has it, '' where Slurm does not say; the first use may ask
+        """This cluster as `JobRef` has it, '' where Slurm does not say. The first use may ask
         Slurm."""
         if self._cluster is None:
             self._cluster = "" if self.jobs is None else slurm.own_cluster()
         return self._cluster
 
     def find(self, job: JobRef, run: RunFolder) -> QueuedJob | None:
-        """Return Slurm's line of a job of `run`, for a task that waits that of all waiting ones;
-        None without one, where the job's cluster can't be asked, and where the line is that of
-        another run's job: a cluster that is set up anew begins its numbers anew.
+        """Return Slurm's line of a job of `run`; for a task that waits, the line of all waiting
+        tasks. None without one, where the job's cluster can't be asked, and where the line is that
+        of another run's job: a cluster that is set up anew begins its numbers anew.
 
-        Raise OSError where the job's script can't be looked at, UsageError as `has_task`.
+        Raise OSError where the job's script can't be looked at, and as `QueuedJob.has_task`.
         """
         jobs = self._jobs_of(job) or {}
         array, is_task, index = job.id.partition("_")
@@ -91,11 +91,9 @@ class Queue:
         return None if queued and is_of_another_run(run, queued.script) else queued
 
     def life(self, job: JobRef, run: RunFolder) -> Life:
-        """Return whether a job of a run is live; OVER for one that its cluster does not know.
-
+        """Return whether a job of a run is live; OVER where its cluster does not know the job.
         UNKNOWN where its cluster can't be asked, where another cluster of the same name may have
-        it, and for a job that is ending or preempted. Raises as `find`.
-        """
+        it, and for a job that is ending or preempted. Raises what `find` raises."""
         if self._jobs_of(job) is None:
             return Life.UNKNOWN
         queued = self.find(job, run)
@@ -112,7 +110,7 @@ class Queue:
 
     def _jobs_of(self, job: JobRef) -> Mapping[str, QueuedJob] | None:
         """Return the user's jobs by id on the cluster of `job` ('': this one), which is asked the
-        first time; None where it can't be asked."""
+        first time only; None where it can't be asked."""
         name = job.cluster_name
         if self.jobs is None or not name or name == JobRef("", self.cluster).cluster_name:
             return self.jobs
@@ -125,10 +123,10 @@ class Queue:
 
 
 def is_of_another_run(run: RunFolder, script: str) -> bool:
-    """Return whether `script`, the path of a job's script, is the script of another run than `run`,
-    its array and its tasks; False for a file of another name than runs' scripts have, without a
-    ``job.json`` beside it (a site's sbatch may submit a copy), and where there is no such file
-    here. Raise OSError where the file can't be looked at."""
+    """Return whether `script`, the path of a job's script, belongs to another run than `run`, its
+    array and its tasks. False where the file is not here, has no ``job.json`` beside it, or is not
+    named as runs' scripts are: a site's sbatch may submit a copy. Raise OSError where it can't be
+    looked at."""
     path = Path(script)
     if path.name != run.script.name or not os.path.isfile(path):
         return False
@@ -140,7 +138,7 @@ def is_of_another_run(run: RunFolder, script: str) -> bool:
 
 def read_queue() -> Queue:
     """Ask Slurm once for the user's jobs, and return them. Without an answer the queue's `jobs` are
-    None and its `problem` is the reason, '' on a machine without squeue; nothing is raised."""
+    None and its `problem` is the reason, '' on a machine without squeue. No error is raised."""
     if shutil.which("squeue") is None:
         return Queue(None)
     try:
@@ -168,25 +166,25 @@ class Work:
 def describe_work(
     run: RunFolder, queue: Queue, besides: JobRef | None = None, guesses: bool = True
 ) -> Work | None:
-    """Return the first job or process that works on a run or on one of its tasks, or will work on
-    it; for a task, a live job of its array that has the task, too. None without one.
+    """Return the first job or process that works on a run or on one of its tasks, or will; None
+    where there is none. For a task that is also a live job of its array that has the task.
 
     A job whose cluster can't be asked, or a process of another machine, counts too, with
-    `Life.UNKNOWN`, if the journal does not have its end. With `guesses` any job counts that may
-    have been submitted without hpc-ddp for a run that has had no job, and, where this cluster can't
-    be asked, a job of which the journal has the end. The job `besides` does not count, unless
-    another shell of it works on the run.
-
-    Raise OSError where a journal can't be read, or a job's script can't be looked at.
+    `Life.UNKNOWN`, unless the journal has its end. With `guesses` any job counts that may have been
+    submitted without hpc-ddp for a run that has had no job, and, where this cluster can't be asked,
+    a job whose end the journal has. The job `besides` does not count, unless another shell of it
+    works on the run. Raise OSError where a journal can't be read, or a job's script can't be looked
+    at.
     """
     works = (_work_on(part, queue, besides, guesses) for part in (run, *run.tasks()))
     return next(filter(None, works), None) or (_waiting_task(run, queue) if run.is_task else None)
 
 
 def leaves_nothing(events: Sequence[JournalEvent]) -> bool:
-    """Return whether a finished run has no job or process that could still work on it, by its
-    journal: its newest attempt has a verdict or was started by hand, or its last submit was inside
-    an allocation (``salloc``). A process by hand, and an allocation, may go on with other work."""
+    """Return whether a finished run has nothing that could still work on it, by its journal. That
+    is so where its newest attempt has a verdict or was started by hand, or its last submit was
+    inside an allocation (``salloc``). A process by hand, and an allocation, may go on with other
+    work."""
     last = last_event(events, Started, VerdictGiven)
     is_plain = isinstance(last, Started) and last.backend == "local"
     submitted = last_event(events, Submitted)
@@ -195,8 +193,9 @@ def leaves_nothing(events: Sequence[JournalEvent]) -> bool:
 
 
 def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:
-    """Return the live job of a task's array that works on the task, or will work on it; None
-    without one. Raise OSError where the array's journal can't be read, or as `Queue.find`."""
+    """Return the live job of a task's array that works on the task, or will work on it; None where
+    there is none. Raise OSError where the array's journal can't be read, and what `Queue.find`
+    raises."""
     array = RunFolder(task.whole)
     for array_job in array.jobs(array.events()):
         job = array_job.task(task.index)
@@ -206,8 +205,8 @@ def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:
 
 
 def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool) -> Work | None:
-    """Return the job or process that works on one run, as `describe_work` does and with its errors,
-    but not on its tasks; None without one."""
+    """Return the job or process that works on one run itself, not on its tasks; None where there is
+    none. Parameters and errors are those of `describe_work`."""
     events = run.events()
     jobs = run.jobs(events)
     ended = [] if guesses and queue.jobs is None else ended_jobs(run, events)
@@ -234,8 +233,8 @@ def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool
 
 
 def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
-    """Return in words a job of a run that is not over, with its state or why that is not known;
-    raises as `Queue.find`."""
+    """Return words for a job of a run that is not over, with its state or why that is not known.
+    Raises what `Queue.find` raises."""
     queued = queue.find(job, run)
     if queued:
         return f"job {job.id}, {queued.state.lower()}"
@@ -244,9 +243,9 @@ def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
 
 
 def ended_jobs(run: RunFolder, events: Sequence[JournalEvent]) -> list[JobRef]:
-    """Return the jobs of a run that are over by its journal, `events`: the verdict on their last
-    attempt lets nothing follow, or the user has stated that they are over (`Dismissed`). The job
-    that a chain's job has queued is over with it."""
+    """Return the jobs of a run that are over by its journal, `events`: those on whose last attempt
+    the verdict `is_final`, each with the next job of a chain that it has queued; and those that the
+    user has called over (`Dismissed`)."""
     ended = [JobRef(e.job_id, e.cluster or "") for e in events if isinstance(e, Dismissed)]
     verdicts = {event.attempt: event for event in events if isinstance(event, VerdictGiven)}
     starts = {event.attempt: event for event in events if isinstance(event, Started)}
@@ -259,13 +258,13 @@ def ended_jobs(run: RunFolder, events: Sequence[JournalEvent]) -> list[JobRef]:
 
 
 def is_final(verdict: VerdictGiven) -> bool:
-    """Return whether no attempt follows one with this verdict unless the user starts it."""
+    """Return whether, after this verdict, another attempt begins only if the user starts it."""
     return verdict.action != Action.REQUEUE and verdict.cause != Cause.SUPERSEDED
 
 
 def process_of(events: Sequence[JournalEvent]) -> Work | None:
-    """Return the process of the newest start where it runs, or where it may run on another machine
-    and has journaled no end; None otherwise, as for a start by a job."""
+    """Return the process of the newest start, where the process runs, or may run on another machine
+    and has journaled no end. None otherwise, also for a start by a job."""
     started = last_event(events, Started)
     if started is None or started.pid is None:
         return None
@@ -286,12 +285,12 @@ _claims: dict[Path, int] = {}  # descriptors of the files that this process has 
 
 
 def claim_start(run: RunFolder) -> None:
-    """Keep other processes from starting a run, until `release_start` or this process's end, by a
-    lock on the file ``.start`` in its folder.
+    """Lock the file ``.start`` in a run's folder, so that no other process starts the run, until
+    `release_start` or this process's end. A claim that this process has already is made anew.
 
-    A claim that this process has is made anew. Raise UsageError where another process has the
-    claim, and OSError where the file can't be made. On a file system that shares no locks between
-    machines it keeps only processes of this machine apart; on one without locks, none.
+    Raise UsageError where another process has the claim, and OSError where the file can't be made.
+    On a file system that shares no locks between machines only processes of this machine are kept
+    away; on one without locks, none.
     """
     release_start(run)
     claim = os.open(run.path / ".start", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -309,7 +308,7 @@ def claim_start(run: RunFolder) -> None:
 
 
 def release_start(run: RunFolder) -> None:
-    """Let other processes start a run again; nothing where this process has no claim on it."""
+    """Let other processes start a run again; do nothing where this process has no claim on it."""
     if run.path in _claims:
         os.close(_claims.pop(run.path))
 
@@ -317,10 +316,11 @@ def release_start(run: RunFolder) -> None:
 def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     """Refuse to start a run that is queued or under way: two jobs would write over each other.
 
-    A job or process that may work on the run is refused as well, unless `is_forced`: then each job
-    of it whose life is unknown is journaled as `Dismissed`, the user's word that it is over, even
-    where another job then lets the start be refused. Where there is a squeue that gives no answer,
-    `is_forced` has no effect. The job that this process runs in (SLURM_JOB_ID) is no obstacle.
+    A job or process that may work on the run is refused as well, unless `is_forced`. With
+    `is_forced` each job of the run whose life is unknown is journaled as `Dismissed`, the user's
+    word that it is over, even where another job then lets the start be refused; but where squeue is
+    there and gives no answer, `is_forced` has no effect. The job in which this process runs
+    (SLURM_JOB_ID) is no obstacle.
 
     Raises
     ------
@@ -349,8 +349,9 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
 
 
 def _has_verdict(events: Sequence[JournalEvent], info: Mapping[str, Any]) -> bool:
-    """Return whether the attempt that `info` (its attempt.json) describes has a verdict by a run's
-    `events`: its shell, which gives it last, is over, even if the controller has moved since."""
+    """Return whether the attempt that `info` (its attempt.json) describes has a verdict among a
+    run's `events`. Its shell gives the verdict last, and so is over, even if the controller has
+    moved since."""
     start = info.get("job_id"), info.get("restarts")
     starts = [e for e in events if isinstance(e, Started) and (e.job_id, e.restarts) == start]
     numbers = {event.attempt for event in starts}
@@ -360,10 +361,10 @@ def _has_verdict(events: Sequence[JournalEvent], info: Mapping[str, Any]) -> boo
 def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
     """Return whether the attempt of `run` that `info` (its attempt.json) describes still runs.
 
-    The caller is a start of the job `own_job`: an earlier start of that job is over, but in an
-    allocation (``salloc``) while its shell runs. A controller of this cluster that gives no answer
-    is asked again without end; an attempt whose job it does not know, or has restarted since, is
-    over.
+    The caller is a start of the job `own_job`. An earlier start of that job is over, except in an
+    allocation (``salloc``) while its shell runs. An attempt is over whose job the controller does
+    not know, or has restarted since. A controller of this cluster that is silent is asked without
+    end.
 
     Raises
     ------
@@ -371,7 +372,7 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
         Slurm refuses, another cluster gives no answer, or the job may be one of another cluster of
         this one's name, which can't be asked from here
     OSError
-        the journal can't be read, or that job's script can't be looked at
+        the journal can't be read, or the script of the attempt's job can't be looked at
     """
     holder = JobRef.of(info.get("job_id"), info.get("cluster"))
     if holder is None:

@@ -1,7 +1,7 @@
 """The only place that runs Slurm's commands; `slurm_text` parses what they print.
 
-Arguments are lists, never shell strings. Errors are HpcDdpError: the command is not there, can't be
-started, or refuses; and its subclass NoAnswerError: the controller gives no answer.
+Arguments are lists, never shell strings. Errors are HpcDdpError: the command is missing, can't be
+started, or refuses; or its subclass NoAnswerError: the controller gives no answer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LOOKS, LOOK_PAUSE_S = 4, 2.0  # a submit whose answer was lost came up seconds a
 
 
 class NoAnswerError(HpcDdpError):
-    """A command of Slurm got no answer; it may have been carried out all the same."""
+    """A command of Slurm got no answer; what it asked for may be done all the same."""
 
 
 def options_of(script: Path, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the options of a batch script, none where it can't be read, and those of the words
-    `more`, which win, by long name (`slurm_text.parse_options`)."""
+    """Return the options of a batch script and of the words `more`, which win, by long name (see
+    `slurm_text.parse_options`). A script that can't be read has none."""
     try:
         text = script.read_text(errors="replace")
     except OSError:  # sbatch's own error is better
@@ -48,9 +48,9 @@ def _run(
     umask: int = -1,
 ) -> str:
     """Run one of Slurm's commands once and return its stdout; `umask` -1 keeps this process's,
-    `env` None is `asking_env`. Raise NoAnswerError where the controller gave no answer, or the
-    command took `timeout_s`: it may have been carried out all the same; and HpcDdpError where it is
-    not there, can't be started, or refused."""
+    `env` None is `asking_env`. Raise NoAnswerError where the controller gave no answer or the
+    command took `timeout_s`; and HpcDdpError where the command is missing, can't be started, or
+    refused."""
     try:
         done = subprocess.run(
             argv,
@@ -84,7 +84,8 @@ def _run(
 
 
 def own_cluster() -> str:
-    """Ask the controller once for its cluster, as `JobRef` has it; '' without an answer."""
+    """Ask the controller once for its cluster, and return it as `JobRef` has it; '' without an
+    answer."""
     try:
         return slurm_text.parse_cluster(show_config())
     except HpcDdpError:
@@ -93,7 +94,8 @@ def own_cluster() -> str:
 
 def _at_cluster(job: str | JobRef) -> list[str]:
     """Return ``--clusters=NAME`` for a job of another cluster; [] for one of this cluster, and for
-    an id alone. With a cluster, raise HpcDdpError where this one's name can't be asked."""
+    an id alone. Raise HpcDdpError where a job has a cluster, and Slurm does not tell this one's
+    name."""
     name = job.cluster_name if isinstance(job, JobRef) else ""
     if not name or name == show_config().get("ClusterName"):
         return []
@@ -108,9 +110,8 @@ def _run_patiently(argv: Sequence[str], give_up: float | None = None) -> str:
     """Run a command that may be run twice, repeat it while the controller does not answer, and
     return its stdout. Each repetition is reported on stderr.
 
-    `give_up`, a time of ``time.monotonic()`` (None: PATIENCE_S from now), ends a command that runs,
-    too: raise NoAnswerError then, or where the next try would come later. Raise HpcDdpError for
-    another failure, at once.
+    Raise NoAnswerError at `give_up`, a time of ``time.monotonic()`` (None: PATIENCE_S from now),
+    also if the command runs then; HpcDdpError for another failure, at once.
     """
     give_up, pause_s = _deadline(give_up), 1.0
     while True:
@@ -137,14 +138,14 @@ def sbatch(
     cluster: str = "",
 ) -> JobRef:
     """Submit a script file with `options` such as ``--array=0-3``, and return the job, with its
-    cluster where sbatch has been sent to one. `env` is passed on without what `submit_env` leaves
+    cluster where sbatch has been sent to one. sbatch gets `env` without what `submit_env` leaves
     out. A script that names clusters goes to `cluster`, if given.
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
-    Then the queue is searched for a job of this script that is not among `earlier`, which takes
-    seconds; only without one the script is submitted again, until `give_up` by ``time.monotonic()``
-    (None: PATIENCE_S from now). Raise NoAnswerError after that, or where sbatch prints no id and no
-    job is in the queue, or squeue refuses in a search; and HpcDdpError where sbatch refuses.
+    So the queue is searched, for seconds, for a job of this script that is not among `earlier`.
+    Without one the script is submitted again, until `give_up` by ``time.monotonic()`` (None:
+    PATIENCE_S from now). Raise NoAnswerError after that, where sbatch prints no id and no job is
+    found, or where squeue refuses; and HpcDdpError where sbatch refuses.
 
     Slurm gives the job sbatch's umask: the user's, in HPC_DDP_UMASK where `node.entry` has set one.
     """
@@ -182,9 +183,9 @@ def _find_submitted(
     clusters: Sequence[str],
     give_up: float,
 ) -> JobRef | None:
-    """Return the newest job of a script, on one of some clusters ('': this one), that is not among
-    the `earlier` ones, and whose array is that of `options`: tasks of an array share the script,
-    and each may queue a job of its own just now. None without one.
+    """Return the newest job of a script, on one of `clusters` ('': this one), that is not among the
+    `earlier` ones and, where `options` have an ``--array``, has the same one: all tasks of an array
+    share the script, and each may be queueing a job of its own. None where there is none.
 
     squeue is asked `LOOKS` times for each cluster, after `LOOK_PAUSE_S` each. Raise NoAnswerError
     without an answer until `give_up`, or where squeue refuses.
@@ -208,11 +209,9 @@ def _find_submitted(
 
 
 def cancel(jobs: Sequence[str | JobRef]) -> None:
-    """Cancel jobs, with one call for each cluster; one that Slurm no longer knows is passed over.
-
+    """Cancel jobs, with one call for each cluster. A job that Slurm no longer knows is no error.
     Raise HpcDdpError where Slurm refuses, or gives no answer for PATIENCE_S; jobs of further
-    clusters then stay.
-    """
+    clusters stay."""
     jobs_of: dict[str, list[str | JobRef]] = {}
     for job in jobs:
         name = job.cluster_name if isinstance(job, JobRef) else ""
@@ -226,11 +225,9 @@ def cancel(jobs: Sequence[str | JobRef]) -> None:
 
 
 def requeue(job_id: str) -> None:
-    """Put a batch job back into the queue. From inside of it, this also ends the caller.
-
-    Raise NoAnswerError where it may have worked all the same (ask before the next try), and
-    HpcDdpError where the site or the job does not permit it.
-    """
+    """Put a batch job back into the queue. Called from inside the job, this also ends the caller.
+    Raise NoAnswerError where the job may be requeued all the same (ask before the next try), and
+    HpcDdpError where the site or the job does not permit it."""
     _run(["scontrol", "requeue", job_id])
 
 
@@ -241,18 +238,20 @@ def forbid_requeue(job: str | JobRef) -> None:
 
 
 def release(job: JobRef) -> None:
-    """Let a job start that a ``--hold`` of the user keeps waiting; raises as `forbid_requeue`."""
+    """Release a job that a ``--hold`` of the user keeps waiting. Raises what `forbid_requeue`
+    raises."""
     _run_patiently(["scontrol", *_at_cluster(job), "release", _id_of(job)])
 
 
 def update(job_id: str, setting: str) -> None:
-    """Change one `setting` of a waiting job, as ``TimeLimit=60``; raises as `forbid_requeue`."""
+    """Change one `setting` of a waiting job, as ``TimeLimit=60``. Raises what `forbid_requeue`
+    raises."""
     _run_patiently(["scontrol", "update", f"JobId={job_id}", setting])
 
 
 def why_refused(script: Path, *options: str) -> str:
     """Return why a script would never start with these options, or why Slurm gave no answer; '' if
-    it would start. Nothing is submitted, and nothing raised."""
+    it would start. Nothing is submitted, and no error of Slurm is raised."""
     try:
         env = submit_env(os.environ, options_of(script, options))
         _run(["sbatch", "--test-only", *options, str(script)], env=env)
@@ -263,7 +262,7 @@ def why_refused(script: Path, *options: str) -> str:
 
 def unusable(nodes: Sequence[str]) -> list[str]:
     """Return those of the nodes that are down, drained or failing, or do not answer the controller;
-    none where Slurm gives no answer."""
+    [] as well where Slurm gives no answer."""
     bad = re.compile(r"down|drain|fail|.*\*")  # a star: it does not answer
     if not nodes:
         return []
@@ -276,10 +275,8 @@ def unusable(nodes: Sequence[str]) -> list[str]:
 
 
 def expand_hosts(node_list: str) -> list[str]:
-    """Return the names in a host list such as ``node[1-2]``, in order.
-
-    Raise HpcDdpError where it names none, or Slurm can't expand it: N worlds of one would follow.
-    """
+    """Return the names in a host list such as ``node[1-2]``, in order. Raise HpcDdpError where
+    Slurm can't expand it, or it names none: each node would train alone."""
     names = _run(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
     if not names:
         raise HpcDdpError(f"the node list {node_list!r} of this job names no node")
@@ -287,10 +284,11 @@ def expand_hosts(node_list: str) -> list[str]:
 
 
 def show_job(job: str | JobRef, give_up: float | None = None) -> Job:
-    """Return a job as the controller has it. Raise HpcDdpError where there is no such job, or no
-    answer (then NoAnswerError) until `give_up`, by ``time.monotonic()``; None: PATIENCE_S from now.
+    """Return a job as the controller has it. Raise HpcDdpError where there is no such job, or where
+    Slurm gives no answer (NoAnswerError) until `give_up`, by ``time.monotonic()``; None: PATIENCE_S
+    from now.
 
-    The name of this cluster, which a job with a cluster needs, is asked for once, without waiting.
+    For a job with a cluster, this cluster's name is asked for first, once, without waiting.
     """
     argv = ["scontrol", *_at_cluster(job), "show", "job", _id_of(job)]
     return slurm_text.parse_job(_run_patiently(argv, give_up))
@@ -303,8 +301,8 @@ def job_text(job: str | JobRef) -> str:
 
 
 def queue(cluster: str = "") -> dict[str, QueuedJob]:
-    """Return the user's jobs that Slurm still knows, on this cluster or the one that is named, by
-    job id, with one call of squeue.
+    """Return the user's jobs that Slurm still knows, by job id, with one call of squeue; `cluster`
+    is a name, '' for this one.
 
     The id of an array maps to a task of it that is live, while there is one. Raise HpcDdpError
     where Slurm refuses or gives no answer.
@@ -316,11 +314,9 @@ def queue(cluster: str = "") -> dict[str, QueuedJob]:
 
 
 def record(job: str | JobRef) -> Record:
-    """Return what the controller has of a job; after any error of the controller, what the
-    accounting has. Each is asked once.
-
-    Raise the controller's HpcDdpError where the accounting does not know the job, or fails too.
-    """
+    """Return what the controller has of a job; where it fails in any way, what the accounting has.
+    Each is asked once. Raise the controller's HpcDdpError where the accounting does not know the
+    job, or fails."""
     try:
         return slurm_text.parse_record(job_text(job))
     except HpcDdpError as error:
@@ -335,7 +331,8 @@ def record(job: str | JobRef) -> Record:
 
 
 def starts_in_accounting(job_id: str) -> list[str]:
-    """Return the states of all starts of a job, in order; [] without the accounting's answer."""
+    """Return the states of all starts of a job, in order; [] where the accounting gives no
+    answer."""
     try:  # by an array's id, which its last task has as well, sacct prints all its tasks
         printed = _accounting_of(job_id, "JobIDRaw,State", "--duplicates")
     except HpcDdpError:
@@ -362,8 +359,8 @@ def show_config() -> dict[str, str]:
 
 
 def restarting_codes() -> set[int]:
-    """Return the exit codes with which a batch script's job is requeued or held by this cluster;
-    none where it gives no answer."""
+    """Return the exit codes of a batch script with which this cluster requeues or holds its job; an
+    empty set where Slurm gives no answer."""
     try:
         config = show_config()
     except HpcDdpError:
@@ -380,7 +377,8 @@ def show_all(kind: str) -> list[dict[str, str]]:
 
 def show_accounting(kind: str, *words: str) -> list[dict[str, str]]:
     """Return all qualities of service (`kind` is ``qos``), or a user's accounts (``user``), on all
-    clusters of the accounting, with values by name; [] without an answer."""
+    clusters of the accounting, each with its values by name; [] without an answer. `words`
+    select."""
     columns = COLUMNS_OF_QOS if kind == "qos" else COLUMNS_OF_USER
     query = ["show", kind, *words, f"format={columns}"]
     try:
@@ -392,8 +390,8 @@ def show_accounting(kind: str, *words: str) -> list[dict[str, str]]:
 
 
 def takes_option(command: str, option: str) -> bool:
-    """Return whether the help of a command of Slurm's has an option, given without its dashes:
-    plugins of a site add some. False where the command is not there, or fails."""
+    """Return whether the help of one of Slurm's commands has an option, given without its dashes: a
+    plugin of the site may add some. False where the command is missing, or fails."""
     try:
         return f"--{option}" in _run([command, "--help"])
     except HpcDdpError:

@@ -77,16 +77,18 @@ _PAIR = re.compile(r"(?:^|\s)([A-Z]\w*)=(\S*)")
 class Job:
     """A job as ``scontrol show job`` prints it; times in unix seconds.
 
-    `limit_s` is its time limit and `left_s` what is left of that, inf without a limit, None where
-    Slurm does not say. Unlike `end_time`, which the controller prints by its own clock and in local
-    time, they hold on a host whose clock is off, and in the hour that comes twice a year.
+    `limit_s` is its time limit and `left_s` what is left of the limit, in seconds; both are inf
+    without a limit, None where Slurm does not say. Unlike `end_time`, which the controller prints
+    by its own clock and in local time, they hold on a host whose clock is off, and in the hour that
+    comes twice a year.
 
-    `preempted_at` is when a preemption began, or, without a grace time or after it, when it
-    ended the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its
-    batch script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
+    `preempted_at` is when a preemption began, or, without a grace time or after it, when it ended
+    the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its batch
+    script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
 
-    `excluded` are the nodes that Slurm keeps it off, as ``n[1-2]``, '' without any. `script` and
-    `output` are its batch script and the file of that one's output, '' where Slurm does not say.
+    `excluded` are the nodes that Slurm keeps the job off, as ``n[1-2]``, '' without any. `script`
+    is the job's batch script, and `output` the file of the script's output, '' where Slurm does not
+    say.
     """
 
     state: str
@@ -103,7 +105,7 @@ class Job:
 
     @property
     def is_cancelled(self) -> bool:
-        """It was cancelled, by a person or by Slurm for good.
+        """Whether the job was cancelled, by a person or by Slurm for good.
 
         To be asked while its batch script runs, or before: then COMPLETING without a reason is a
         scancel. A job whose batch script has ended looks the same for a moment.
@@ -113,10 +115,10 @@ class Job:
 
     @property
     def preempted(self) -> bool:
-        """A preemption has begun, and the job runs in its grace time or was ended by it.
+        """Whether a preemption has begun, and the job runs in its grace time or was ended by it.
 
-        Not a job that was cancelled within its grace time: that ended after the preemption
-        began. Where PreemptMode is REQUEUE, one that was ended has a higher restart count.
+        False for a job that was cancelled within its grace time: it ended after the preemption
+        began. Where PreemptMode is REQUEUE, a job that was ended has a higher restart count.
         """
         if self.preempted_at is None:
             return False
@@ -125,7 +127,7 @@ class Job:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job's line of the queue.
+    """A line of the queue: a job, a task of an array, or all tasks of an array that wait.
 
     Attributes
     ----------
@@ -138,7 +140,7 @@ class QueuedJob:
     name
         the job's
     array, tasks
-        an array's job id, and the index of this task, or those of all that wait, as ``0-5%2``; ''
+        the array's job id, and the index of this task, or those of all that wait, as ``0-5%2``; ''
         for a job without an array
     """
 
@@ -152,9 +154,9 @@ class QueuedJob:
     tasks: str = ""
 
     def has_task(self, array: str, index: int) -> bool:
-        """Return whether the line is that of a task of an array (the array's job id, and the task's
-        index), or of all tasks that wait, with this one among them. Raise UsageError where `tasks`
-        is no list of indexes."""
+        """Return whether the line is that of task `index` of the array with the job id `array`, or
+        that of all tasks that wait, with this one among them. Raise UsageError where `tasks` is no
+        list of indexes."""
         return self.array == array and bool(self.tasks) and index in array_indexes(self.tasks)
 
 
@@ -173,16 +175,16 @@ class Record:
 
 
 def parse_job_id(printed: str) -> str | None:
-    """Return the last line of what ``sbatch --parsable`` printed that is ``id`` or ``id;cluster``,
-    None without one: some sites' print a banner, too."""
+    """Return the last line of what ``sbatch --parsable`` printed that is ``id`` or ``id;cluster``;
+    None where no line is. Some sites' sbatch prints a banner, too."""
     lines = [line.strip() for line in printed.splitlines()]
     return next((line for line in reversed(lines) if _JOB_ID.fullmatch(line)), None)
 
 
 def parse_job(text: str) -> Job:
-    """Read what ``scontrol show job`` prints in several lines; a missing field is '', None, 0 or
-    False. Fields are anchored at line starts: a job's name, which stands on the first line, may
-    hold anything."""
+    """Return the job that ``scontrol show job`` printed in several lines; a missing field is '',
+    None, 0 or False. Fields are looked for at line starts: a job's name, which stands on the first
+    line, may hold anything."""
 
     value = partial(_field, text)
     limit = value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")
@@ -203,8 +205,8 @@ def parse_job(text: str) -> Job:
 
 
 def parse_record(text: str) -> Record:
-    """Read what ``scontrol show job`` prints; of several jobs, as an array has, the first one. The
-    reason has blanks in place of its ``_``; a missing field is '' or None."""
+    """Return the record of a job that ``scontrol show job`` printed, of several jobs, as an array's
+    tasks, the first. The reason has blanks in place of ``_``; a missing field is '' or None."""
 
     value = partial(_field, text)
     return Record(
@@ -217,7 +219,8 @@ def parse_record(text: str) -> Record:
 
 
 def parse_accounting(text: str) -> Record | None:
-    """Read ``sacct --format=State,Reason,ExitCode,NodeList,Start``; None without a line of it.
+    """Return the record of a job that ``sacct --format=State,Reason,ExitCode,NodeList,Start``
+    printed; None where no line has these columns.
 
     The last line is the newest start of a job that was requeued. A state such as ``CANCELLED by
     1000`` is cut after its first word.
@@ -230,9 +233,9 @@ def parse_accounting(text: str) -> Record | None:
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
-    """Read the `QUEUE_COLUMNS` of squeue; return the jobs by their ids.
+    """Return the jobs that squeue printed with `QUEUE_COLUMNS`, by their ids.
 
-    Malformed lines are left out. A script's path is looked up on this machine, for a real path.
+    Malformed lines are left out. A script's path is resolved on this machine, to a real path.
 
     %A is a task's own id, %F its array's. Pending tasks, and the one that starts last, have the
     array's id. When that one has ended, the array would look finished while others still run; so
@@ -256,8 +259,8 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
 
 
 def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]]:
-    """Read lines of `columns` fields with a separator between them; lines with fewer fields are
-    left out.
+    """Return the fields of each line that has `columns` fields with a separator between them; lines
+    with fewer fields are left out.
 
     The last field may hold a separator itself, as a path may a ``|``.
     """
@@ -266,9 +269,9 @@ def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]
 
 
 def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the options of a batch script's text, of all its lines ``#SBATCH``, and of the words
-    of a command line (`more`), by whole long name; the last one of a name counts. The value is ''
-    for a flag, and also where a blank stands between the option and its value."""
+    """Return the options in the lines ``#SBATCH`` of a batch script's text, and in the words `more`
+    of a command line, by whole long name; the last one of a name counts. The value is '' for a
+    flag, and also where a blank stands between the option and its value."""
     lines = re.findall(r"^#SBATCH\s(.*)", script, flags=re.M)
     words = [word for line in lines for word in _split_words(line)] + [*more]
     options = {}
@@ -289,19 +292,19 @@ def _split_words(line: str) -> list[str]:
 
 
 def parse_reason(command: str, printed: str) -> str:
-    """Return the reason of a failure that a command of Slurm printed, on one line, without the
-    command's name."""
+    """Return the text of a failure that a Slurm command printed, on one line, without the command's
+    name."""
     return re.sub(rf"^{command}: (error: )?", "", printed, flags=re.M).replace("\n", "; ")
 
 
 def hint_for(reason: str) -> str:
-    """Return the hint for a reason that Slurm gave, '' without one."""
+    """Return the hint for a reason that Slurm gave; '' where there is none for it."""
     return next((hint for part, hint in _HINTS.items() if part in reason), "")
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Return the values of lines ``Name = value`` by name. A name that comes again is another
-    section's, and left out."""
+    """Return the values of lines ``Name = value`` by name. Of a name that comes again, in another
+    section, the first value stays."""
     values: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
@@ -317,16 +320,16 @@ def parse_codes(text: str) -> list[int]:
 
 
 def parse_cluster(config: Mapping[str, str]) -> str:
-    """Return the cluster that a configuration (of `parse_config`) names, as `JobRef` has it, with
-    the place of its first controller; '' without a name."""
+    """Return the cluster of a configuration, which `parse_config` has returned, as `JobRef` has it,
+    with host and port of its first controller; '' where it has no name."""
     name, host = config.get("ClusterName", ""), config.get("SlurmctldHost[0]", "").partition("(")[0]
     place = f"@{host}:{config.get('SlurmctldPort', '')}" if host else ""
     return f"{name}{place}" if name else ""
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
-    """Read ``scontrol --oneliner``; return a record for each line, its values by name. They are
-    never looked up by their place, which differs between versions.
+    """Return a record for each line that ``scontrol --oneliner`` printed: its values by name, since
+    their order differs between versions.
 
     A value with blanks, such as a reason's, is cut after its first word; a word within it that
     looks like a name does not replace one that stands before. A line without a value is left out.
@@ -341,7 +344,7 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def _state(shown: str) -> str:
-    """Return the state to which a flag belongs that Slurm shows in its place; a state as it is."""
+    """Return the state for which Slurm shows the flag `shown`; a state is returned as it is."""
     return _STATE_OF.get(shown, shown)
 
 
@@ -363,7 +366,7 @@ def _seconds(text: str) -> int | None:
 
 def _left_s(run_time: str, limit: str) -> float | None:
     """Return the seconds between a job's run time and its limit, negative beyond it; inf without a
-    limit, None where one is unknown."""
+    limit, None where one of the two is unknown. Both are in Slurm's notation, as ``1-12:00:00``."""
     elapsed_s, limit_s = _seconds(run_time), _seconds(limit)
     if limit == "UNLIMITED":
         return math.inf

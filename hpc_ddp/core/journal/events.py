@@ -183,7 +183,8 @@ class WorkerStarted(JournalEvent):
 
 @dataclass(frozen=True)
 class CheckpointRestored(JournalEvent):
-    """The run goes on at `step`, in `restore_s` seconds; checkpoints `passed_over` were damaged."""
+    """The run goes on at `step`, read in `restore_s` s; the checkpoints `passed_over` were
+    damaged."""
 
     event = "restored"
     writer = RANK_0
