@@ -303,7 +303,7 @@ def hint_for(reason: str) -> str:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Return the values of lines ``Name = value`` by name. Of a name that comes again, in another
+    """Return the values of lines ``Name = value`` by name. Where a name comes again, in another
     section, the first value stays."""
     values: dict[str, str] = {}
     for line in text.splitlines():

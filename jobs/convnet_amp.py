@@ -7,7 +7,7 @@ In one process, on one node, on two nodes of a cluster, and on two nodes played 
     hpc-ddp submit --nodes 2 --gpus-per-node 4 --time 10:00 jobs/convnet_amp.py --precision fp16
     hpc-ddp dry-run --nodes 2 --gpus-per-node 2 jobs/convnet_amp.py --precision bf16
 
-What to look at, and what goes wrong elsewhere:
+The places to look at, where other scripts go wrong:
 
 - one backward per loss; `run.backward` scales it for fp16 and weights it, so no division by
   `--accumulate`; DDP averages gradients in the last micro-batch of a step only
@@ -16,8 +16,8 @@ What to look at, and what goes wrong elsewhere:
 - the scheduler counts optimizer steps, which is what `len(batches)` says
 - validation runs on the plain model, in eval mode, with the same running statistics on all ranks
 
-Data: the 8x8 digits beside it (jobs/data/README.md), or MNIST: `--data DIR`, where
-`python jobs/mnist.py --data DIR --download` has put it.
+Data: the 8x8 digits beside it (jobs/data/README.md), or MNIST: `--data DIR`, where `python
+jobs/mnist.py --data DIR --download` has put it.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def make_model(side: int) -> nn.Module:
 
 
 def evaluate(run: Run, model: nn.Module, test_set: TensorDataset) -> tuple[float, float]:
-    """Return mean loss and accuracy: each image counts once, over all ranks. All ranks call it."""
+    """Return mean loss and accuracy over all ranks; each image counts once. All ranks call it."""
     loss_sum = right = seen = 0.0
     with run.evaluating(model) as plain:
         for images, labels in run.shard(test_set, batch_size=256):

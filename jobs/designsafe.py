@@ -40,7 +40,8 @@ SMOOTHING = 0.1
 
 
 def open_image(path: str) -> Any:
-    """Return a PIL image; raise UsageError, which names the file, for one that is none."""
+    """Return the PIL image of a file. Raise UsageError, which names the file, where it can't be
+    read as an image."""
     try:
         return torchvision.datasets.folder.pil_loader(path)
     except (OSError, SyntaxError) as error:  # PIL has both for what is broken
@@ -48,11 +49,11 @@ def open_image(path: str) -> Any:
 
 
 def open_folder(folder: Path, size: int, augment: bool = False) -> ImageFolder:
-    """Return images (3, size, size) and class numbers; with `augment` changed at random, after a
-    resume in the same way.
+    """Return a data set of images (3, size, size) and class numbers; with `augment` images are
+    changed at random, after a resume in the same way.
 
-    Raise UsageError for a folder without images in folders of classes. An image is read when it is
-    taken, and raises as `open_image`.
+    Raise UsageError for a folder without images in folders of classes. An image is read only when
+    it is taken from the data set, which raises what `open_image` raises.
     """
     steps = [v2.Resize((size, size)), *([v2.AutoAugment()] if augment else []), v2.ToImage()]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
@@ -66,10 +67,10 @@ def open_folder(folder: Path, size: int, augment: bool = False) -> ImageFolder:
 
 
 def open_data(data: Path, size: int) -> tuple[ImageFolder, ImageFolder, ImageFolder]:
-    """Return what to train on, to validate on, and to test on: without a folder ``Test`` what is
-    validated on as well.
+    """Return the data sets for training, validation and test; without a folder ``Test`` the one for
+    validation is also that for the test.
 
-    Raise UsageError as `open_folder`, or if they have other classes.
+    Raise UsageError where two of them have different classes, and what `open_folder` raises.
     """
     training = open_folder(data / "Train", size, augment=True)
     validation = open_folder(data / "Validation", size)
@@ -84,9 +85,9 @@ def open_data(data: Path, size: int) -> tuple[ImageFolder, ImageFolder, ImageFol
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a state dict from a file of torch.save's or a safetensors one, on the CPU.
+    """Return a state dict, on the CPU, from a file that torch.save or safetensors has written.
 
-    Raise UsageError for a file that is none.
+    Raise UsageError where the file can't be read as weights.
     """
     try:
         if path.suffix == ".safetensors":
@@ -103,10 +104,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def make_model(arch: str, weights: Path | None, classes: int, freeze: bool) -> nn.Module:
-    """Return a network of torchvision's with a new head; with `freeze` only that is trained.
+    """Return a network of torchvision's with a new head; with `freeze` only the head is trained.
 
-    `weights` is a file of `read_weights`, whose head is left out, or None. Raise UsageError as
-    that does, and for weights of another network.
+    `weights` is a file for `read_weights`, whose head is left out, or None. Raise UsageError where
+    it has the weights of another network, and what `read_weights` raises.
     """
     model: Any = torchvision.models.get_model(arch, weights=None)
     width = model.fc.in_features
@@ -128,10 +129,10 @@ def make_model(arch: str, weights: Path | None, classes: int, freeze: bool) -> n
 def evaluate(
     run: Run, model: nn.Module, images: ImageFolder, batch_size: int, **loading: Any
 ) -> tuple[float, float, torch.Tensor]:
-    """Return mean loss, as in training (`SMOOTHING`), accuracy, and how often class i (row) was
-    read as class j (column).
+    """Return mean loss, as in training (`SMOOTHING`), accuracy, and the confusion matrix: how often
+    class i (row) was read as class j (column).
 
-    Over all ranks: each image counts once, and all ranks get the same numbers; all call it.
+    Each image counts once over all ranks, and all ranks get the same numbers. All ranks call it.
     `loading` are options of the loader.
     """
     classes = len(images.classes)
@@ -154,7 +155,7 @@ def report(run: Run, model: nn.Module, images: ImageFolder, confusion: torch.Ten
     and in TensorBoard.
 
     All ranks call it, with the `confusion` of `evaluate`. On rank 0, raise OSError if a PNG can't
-    be written, and UsageError as `open_image`.
+    be written, and what `open_image` raises.
     """
     names = [NAMES.get(name, name) for name in images.classes]
     for name, row in zip(names, confusion.int().tolist(), strict=True):
@@ -200,10 +201,10 @@ def draw_confusion(confusion: torch.Tensor, names: list[str]) -> Any:
 def draw_predictions(
     images: ImageFolder, chosen: list[int], read: torch.Tensor, names: list[str]
 ) -> Any:
-    """Return matplotlib's figure of 12 images, with the class that the model reads, and the true
-    one.
+    """Return matplotlib's figure of 12 images, with the class that the model reads; where that is
+    wrong, also the true one.
 
-    `chosen` are their places in `images`, `read` the probabilities (12, classes) of the classes.
+    `chosen` are their indexes in `images`, `read` the probabilities (12, classes) of the classes.
     """
     from matplotlib.figure import Figure
 

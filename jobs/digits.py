@@ -54,8 +54,8 @@ def make_model() -> nn.Module:
 
 
 def accuracy(run: Run, model: nn.Module, test_set: TensorDataset) -> float:
-    """Return the share of test images that are read right: exact, over all ranks. All ranks call
-    it."""
+    """Return the share of test images that are read right, over all ranks; each image counts once.
+    All ranks call it."""
     right = seen = 0
     with run.evaluating(model) as plain:
         for images, labels in run.shard(test_set, batch_size=128):

@@ -50,7 +50,8 @@ class UnexpectedError(Exception):
 
 
 def make_model() -> nn.Sequential:
-    """Return a small network from 16 numbers to one, with parts for FSDP2."""
+    """Return a small network from 16 numbers to one, in several layers, so that FSDP2 has some to
+    shard."""
     return nn.Sequential(
         nn.Linear(16, 64),
         nn.ReLU(),
@@ -62,24 +63,25 @@ def make_model() -> nn.Sequential:
 
 
 def make_data(world_size: int) -> TensorDataset:
-    """Return inputs (n, 16) and targets (n, 1), with n for `STEPS_PER_EPOCH` of all ranks."""
+    """Return inputs (n, 16) and targets (n, 1); n is enough for `STEPS_PER_EPOCH` steps of all
+    ranks."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(world_size * BATCH * STEPS_PER_EPOCH, 16, generator=generator)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True) / 4)
 
 
 def digest(model: nn.Module) -> str:
-    """Return a checksum of all weights of a model that each rank has whole."""
+    """Return a short checksum of all weights of a model; each rank has all of them."""
     text = b"".join(weight.detach().cpu().numpy().tobytes() for weight in model.parameters())
     return hashlib.sha256(text).hexdigest()[:12]
 
 
 def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
-    """Train for `EPOCHS`; return the mean losses of the first and of the last four steps, the
-    weights' digest, and the step at which a run has resumed. All ranks call it.
+    """Train for `EPOCHS`. Return the row's details: the mean losses of the first and of the last
+    four steps, a digest of the weights, and the step at which a run has resumed. All ranks call it.
 
-    With `kill` the last rank kills itself at step `KILLED`, unless the run has resumed; a `sharded`
-    model has no digest.
+    With `kill` the last rank kills itself at step `KILLED`, unless the run has resumed. For a
+    `sharded` model there is no digest.
 
     Raises
     ------
@@ -119,8 +121,8 @@ def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
 
 
 def wait_for(path: Path, noun: str, patience_s: float) -> None:
-    """Wait until a file or folder is there; raise UnexpectedError, in which `noun` names it, after
-    `patience_s`."""
+    """Wait until a file or folder exists, for `patience_s` at most. Then raise UnexpectedError, in
+    which `noun` names it."""
     end = time.monotonic() + patience_s
     while not path.exists():
         if time.monotonic() > end:
@@ -164,8 +166,8 @@ LAST = [*FEATURES][-1]
 class Table:
     """The outcomes of all features: a JSON file for each, which all ranks read at their start.
 
-    `start` names this start of all workers: rank 0 may have begun a feature before the others read.
-    Methods that write raise OSError if the disk refuses.
+    `start` names this start of all workers. A file may be newer than that: rank 0 may have begun a
+    feature before another rank reads. Methods that write raise OSError if the disk refuses.
     """
 
     def __init__(self, folder: Path, rank: int, start: str) -> None:
@@ -178,8 +180,8 @@ class Table:
         return self._folder / f"{name.replace(', ', '-').replace(' ', '-').lower()}.json"
 
     def _read(self, name: str) -> Details:
-        """Return the row of a feature: {} for one not begun, with the error of an earlier start, if
-        it has one."""
+        """Return the row of a feature, {} for a feature that has not begun. Where an earlier start
+        had errors, the row has the first one as ``error``."""
         path = self.path(name)
         of_this_start = f"{path.stem}.{self._start}."  # a rank has failed before this one read
         errors = sorted(path.parent.glob(f"{path.stem}.*.rank-*"))
@@ -189,12 +191,13 @@ class Table:
         return {**row, "error": errors[0].read_text()} if errors else row
 
     def meet(self, name: str) -> int:
-        """Return a port that rank 0 found free, for the ranks of a feature to meet at.
+        """Return the port at which the ranks of a feature meet. Rank 0 finds a free one, and writes
+        it to a file, for which the others wait.
 
         Raises
         ------
         UnexpectedError
-            rank 0 named none within `PATIENCE_S`
+            there was no such file within `PATIENCE_S`
         """
         path = self.path(name).with_suffix(f".{self._start}.port")
         if self._rank == 0:
@@ -205,7 +208,8 @@ class Table:
 
     def is_left(self, name: str) -> bool:
         """Return whether a feature is to be tried: it has neither worked nor failed, and no earlier
-        start of the workers has ended in it; of the last one, whose kill is planned, one may."""
+        start of the workers has ended in it. In the last feature, whose kill is planned, one start
+        may have ended."""
         row = self._rows[name]
         return not row.get("ok") and "error" not in row and self._crashes(name) < 1 + (name == LAST)
 
@@ -214,18 +218,19 @@ class Table:
         return len({*self._rows[name].get("starts", ())} - {self._start})
 
     def put(self, name: str, **details: Any) -> None:
-        """Add details to a row; rank 0 also writes the row and the table."""
+        """Add details to the row of a feature. Rank 0 also writes the row and the whole table."""
         self._rows[name] = self._rows[name] | details
         if self._rank == 0:
             write_json(self.path(name), self._rows[name])
             self.write()
 
     def begin(self, name: str) -> None:
-        """Note that this start has begun a feature."""
+        """Note in its row that this start has begun a feature."""
         self.put(name, starts=[*self._rows[name].get("starts", ()), self._start])
 
     def fail(self, name: str, error: Exception) -> None:
-        """Write an error of this rank for the next start, unless it may follow from the planned
+        """Write an error of this rank into a file, which the next start reads. An error in the last
+        feature before the planned kill has ended a start is left out: it may follow from the
         kill."""
         if name == LAST and not self._crashes(name):
             return
@@ -234,12 +239,13 @@ class Table:
         path.with_name(f"{path.stem}.{self._start}.rank-{self._rank}").write_text(text)
 
     def compare(self, name: str) -> None:
-        """Check that the killed training resumed, and ended with an undisturbed one's weights.
+        """Check that the training that was killed resumed, and ended with the weights of an
+        undisturbed one.
 
         Raises
         ------
         UnexpectedError
-            it did not
+            it resumed at another step than `SAVED`, or ended with other weights
         """
         row, undisturbed = self._rows[name], self._rows["wrap, fp32"]
         if row.get("resumed at") != SAVED:
@@ -276,7 +282,7 @@ def give_up(table: Table, name: str, patience_s: float) -> None:
 
 
 def facts() -> dict[str, Any]:
-    """Return what an issue needs to know beside the features: versions, devices, drivers."""
+    """Return what an issue needs to know besides the features: versions, devices, drivers."""
     device = devices.usable() or devices.CPU
     paths = [(name, Path("/sys/module") / name / "version") for name in DRIVERS]
     drivers = [f"{name} {path.read_text().strip()}" for name, path in paths if path.exists()]
@@ -306,6 +312,7 @@ def slurm_version() -> str:
 
 def main() -> None:
     """Try the features that are left, one after the other; the first that fails ends the process.
+    At the end rank 0 writes and prints the table.
 
     Raise UsageError without hpc-ddp, and the error of a feature, which is kept for the table.
     """

@@ -52,9 +52,10 @@ def read(path: Path) -> str:
 
 
 def windows(numbers: torch.Tensor, length: int) -> TensorDataset:
-    """Cut a text of shape (characters,) into windows and what follows each character in them.
+    """Return a text of shape (characters,) cut into windows, each with the characters that follow
+    its own.
 
-    Both are of shape (windows, length). Raise UsageError for a text of less than a window.
+    Both are of shape (windows, length). Raise UsageError for a text that is shorter than a window.
     """
     count = (len(numbers) - 1) // length
     if count < 1:
@@ -64,7 +65,7 @@ def windows(numbers: torch.Tensor, length: int) -> TensorDataset:
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Under tensor parallel a rank has some of the heads."""
+    """Causal self-attention. With tensor parallelism each rank has some of the heads."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, for each character alone."""
+    """Two linear layers, applied to the vector of each character alone."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -96,7 +97,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds to vectors (batch, length, width) what attention, then the MLP make of them."""
+    """Adds to vectors (batch, length, width) first the output of attention, then that of the
+    MLP."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -110,8 +112,8 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Numbers of characters (batch, length) to vectors (batch, length, width): one for each
-    character and one for its place, added."""
+    """Maps numbers of characters (batch, length) to vectors (batch, length, width): the vector of
+    the character plus the vector of its position in the window."""
 
     def __init__(self, characters: int, length: int, width: int) -> None:
         super().__init__()
@@ -124,15 +126,15 @@ class Embedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """Numbers of characters, of shape (batch, length), to logits (batch, length, characters).
+    """Maps numbers of characters, of shape (batch, length), to logits (batch, length, characters).
 
-    A stage of a pipeline has some of the blocks, under the names they have in the whole model, and
-    neither embedding nor head in the middle.
+    A stage of a pipeline has some of the blocks, with their names in the whole model. Only the
+    first stage has the embedding, and only the last one has the head.
     """
 
     def __init__(self, characters: int, args: argparse.Namespace) -> None:
-        """Draw the weights of a model for so many characters; `args` are those of the command
-        line."""
+        """Draw the weights of a model for this number of different `characters`; `args` are those
+        of the command line."""
         super().__init__()
         self.embedding: nn.Module | None = Embedding(characters, args.length, args.width)
         self.blocks = nn.ModuleDict(
@@ -150,8 +152,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits; of a stage in the middle, the vectors (batch, length, width) that it gets,
-        mapped."""
+        """Return logits. A stage without a head returns vectors (batch, length, width), and one
+        without an embedding gets such vectors in place of numbers."""
         if self.embedding is not None:
             x = self.embedding(x)
         for name, block in self.blocks.items():
@@ -170,9 +172,10 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def share_layers(run: Run, model: GPT) -> None:
-    """Tensor parallel: of each pair of linear layers, the first by its rows, the second by columns.
+    """Split the linear layers of each block over the ranks, in place (tensor parallel): of each
+    pair the first layer by rows, the second by columns.
 
-    So a block talks twice: where the second one's parts are added up. All ranks call it.
+    So a block communicates twice, to add up what the second layers return. All ranks call it.
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -184,7 +187,7 @@ def share_layers(run: Run, model: GPT) -> None:
 
 
 def cut_stage(model: GPT, stage: int, stages: int) -> None:
-    """Pipeline parallel: leave `stage` of `stages`, from 0; delete the model's other layers."""
+    """Delete all layers of a model but those of pipeline stage `stage`, from 0, of `stages`."""
     count = len(model.blocks)
     for i in range(count):
         if i * stages // count != stage:
@@ -194,8 +197,8 @@ def cut_stage(model: GPT, stage: int, stages: int) -> None:
 
 
 def use_devices(model: GPT, devices: list[torch.device]) -> None:
-    """Plain model parallel: move the model to this worker's devices, the embedding to the first, an
-    equal share of the blocks, in order, to each, and the head to the last."""
+    """Move the parts of a model to this worker's devices (plain model parallel): the embedding to
+    the first, an equal share of the blocks, in order, to each, and the head to the last."""
     for i, (name, block) in enumerate(model.blocks.items()):
         model.devices[name] = devices[i * len(devices) // len(model.blocks)]
         block.to(model.devices[name])
@@ -205,8 +208,8 @@ def use_devices(model: GPT, devices: list[torch.device]) -> None:
 
 
 def spread(run: Run, model: GPT, args: argparse.Namespace) -> Any:
-    """Spread a model in place as the command line says; return what is tracked, a model, and what
-    the training calls: the same, or a pipeline. All ranks call it."""
+    """Spread a model in place as the command line says. Return the model that is tracked, and what
+    the training calls: the same model, or a pipeline. All ranks call it."""
     if args.compile:  # block by block, in place: names stay, and it goes with every strategy
         for block in model.blocks.values():
             compile_for_resume(block)
@@ -228,7 +231,7 @@ def spread(run: Run, model: GPT, args: argparse.Namespace) -> Any:
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return AdamW: matrices decay, biases and the norms' scales do not."""
+    """Return AdamW with weight decay for matrices, and none for biases and the scales of norms."""
     weights = list(model.parameters())
     groups = [
         {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.decay},
@@ -238,8 +241,8 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
 
 
 def cosine(step: int, warm_up: int, total: int) -> float:
-    """Return the share of the learning rate at a step of `total`: up a line for `warm_up` steps,
-    then down to a tenth."""
+    """Return the factor of the learning rate at a step of `total`: it rises in a line for `warm_up`
+    steps, then falls as a cosine to a tenth."""
     if step < warm_up:
         return (step + 1) / warm_up
     done = min((step - warm_up) / max(total - warm_up, 1), 1.0)
@@ -247,7 +250,8 @@ def cosine(step: int, warm_up: int, total: int) -> float:
 
 
 def validate(run: Run, model: Any, text: TensorDataset, batch_size: int) -> float:
-    """Return the mean loss of a character: exact, over all ranks. All ranks call it."""
+    """Return the mean loss of a character, over all ranks; each window counts once. All ranks call
+    it."""
     loss_sum = count = 0.0
     batches = run.shard(text, batch_size, even=True)
     with run.evaluating(model) as plain, run.autocast():
@@ -260,8 +264,8 @@ def validate(run: Run, model: Any, text: TensorDataset, batch_size: int) -> floa
 
 
 def sample(run: Run, model: Any, prompt: torch.Tensor, length: int) -> list[int]:
-    """Return the numbers of `length` characters that the model draws after a prompt of shape
-    (characters of a window,).
+    """Return the numbers of `length` characters that the model draws after a prompt, the numbers of
+    a window of characters, of shape (characters,).
 
     All ranks call it.
     """

@@ -57,7 +57,8 @@ def load_digits(train: bool) -> TensorDataset:
 
 
 def split(whole: TensorDataset) -> tuple[TensorDataset, TensorDataset]:
-    """Return the samples to train on, and each tenth sample, which is not, for validation."""
+    """Return two sets: the samples for training, and for validation each tenth sample, which is
+    left out of the first set."""
     held_out = torch.arange(len(whole)) % 10 == 9
     images, labels = whole.tensors
     training = TensorDataset(images[~held_out], labels[~held_out])
@@ -82,8 +83,8 @@ def make_model(side: int) -> nn.Module:
 
 
 def accuracy(run: Run, model: nn.Module, images_and_labels: TensorDataset) -> float:
-    """Return the share of images that are read right: each counts once, over all ranks. All ranks
-    call it."""
+    """Return the share of images that are read right, over all ranks; each image counts once. All
+    ranks call it."""
     right = seen = 0
     with run.evaluating(model) as plain:
         for images, labels in run.shard(images_and_labels, batch_size=256):

@@ -1,4 +1,4 @@
-"""What the command lines of the tools have in common."""
+"""The options and the way to run that all tools share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make_parser(target: str, doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all tools have.
 
     Args:
-        target: of make, for the usage line.
+        target: The target of make, for the usage line.
         doc: The module's docstring; its first line is the description.
     """
     parser = argparse.ArgumentParser(prog=target, description=(doc or "").split("\n")[0])
@@ -26,9 +26,10 @@ def make_parser(target: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def run_command(parser: argparse.ArgumentParser, act: Callable[[argparse.Namespace], bool]) -> int:
-    """Call `act` with the options; return the exit code: 0 if it returns true, 2 for a ToolError.
+    """Parse the command line, and call `act` with the options. Return the exit code: 0 if `act`
+    returns true, 1 if it does not, 2 for a ToolError, which is printed.
 
-    A tree with changes is refused, unless nothing is to be kept.
+    A tree with uncommitted changes is refused, unless the results are not kept (``--dirty``).
     """
     args = parser.parse_args()
     _unwind_on_signals()
@@ -42,7 +43,8 @@ def run_command(parser: argparse.ArgumentParser, act: Callable[[argparse.Namespa
 
 
 def _unwind_on_signals() -> None:
-    """Let signals that would kill this process raise SystemExit, so that its children end."""
+    """Have signals that would kill this process raise SystemExit, so that its children are
+    ended."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -39,8 +39,8 @@ WORDS = re.compile(
 
 
 def branches(source: str, file: str = "", *, whole: bool = False) -> list[Mutation]:
-    """Return two places for each condition, one an outcome, and one for each function, as changes
-    that are no change to the tests if the outcome never occurs."""
+    """Return two places for each condition, one for each of its outcomes, and one place for each
+    function. Each is a mutation that changes nothing for the tests if the outcome never occurs."""
     collector = _Branches(source, file, whole)
     collector.visit(ast.parse(source))
     return collector.in_order()
@@ -93,7 +93,8 @@ class _Branches(Places):
 
 
 def _expressions(body: Iterable[ast.stmt]) -> Iterator[ast.expr]:
-    """Yield the expressions that a body computes, the first one of a statement, in their order."""
+    """Yield, in their order, the first expression of each statement of a body; a docstring is left
+    out."""
     for index, statement in enumerate(body):
         is_docstring = index == 0 and isinstance(statement, ast.Expr)
         if is_docstring and isinstance(statement.value, ast.Constant):  # type: ignore[attr-defined]
@@ -120,7 +121,8 @@ def all_branches(files: Sequence[Path] = FILES) -> list[Mutation]:
 
 
 def report(draw: Draw, reached: Map, equivalent: Path, write: Callable[[str], None]) -> bool:
-    """Print which outcomes no test has seen; return whether each of them has a reason."""
+    """Print the outcomes that no test has seen; return whether each has a reason in the file
+    `equivalent`, and all tests have been run."""
     reasons = reason_by_mutation(draw.mutations, read_equivalent(equivalent))
     is_whole = reached.is_complete()
     open_places, explained = [], []

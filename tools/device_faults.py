@@ -51,7 +51,8 @@ OTHERS = re.compile(r"self\._(known|ended)\.|multiprocessing\.")
 
 
 def faults(source: str, file: str = "") -> list[Mutation]:
-    """Return a mutation for each call and argument that concerns a device, in the text's order."""
+    """Return a mutation for each call and argument that concerns a device, in the order of the
+    text."""
     collector = _Faults(source, file)
     collector.visit(ast.parse(source))
     return collector.in_order()
@@ -99,7 +100,8 @@ class _Faults(Places):
         self.generic_visit(node)
 
     def _without_device(self, node: ast.Call, receiver: str) -> str:
-        """Return what is left of a `.to(device, …)`: a change of the type, or nothing."""
+        """Return the text of a call ``.to(device, …)`` without the device: the other arguments, as
+        a change of the type, or without any the receiver alone."""
         rest = [self.text(*self.span(argument)) for argument in node.args[1:]]
         return f"{receiver}.to({', '.join(rest)})" if rest else receiver
 
@@ -119,7 +121,7 @@ def all_faults(folder: Path = FOLDER) -> list[Mutation]:
 
 @dataclass
 class DeviceExamination(Examination):
-    """Runs the tests on the stand-in alone: whether the types fit is no question here."""
+    """Runs the tests on the stand-in alone: the types are not checked."""
 
     def __post_init__(self) -> None:
         pass

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], tests: set[str]) -> None:
-    """Leave out the tests with these ids."""
+    """Leave out the tests whose ids are in `tests`, and report them to pytest."""
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in tests])
     items[:] = [item for item in items if item.nodeid not in tests]
 

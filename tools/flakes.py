@@ -52,17 +52,19 @@ class Counts:
 
     @classmethod
     def of(cls, line: Line | None, commit: str) -> Counts:
-        """Return the counts of a line of the store; none of another commit."""
+        """Return the counts of a line of the store; zeros where there is no line, or it is of
+        another commit."""
         if line is None or line["commit"] != commit:
             return cls()
         return cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
 
     def fields(self) -> Line:
-        """Return what a line of the store keeps: the file stays small without zeros."""
+        """Return the counts as a line of the store keeps them: without zeros, so that the file
+        stays small."""
         return {name: value for name, value in asdict(self).items() if value}
 
     def add(self, outcome: str, why: str, *, loaded: bool) -> None:
-        """Count a run. A skipped one is a run as well: it is not tried again."""
+        """Count a run with this outcome. A skipped test has run as well, and is not tried again."""
         name = f"{outcome}_under_load" if loaded else outcome
         setattr(self, name, getattr(self, name) + 1)
         if outcome == "failed":
@@ -83,7 +85,8 @@ class Counts:
 
 
 def tests_of(line: Line) -> list[str]:
-    """Return the tests that a line of the store lists; [] for the line of a test."""
+    """Return the tests that a line of the store lists; [] for a line that has the result of a
+    test."""
     files = line.get("tests", {}).items()
     return [f"{file}::{name}" for file, names in files for name in names]
 
@@ -96,7 +99,7 @@ def wanted_runs(test: str, count: int, *, loaded: bool) -> int:
 
 @dataclass
 class Table:
-    """The tests of an expression, and their counts."""
+    """The tests that an expression of pytest selects, and their counts at a commit."""
 
     store: Store
     commit: str
@@ -130,14 +133,14 @@ class Table:
             self.store.append(line)
 
     def drop_unlisted(self) -> None:
-        """Drop the results of tests that no selection lists any more; those of an older commit
-        stay until the test has run again, and the report counts them."""
+        """Remove from the store the results of tests that no selection lists any more. Those of an
+        older commit stay until the test has run again, and the report counts them."""
         newest = self.store.newest().values()
         listed = {test for line in newest for test in tests_of(line)}
         self.store.retain(lambda line: "tests" in line or line["row"] in listed)
 
     def missing(self, *, loaded: bool) -> list[str]:
-        """Return the tests that a round is to run."""
+        """Return the tests that have not yet run often enough, with load or without."""
         newest = self.store.newest()
         return [
             test
@@ -159,7 +162,8 @@ class Table:
 
 @contextmanager
 def load(wanted: bool, environ: dict[str, str]) -> Iterator[None]:
-    """Keep each core busy. The loops end with this process, however it ends."""
+    """Keep each core busy inside the block, where that is wanted. The busy loops end with this
+    process, however it ends."""
     count = (os.cpu_count() or 1) + 1 if wanted else 0
     loops = [subprocess.Popen([sys.executable, "-c", BUSY], env=environ) for _ in range(count)]
     try:
@@ -181,7 +185,8 @@ def collect(copy: WorkingCopy, expression: str) -> list[str]:
 
 
 def run_round(table: Table, copy: WorkingCopy, *, loaded: bool) -> None:
-    """Run once each test that has not yet run often enough."""
+    """Run once each test that has not yet run often enough, and store the outcomes. Raise ToolError
+    where pytest does not end by itself, or fails otherwise than by a test."""
     tests = table.missing(loaded=loaded)
     print(f"{len(tests)} tests, {'under' if loaded else 'without'} load", flush=True)
     process = copy.test_run(limit_s=LIMIT_S)
@@ -205,7 +210,8 @@ def run_round(table: Table, copy: WorkingCopy, *, loaded: bool) -> None:
 
 
 def run(table: Table, copy: WorkingCopy) -> None:
-    """Run rounds, without load and under load in turn, until each test has run often enough."""
+    """Collect the tests; then run rounds, without load and under load in turn, until each test has
+    run often enough."""
     table.list_tests(collect(copy, table.expression))
     table.drop_unlisted()
     while any(table.missing(loaded=loaded) for loaded in (False, True)):
@@ -218,7 +224,8 @@ def run(table: Table, copy: WorkingCopy) -> None:
 
 
 def report(table: Table, write: Callable[[str], None] = print) -> bool:
-    """Print failures and skips; return whether each test has run often enough, without them."""
+    """Print failures and skips; return whether each test has run often enough, and none has failed
+    or was skipped."""
     tests = table.tests()
     newest = table.store.newest()
     failures = skips = 0
@@ -236,7 +243,7 @@ def report(table: Table, write: Callable[[str], None] = print) -> bool:
             write(f"{test}: skipped {counts.skips} of {runs} times")
 
     def has_run(line: Line) -> bool:
-        """Tell whether a test has run often enough at the commit of its line."""
+        """Return whether a test has run often enough at the commit of its line."""
         counts = Counts.of(line, line["commit"])
         return all(
             counts.runs(loaded=loaded) >= wanted_runs(line["row"], table.count, loaded=loaded)

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
 
 
 def install(env: Path, packages: list[str], pins: list[str]) -> int:
-    """Install packages, giving up pins until pip finds versions; return pip's exit code."""
+    """Install packages into an environment, which is made if it is missing. Pins that pip can't
+    meet are given up, one try after the other. Return pip's exit code."""
     if not (env / "bin" / "python").exists():
         # Python 3.10 comes with a pip that tries old versions for an hour.
         venv.create(env, with_pip=True, upgrade_deps=True)
@@ -72,7 +73,7 @@ def is_for_newer_python(pin: str, minor: int) -> bool:
 
 
 def leave_out(pins: list[str], refused: list[str]) -> list[str]:
-    """Return the pins without some, each of which is printed."""
+    """Return the pins without those in `refused`; each of these is printed."""
     for pin in refused:
         print(f"{MARKER.sub('', pin)} can't be had here: the newest version that fits is taken")
     return [pin for pin in pins if pin not in refused]
@@ -90,7 +91,8 @@ def run_pip(env: Path, packages: list[str], pins: list[str]) -> tuple[int, str]:
 
 
 def renew() -> int:
-    """Write what pip installs without any pin into constraints.txt."""
+    """Install all packages without a pin, and write the versions into constraints.txt. Return pip's
+    exit code."""
     with tempfile.TemporaryDirectory(dir=REPO, prefix=".renew-") as name:
         env = Path(name) / "env"
         code = install(env, [EXTRAS], [])
@@ -110,7 +112,8 @@ def renew() -> int:
 
 
 def with_marker(pin: str, required: dict[str, str]) -> str:
-    """Return a pin with the oldest Python that its version has a build for, if not every one.
+    """Return a pin with a marker for the oldest Python that its version has a build for, where that
+    is newer than Python 3.10.
 
     Parameters
     ----------

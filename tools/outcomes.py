@@ -1,4 +1,4 @@
-"""What became of a test, from pytest's reports of its set-up, call and tear-down."""
+"""How a test has ended, from pytest's reports of its set-up, call and tear-down."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Outcome:
 
 
 class Outcomes:
-    """Puts the reports of each test together."""
+    """Joins the reports of each test into one outcome."""
 
     def __init__(self) -> None:
         self._open: dict[str, Outcome] = {}
 
     def add(self, report: pytest.TestReport) -> Outcome | None:
-        """Return a test's outcome with the last of its reports."""
+        """Note a report. With the last report of a test return its outcome, else None."""
         outcome = self._open.setdefault(report.nodeid, Outcome())
         outcome.seconds += report.duration
         if report.failed and outcome.outcome != "failed":

@@ -40,7 +40,8 @@ HEAD = (
 
 @dataclass
 class Size:
-    """Counts of some files; `functions` has the lines of each one, `files` the lines of each."""
+    """Counts of some files; `functions` has the number of lines of each function, `files` that of
+    each file."""
 
     code: int = 0
     files: list[int] = field(default_factory=list)
@@ -87,7 +88,7 @@ def measure(paths: Iterable[Path]) -> Size:
 
 
 def bindings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each name that is bound, once in each function or module."""
+    """Yield line and name of each name that is bound, once for each function or module."""
     for scope in ast.walk(tree):
         if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module):
             names: dict[str, int] = {}
@@ -97,7 +98,8 @@ def bindings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _bound_in(scope: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield what one scope binds, without the functions in it."""
+    """Yield the names that one scope binds, with their lines; those of functions in it are left
+    out."""
     if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         arguments = scope.args
         for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
@@ -138,7 +140,7 @@ def _code_lines(text: str) -> set[int]:
 
 
 def main(folders: list[str]) -> int:
-    """Print a row for each room of hpc_ddp and each folder, beside those of two peers."""
+    """Print a row for each room of hpc_ddp and each folder, and the rows of two other packages."""
     print(HEAD)
     for name in folders or ["hpc_ddp", "jobs", "tools", "bench", "tests"]:
         folder = Path(name)

@@ -1,8 +1,8 @@
 """Results that outlive the machine: a text file in docs/results, one JSON object on each line.
 
-Each result has a row (what was run) and a commit (what it was run on). Of a row's results the
-newest counts. Lines are appended and synced one by one, so a kill loses the line that was being
-written, and that line is ignored when the file is read.
+Each result has a row (what was run) and a commit (what it was run on). The newest result of a row
+counts. Lines are appended and synced one by one, so a kill loses the line that was being written,
+and that line is ignored when the file is read.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Line = dict[str, Any]
 
 
 class ToolError(Exception):
-    """A tool can't do what it was asked for; its text is printed as it is."""
+    """A tool can't do what it was asked for; the error's text is printed as it is."""
 
 
 def git(*words: str, folder: Path = REPO) -> str:
-    """Return what a git command prints."""
+    """Return what a git command prints; raise ToolError where it fails."""
     done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
     if done.returncode:
         raise ToolError(f"git {words[0]} failed: {done.stderr.strip()}")
@@ -42,7 +42,7 @@ def git(*words: str, folder: Path = REPO) -> str:
 
 
 def current_commit(folder: Path = REPO) -> str:
-    """Return the last commit that changed something results depend on."""
+    """Return the last commit, in 12 digits, that changed something on which results depend."""
     paths = [path for path in RESULTS_DEPEND_ON if (folder / path).exists()]
     # Of a fixed length: git's own choice differs between clones.
     words = ("log", "-1", "--abbrev=12", "--format=%h", "--", *paths)
@@ -50,7 +50,7 @@ def current_commit(folder: Path = REPO) -> str:
 
 
 def uncommitted_changes(folder: Path = REPO) -> list[str]:
-    """Return the files that results depend on and that differ from the commit."""
+    """Return the files on which results depend and which differ from the commit."""
     paths = [path for path in RESULTS_DEPEND_ON if (folder / path).exists()]
     status = git(
         "status", "--porcelain", "-z", "--untracked-files=all", "--", *paths, folder=folder
@@ -59,7 +59,8 @@ def uncommitted_changes(folder: Path = REPO) -> list[str]:
 
 
 def require_clean_tree(folder: Path = REPO) -> None:
-    """Raise ToolError where a result would belong to no commit."""
+    """Raise ToolError where there are uncommitted changes, so that a result would belong to no
+    commit."""
     if changes := uncommitted_changes(folder):
         raise ToolError(
             f"{len(changes)} files have uncommitted changes ({', '.join(changes[:3])}, …), so a "
@@ -69,7 +70,8 @@ def require_clean_tree(folder: Path = REPO) -> None:
 
 @dataclass
 class Store:
-    """The results of one tool. Without a path nothing is kept beyond the process."""
+    """The results of one tool, in a file. Without a path they are kept only as long as the process
+    runs."""
 
     path: Path | None
 
@@ -85,7 +87,8 @@ class Store:
         return {line["row"]: line for line in self._lines}
 
     def append(self, line: Line) -> None:
-        """Keep a result; it is on the disk when this returns."""
+        """Add a result, which has a ``row`` and a ``commit``; it is on the disk when this
+        returns."""
         assert {"row", "commit"} <= line.keys()
         self._lines.append(line)
         if self.path is None:
@@ -101,14 +104,15 @@ class Store:
             os.fsync(file.fileno())
 
     def retain(self, wanted: Callable[[Line], bool]) -> None:
-        """Drop the other results, and all but the newest of a row that `wanted` holds for."""
+        """Keep, of each row, only the newest of the results for which `wanted` is true. The file is
+        written anew where that drops any."""
         newest = {line["row"]: index for index, line in enumerate(self._lines) if wanted(line)}
         kept = [self._lines[index] for index in sorted(newest.values())]
         if kept != self._lines:
             self.rewrite(kept)
 
     def rewrite(self, lines: Sequence[Line]) -> None:
-        """Replace all results, by a rename."""
+        """Replace all results; the file is replaced by a rename."""
         self._lines = list(lines)
         if self.path is not None:
             replace_text(self.path, "".join(f"{_text(line)}\n" for line in lines))
@@ -138,7 +142,8 @@ def _read(path: Path) -> Iterable[Line]:
 
 @dataclass
 class Completeness:
-    """How much of what was to be run has a result, and of which commit."""
+    """How many of the wanted rows have a result of `commit`, or of an older one, and which have
+    none."""
 
     current: int
     older: int
@@ -169,7 +174,8 @@ def completeness(
     commit: str,
     done: Callable[[Line], bool] | None = None,
 ) -> Completeness:
-    """Compare the rows that are wanted with those that have a result (one for which `done`)."""
+    """Compare the rows that are wanted with `results`. A result for which `done` is false counts as
+    missing."""
     current = older = 0
     missing = []
     for row in wanted:

@@ -96,7 +96,8 @@ COMMANDS = {"test-more": (MORE, *DEVICES), "soak": (ROWS, *VERSIONS)}
 
 
 def run(selection: Selection, copy: WorkingCopy, store_path: str, commit: str) -> None:
-    """Run the tests of a selection that have not passed at this commit."""
+    """Run the tests of a selection that have not passed at this commit, and print their outcomes.
+    Raise ToolError where pytest fails otherwise than by a test."""
     store = Store(STORE if store_path else None)
     tests = collect(selection, copy)
     line: Line = {"row": selection.row, "commit": commit, "tests": tests}
@@ -127,7 +128,7 @@ def run(selection: Selection, copy: WorkingCopy, store_path: str, commit: str) -
 
 
 def collect(selection: Selection, copy: WorkingCopy) -> list[str]:
-    """Return the tests of a selection."""
+    """Return the tests of a selection, sorted; raise ToolError where there are none."""
     copy.make_environment(selection.torch)
     process = copy.test_run("--collect-only", "--quiet", *selection.words)
     process.environ, process.torch = selection.environ, selection.torch
@@ -139,8 +140,9 @@ def collect(selection: Selection, copy: WorkingCopy) -> list[str]:
 
 
 def thin_out(store: Store, commit: str) -> None:
-    """Keep the newest result of each row, the newest pass, which docs/bad-days.md shows, all other
-    results of the same tests at the same commits, and the failures of this commit."""
+    """Remove old results from the store. The newest result of each row stays, and its newest pass,
+    which docs/bad-days.md shows; so do all results of the same tests at the same commits, and the
+    failures of this commit."""
     lines = store.lines()
     newest_lines = list(store.newest().values())
     passes = {
@@ -162,7 +164,8 @@ def thin_out(store: Store, commit: str) -> None:
 
 
 def _group(line: Line) -> tuple[str, str, str]:
-    """Return what the results of a test's variants at one commit have in common."""
+    """Return the suite, the function and the commit of a result, which those of a test's variants
+    share."""
     return line["suite"], _function(line["test"]), line["commit"]
 
 
@@ -175,7 +178,7 @@ def _function(test: str) -> str:
 
 @dataclass
 class State:
-    """Where a selection stands."""
+    """How far the results of a selection go, and how good they are."""
 
     selection: Selection
     text: str
@@ -186,8 +189,8 @@ class State:
 
 
 def state_of(selection: Selection, store: Store, commit: str = "") -> State:
-    """Compare the results with what was to be run at a commit; at that of the newest selection,
-    if no other is given."""
+    """Return the state of a selection: its results against the tests that were to be run at a
+    commit. The commit is by default that at which the tests were listed last."""
     listed = store.newest().get(selection.row)
     if listed is None:
         return State(selection, "not run yet", False)
@@ -218,7 +221,7 @@ def state_of(selection: Selection, store: Store, commit: str = "") -> State:
 
 
 def page(store: Store) -> str:
-    """Return docs/results/README.md as it should be, from the kept results alone."""
+    """Return the text of docs/results/README.md, made from the kept results alone."""
     states = [state_of(each, store) for each in (MORE, *DEVICES, ROWS, *VERSIONS)]
     lines = [
         "# Results of the long tests",
@@ -254,7 +257,8 @@ def page(store: Store) -> str:
 
 
 def _measurements(states: Sequence[State]) -> list[str]:
-    """Return a table of what the tests that passed have recorded with record_property."""
+    """Return a table of what tests that passed have recorded with record_property; [] without
+    any."""
     values: dict[tuple[str, ...], dict[str, str]] = {}  # the value of each row of the store
     for line in (line for state in states for line in state.outcomes):
         title = line.get("bad_day") or f"`{_function(line['test'])}`"
@@ -304,7 +308,8 @@ def report(
     commit: str,
     write: Callable[[str], None] = print,
 ) -> bool:
-    """Print where the selections stand; return whether all is there, of this commit, and passed."""
+    """Print the state of the selections; return whether all results are there, of this commit, and
+    passed."""
     states = [state_of(selection, store, commit) for selection in selections]
     for state in states:
         write(f"{state.selection.name}: {state.text}")
@@ -317,7 +322,8 @@ def report(
 
 
 def run_all(selections: Sequence[Selection], commit: str, *, dirty: bool) -> None:
-    """Run what is missing of the selections; the pages are written also when it is ended."""
+    """Run the tests of the selections that have no result yet. The pages are written even where
+    that is interrupted."""
     began = time.monotonic()
     copy = WorkingCopy("suites", dirty=dirty)
     thin_out(Store(None if dirty else STORE), commit)

@@ -1,7 +1,7 @@
 """A copy of the repository in which a tool may change files, and pytest processes run in it.
 
-The copy is a clone in the cache folder, so an editor, git and other tools don't see what is tried
-there. It has a .venv of its own, made by make, which shares the installed packages.
+The copy is a clone in the cache folder, so an editor, git and other tools don't see the changes. It
+has a .venv of its own, made by make, which shares the installed packages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def pytest_command() -> list[str]:
 
 
 def environment(torch: str = "") -> str:
-    """Return the folder that make fills, with another release of torch if one is named."""
+    """Return the name of the folder that make fills: that of this release of torch, or of the
+    pinned one."""
     return f".venv-torch-{torch}" if torch else ".venv"
 
 
@@ -47,7 +48,9 @@ def parallel() -> list[str]:
 
 
 class WorkingCopy:
-    """A clone at the commit of the checkout; a file at a time is changed in it."""
+    """A clone at the commit of the checkout; a tool changes one file at a time in it. Making one
+    updates the clone and its environment, and ends what an earlier tool has left running in it.
+    Raises ToolError where another process uses the clone, or git or make fails."""
 
     def __init__(self, name: str, *, dirty: bool = False) -> None:
         self.path = CACHE / "copies" / f"{REPO.name}-{name}"
@@ -68,7 +71,8 @@ class WorkingCopy:
         self.make_environment()
 
     def make_environment(self, torch: str = "") -> None:
-        """Install what the tests need, with this release of torch if one is given."""
+        """Install what the tests need, with this release of torch if one is given. Raise ToolError
+        where make fails."""
         environ = {k: v for k, v in clean_environ().items() if not k.startswith("MAKE")}
         environ["TORCH"] = torch
         command = ["make", "--no-print-directory", f"{environment(torch)}/ready"]
@@ -80,22 +84,24 @@ class WorkingCopy:
 
     @property
     def _mark(self) -> str:
-        """What the environment of everything that runs in this copy has."""
+        """The variable, ``NAME=value``, by which all that runs in this copy is found."""
         return f"TEST_TOOL_COPY={self.path}"
 
     def _end_earlier_runs(self) -> None:
-        """Kill and remove what a killed tool has left."""
+        """Kill the processes and remove the folders that a killed tool has left."""
         kill_all_with(f"{self._mark}\0")
         for folder in Path(tempfile.gettempdir()).glob(f"hpc-ddp-{self.path.name}-????????"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def test_run(self, *words: str, limit_s: float = 0.0) -> TestRun:
-        """Return a pytest process with these words on its command line."""
+        """Return a pytest process, not started yet, with these words on its command line. `limit_s`
+        is that of `TestRun`."""
         folder = Path(tempfile.mkdtemp(prefix=f"hpc-ddp-{self.path.name}-"))
         return TestRun(self.path, folder, list(words), self._mark, limit_s)
 
     def _take_changes(self) -> None:
-        """Copy what is not committed, tools included."""
+        """Copy the files that differ from the commit, or are new, from the checkout; delete deleted
+        ones."""
         for name in git("ls-files", "-mo", "--exclude-standard", "-z").split("\0"):
             if name and (REPO / name).is_file():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +116,8 @@ class WorkingCopy:
                 shutil.rmtree(path, ignore_errors=True)
 
     def write(self, file: str, content: bytes) -> None:
-        """Replace a file's content, also for a Python that has compiled it within this second."""
+        """Replace a file's content, in a way that Python sees even within the second of its last
+        compilation."""
         path = self.path / file
         path.write_bytes(content)
         self._writes += 1
@@ -120,7 +127,7 @@ class WorkingCopy:
             compiled.unlink(missing_ok=True)
 
     def type_errors(self) -> list[str]:
-        """Return mypy's errors, without line numbers, which a change moves."""
+        """Return mypy's errors, without line numbers, since a mutation moves these."""
         command = [".venv/bin/python", "-m", "mypy", "--no-error-summary", "--no-pretty"]
         folders = ["hpc_ddp", "jobs", "tools", "tests/unit", "tests/cli"]
         done = subprocess.run(
@@ -132,7 +139,7 @@ class WorkingCopy:
 
 
 def clean_environ() -> dict[str, str]:
-    """Return the environment without what this process's own environment adds for Python."""
+    """Return the environment without the variables of hpc-ddp, pytest, Python and make."""
     dropped = re.compile(
         r"(HPC_DDP_|PYTEST|PYTHONPATH$|VIRTUAL_ENV$|MAKEFLAGS$|MFLAGS$|MAKELEVEL$)"
     )
@@ -155,7 +162,8 @@ Event = dict[str, Any]
 
 @dataclass
 class TestRun:
-    """One pytest process, its events, and the end of everything it started."""
+    """One pytest process, and its events. At its end all processes that it has started are
+    killed."""
 
     __test__ = False  # no test class, though its name begins like one
 
@@ -171,7 +179,8 @@ class TestRun:
     code: int = -1  # of pytest, once it has ended by itself
 
     def events(self) -> Generator[Event, None, None]:
-        """Run pytest, and yield what its plugin writes, as it does."""
+        """Run pytest, and yield the events that its plugin writes, as they come. Afterwards `hung`
+        or `code` is set."""
         path = self.folder / "events"
         program, *words = pytest_command()
         program = program.replace(environment(), environment(self.torch), 1)
@@ -225,13 +234,15 @@ class TestRun:
             time.sleep(POLL_S)
 
     def _limit(self, test: str) -> float:
-        """Return how long a test may take: many times what it took, since a machine is shared."""
+        """Return how many seconds a test may take: `limit_s`, and ten times what it took before,
+        since the machine is shared."""
         return self.limit_s + 10 * self.expected.get(test, 0.0)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill what is left: the session, and whatever the tests have started elsewhere.
+        """Kill the processes that are left: those of the session, and those that tests have started
+        elsewhere.
 
-        A pytest that runs still is interrupted first, so that it takes down its Slurm cluster.
+        A pytest that still runs is interrupted first, so that it takes down its Slurm cluster.
         """
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

@@ -262,8 +262,8 @@ def list_names(folder: Path) -> list[str]:
 
 def read_word(path: Path) -> str:
     """Return the text of a small file, as `notice` or `failed`, without blanks around it; '' where
-    the file is empty or can't be read. Of a larger file the first `WORD_BYTES` are read. This asks
-    no more of the disk than an open and a read."""
+    the file is empty or can't be read. Only the first `WORD_BYTES` of a larger file are read. This
+    asks no more of the disk than an open and a read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

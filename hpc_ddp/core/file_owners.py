@@ -121,10 +121,10 @@ def run_fault(path: Path, status: os.stat_result, uid: int, is_reachable: bool =
 def check_folder(run: RunFolder) -> None:
     """Refuse to make, continue or delete a run where another user could put a folder in its place.
 
-    The folder of all runs is checked, and the folder of the run's name in it. Of one that does not
-    exist yet, the nearest folder above is checked in its place, but not its owner and mode. No
-    folder above may be a link of another user. In a project's folder the group may rename what is
-    above: so the batch script looks again at the owner of what it executes.
+    The folder of all runs is checked, and the folder of the run's name in it. Where one of the two
+    does not exist yet, the nearest folder above is checked, without its owner and mode. No folder
+    above may be a link of another user. In a project's folder the group may rename what is above:
+    so the batch script looks again at the owner of what it executes.
 
     Raises
     ------

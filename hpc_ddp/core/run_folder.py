@@ -251,8 +251,8 @@ class RunFolder:
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
-        """Make the folder of the next attempt for the caller, and return it. Of processes that do
-        so at the same time, each gets another one.
+        """Make the folder of the next attempt for the caller, and return it. Processes that do so
+        at the same time get different attempts.
 
         Parameters
         ----------
@@ -266,7 +266,7 @@ class RunFolder:
         HpcDdpError
             the newest attempt is still running: two at once would write over each other
         OSError
-            the attempts can't be listed, or the folder can't be made
+            the attempts can't be listed, or the folder can't be made, or the journal can't be read
         """
         while True:
             earlier = self.attempts()

@@ -73,8 +73,8 @@ class JobRef:
 
 
 def distinct(jobs: Iterable[JobRef]) -> list[JobRef]:
-    """Return each job once, in their order. Of equal jobs the first stays; a job goes where another
-    one of its id says more of the cluster."""
+    """Return each job once, in their order; the first of equal jobs stays. A job is left out where
+    another one of its id says more of the cluster."""
     jobs = list(dict.fromkeys(jobs))
     by_id: dict[str, list[JobRef]] = {}
     for job in jobs:
