@@ -181,10 +181,9 @@ def describe_work(
 
 
 def leaves_nothing(events: Sequence[JournalEvent]) -> bool:
-    """Return whether a finished run has nothing that could still work on it, by its journal. That
-    is so where its newest attempt has a verdict or was started by hand, or its last submit was
-    inside an allocation (``salloc``). A process by hand, and an allocation, may go on with other
-    work."""
+    """Return whether nothing can still work on a finished run, by its journal: its newest attempt
+    has a verdict or was started by hand, or its last submit was inside an allocation (``salloc``).
+    A process by hand, and an allocation, may go on with other work."""
     last = last_event(events, Started, VerdictGiven)
     is_plain = isinstance(last, Started) and last.backend == "local"
     submitted = last_event(events, Submitted)
@@ -363,8 +362,8 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
 
     The caller is a start of the job `own_job`. An earlier start of that job is over, except in an
     allocation (``salloc``) while its shell runs. An attempt is over whose job the controller does
-    not know, or has restarted since. A controller of this cluster that is silent is asked without
-    end.
+    not know, or has restarted since, or on another cluster is over by the journal. A controller of
+    this cluster that is silent is asked without end.
 
     Raises
     ------

@@ -377,8 +377,8 @@ def show_all(kind: str) -> list[dict[str, str]]:
 
 def show_accounting(kind: str, *words: str) -> list[dict[str, str]]:
     """Return all qualities of service (`kind` is ``qos``), or a user's accounts (``user``), on all
-    clusters of the accounting, each with its values by name; [] without an answer. `words`
-    select."""
+    clusters of the accounting, each with its values by name; [] without an answer. `words` are
+    further ones of sacctmgr's query."""
     columns = COLUMNS_OF_QOS if kind == "qos" else COLUMNS_OF_USER
     query = ["show", kind, *words, f"format={columns}"]
     try:

@@ -83,8 +83,8 @@ class Job:
     comes twice a year.
 
     `preempted_at` is when a preemption began, or, without a grace time or after it, when it ended
-    the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its batch
-    script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
+    the job. `expedited` marks a job of Slurm 25.11 or later with ``--requeue=expedite``: if its
+    batch script ends with a code other than 0, Slurm holds the job in the queue as REQUEUE_HOLD.
 
     `excluded` are the nodes that Slurm keeps the job off, as ``n[1-2]``, '' without any. `script`
     is the job's batch script, and `output` the file of the script's output, '' where Slurm does not
@@ -164,7 +164,8 @@ class QueuedJob:
 class Record:
     """A job as Slurm still remembers it, in Slurm's words.
 
-    `exit_code` is ``code:signal``; `start_time` is in unix seconds, of a waiting job a guess.
+    `exit_code` is ``code:signal``; `start_time` is in unix seconds, for a waiting job Slurm's
+    guess.
     """
 
     state: str

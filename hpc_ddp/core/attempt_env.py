@@ -18,12 +18,13 @@ from hpc_ddp.core.run_folder import RunFolder
 
 # The variables whose names differ from their field's: torchrun's options and templates use them.
 NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
-# In the batch script's environment, beside those of the attempt: the allocation that the script
-# runs in, without Slurm's requeue; unset in a batch job.
+# In the batch script's environment, besides the attempt's variables: the id of the allocation in
+# which the script runs, where Slurm requeues nothing; unset in a batch job.
 INTERACTIVE = "HPC_DDP_INTERACTIVE"
-# Of a worker, with ``--stage``: the file on its node that notes what is opened, and its line, by
-# rank 0, that the first step is done; the tree from which its Python has started; the end of the
-# folder, in PYTHONPATH, that has Python note.
+# With ``--stage``, of a worker: the file on its node that lists the files that Python opens, and the
+# line in it by which rank 0 says that the first step is done.
+# The tree from which Python has started, and the end of the folder in PYTHONPATH whose code has
+# Python list the files.
 OPENED_FILES, FIRST_STEP = "HPC_DDP_OPENED_FILES", "first step"
 NEAR, HOOK = "HPC_DDP_NEAR", "/hpc_ddp/node/workers/staging/hook"
 
@@ -60,7 +61,7 @@ _FAMILIES = (
 _OPTION_OF_ASKING = re.compile("(SQUEUE|SCANCEL|SCONTROL|SACCT|SINFO)_")
 # With these sbatch would submit something else, or not return before the job's end.
 _NEVER = {"array", "wait", "jobid", "no-kill"}
-# With these it finds the place of a job, which the next job of a chain is to have, too.
+# Options by which sbatch chooses where a job runs; the next job of a chain is to have them, too.
 _OF_PLACES = re.compile(
     "account|comment|constraint|core-spec|cpus-per-gpu|delay-boot|distribution|exclusive"
     "|gpu-(bind|freq)|gpus(-per-(node|task))?|gres(-flags)?|hint|mem(-bind|-per-(cpu|gpu))?|network"

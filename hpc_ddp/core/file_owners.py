@@ -82,8 +82,8 @@ def _is_private(gid: int, uid: int) -> bool:
 
 @functools.cache
 def _is_shared(gid: int, uid: int) -> bool:
-    """Return whether a group is the primary one of a user besides `uid`, whom its list of members
-    lacks.
+    """Return whether a group is the primary group of a user other than `uid`; the group's list of
+    members lacks such users.
 
     All accounts have to be read. A directory such as LDAP may take seconds for that, so they are
     read once, and only for a group with the user's name. Many directories show local accounts only,
@@ -107,8 +107,8 @@ def run_fault(path: Path, status: os.stat_result, uid: int, is_reachable: bool =
     `status` is that of the `path` by `lstat`. The owner always counts, since others may have
     reached the file earlier. The mode counts neither for a link, nor where a folder above keeps
     others out (not `is_reachable`). Unlike a settings file, one of root's is refused too: root
-    writes settings for all users, but no user has to go on with a run of root's, and could not even
-    write a checkpoint to it.
+    writes settings for all users, but no user has to go on with a run of root's, in which they
+    could not even save.
     """
     if status.st_uid != uid:
         return f"belongs to {user_name(status.st_uid)}"

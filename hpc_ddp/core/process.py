@@ -81,11 +81,11 @@ def is_live(process: dict[str, Any]) -> bool:
 
 def live_pid(path: Path) -> int | None:
     """Return the id, in this process's PID namespace, of the process that a worker's pid file
-    names; None when it is gone, or is not to be seen from here.
+    names; None where the process is gone, or can't be seen from here.
 
-    The file has three words: the id, when the process began, since the id may be another process's
-    by now, and the PID namespace of the id, since a container may have one of its own. None also
-    for a file that is missing, empty or damaged: it is so while the worker starts.
+    The file has three words: the id; when the process began, since the id may be another process's
+    by now; and the PID namespace of the id, since a container may have one of its own. None also
+    where the file is missing, empty or damaged, as while the worker starts.
     """
     try:
         number, began, namespace = _read_pid_file(path)
@@ -96,9 +96,9 @@ def live_pid(path: Path) -> int | None:
 
 
 def _read_pid_file(path: Path) -> tuple[str, str, str]:
-    """Return three words of a worker's pid file: the process id, when the process began, and the
-    PID namespace of the id, '' for this process's own. Raise OSError or ValueError while the file
-    is not whole."""
+    """Return the words of a worker's pid file: the process id, when the process began, and the PID
+    namespace of the id, which is '' for this process's own, and where the file has none. Raise
+    OSError or ValueError while the file is not whole."""
     number, began, *more = path.read_text().split()
     namespace = more[0] if more and more[0] != _namespace("self") else ""
     return number, began, namespace

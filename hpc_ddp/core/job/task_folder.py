@@ -37,7 +37,8 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
 
 def run_of_job(environ: Mapping[str, str]) -> RunFolder:
     """Return the run that HPC_DDP_RUN in `environ` names; in a task of an array the run of this
-    task, whose folder `task_of` makes. Raise KeyError without a run; and what `task_of` raises."""
+    task, whose folder `task_of` makes. Raise KeyError without a run, ValueError where a variable of
+    hpc-ddp is damaged, and what `task_of` raises."""
     run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":

@@ -92,11 +92,11 @@ def pieces(
 
     Notes
     -----
-    The wall time begins with the first `submitted`; without one with the first event, or the
-    start of the first worker's process, where that is earlier. An attempt that begins below the
-    highest step of earlier ones does steps again, until it has passed this step; the moment lies
-    between two `metrics` in proportion. Such steps count as redone, and where they came first as
-    training.
+    The wall time begins with the submit before attempt 0; without one with the first event, or
+    the start of the first worker's process, where that is earlier. An attempt that begins below
+    the highest step of earlier ones does steps again, until it has passed this step; the moment
+    lies between two `metrics` in proportion. Such steps count as redone, and where they came
+    first as training.
     """
     if not events:
         return []
