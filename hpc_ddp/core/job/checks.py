@@ -109,8 +109,8 @@ def check(spec: JobSpec) -> None:
 
 
 def _check_names(spec: JobSpec) -> None:
-    """Check the names of the module and of the job, and that a module is no command as well; raise
-    UsageError."""
+    """Check the names of the module and of the job. Raise UsageError for a bad one, and for
+    ``--module`` and ``--no-python`` at once."""
     if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
         raise UsageError(
             f"{spec.script!r} is no module; accepted with --module: a name such as package.train",
@@ -170,8 +170,8 @@ def _check_budget(spec: JobSpec) -> None:
 
 def _check_tasks(spec: JobSpec) -> None:
     """Check the settings of the Slurm step: its launcher, its CPUs, its raw options. Raise
-    UsageError for settings that exclude each other, for fewer CPUs than tasks, and as
-    `_check_step_options`."""
+    UsageError for settings that exclude each other, for fewer CPUs than tasks, and where
+    `_check_step_options` does."""
     _check_step_options(spec)
     if spec.launcher != "torchrun" and not isinstance(spec.nodes, int):
         raise UsageError(
@@ -285,8 +285,8 @@ def _check_torchrun(spec: JobSpec) -> None:
 
 def _check_texts(spec: JobSpec) -> None:
     """Check the characters of a job's texts. Raise UsageError for a value of an ``#SBATCH`` line
-    that can't be printed, as a line break; and for NUL, or bytes that are no UTF-8, in the script's
-    texts."""
+    that can't be printed, as a line break; and for NUL, or bytes that are no UTF-8, in `script`,
+    `chdir`, arguments, shell lines, and values of `env` and the sweep."""
     for item in fields(spec):
         text = getattr(spec, item.name)
         is_directive = "option" in item.metadata and item.metadata["option"].is_sbatch
