@@ -15,6 +15,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import check_links, make_folders, read_json
 from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.run_folder import RunFolder
 
 UNKNOWN = "_"  # in the index, for a cluster that is not known
@@ -129,15 +130,22 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
 
 def _waiting_task(root: Path, text: str) -> RunFolder | None:
     """Return the folder, which need not exist, of a task that a person means by ``ARRAY/task-N``;
-    ARRAY is the path or id of an array that exists. None for any other text."""
+    ARRAY is the path or id of an array that exists, and has a task N. None for any other text."""
     if "\0" in text or not re.fullmatch(r".*[^/]/task-\d+", text, flags=re.DOTALL):
         return None
     array, _, task = text.rpartition("/")
     arrays = [Path(array), *root.glob(f"[!.]*/{glob.escape(array)}")]
-    folders = (
-        path for path in arrays if is_trusted(path) and read_json(path / "job.json").get("array")
-    )
+    index = int(task.removeprefix("task-"))
+    folders = (path for path in arrays if is_trusted(path) and _has_task(path, index))
     return next((RunFolder(path.resolve() / task) for path in folders), None)
+
+
+def _has_task(path: Path, index: int) -> bool:
+    """Return whether a folder is of an array with a task of this index, by its job.json."""
+    try:
+        return index in array_indexes(str(read_json(path / "job.json").get("array")))
+    except UsageError:  # no array, or a damaged file
+        return False
 
 
 def is_trusted(path: Path) -> bool:

@@ -27,7 +27,7 @@ def brief_duration(seconds: float) -> str:
 def byte_count(count: float) -> str:
     """Return a number of bytes in its largest decimal unit: ``4.2 GB``, ``512 B``."""
     for unit, size in _BYTES:
-        if count >= size:
+        if count >= 0.99995 * size:  # else it would be rounded to 1000.0 of the unit below
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
 
@@ -46,7 +46,7 @@ def measured(number: float | None) -> str:
         return "–"
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else "∞" if number > 0 else "−∞"
-    if 1e4 <= abs(number) < 1e9:
+    if 9999.5 <= abs(number) < 1e9:
         return f"{number:,.0f}"
     text = f"{number:.4g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
     return text.replace("-", "−")

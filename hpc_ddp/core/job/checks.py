@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.option_declaration import key_of
@@ -51,7 +51,7 @@ _MPIRUN_SETTLED = (
     *("-H", "-host", "--host", "-hostfile", "--hostfile", "-machinefile", "--machinefile"),
 )
 
-GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
+GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)", re.A)
 JOB_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A part of a name, in any case, that makes its value a secret.
@@ -283,10 +283,19 @@ def _check_torchrun(spec: JobSpec) -> None:
                 )
 
 
+def _texts_in(setting: Any) -> Iterator[str]:
+    """Yield the texts of a setting: itself, or those in a list, or in the values of a table."""
+    if isinstance(setting, str):
+        yield setting
+    elif isinstance(setting, (list, tuple, Mapping)):
+        parts = setting.values() if isinstance(setting, Mapping) else setting
+        yield from (text for part in parts for text in _texts_in(part))
+
+
 def _check_texts(spec: JobSpec) -> None:
     """Check the characters of a job's texts. Raise UsageError for a value of an ``#SBATCH`` line
-    that can't be printed, as a line break; and for NUL, or bytes that are no UTF-8, in `script`,
-    `chdir`, arguments, shell lines, and values of `env` and the sweep."""
+    that can't be printed, as a line break; and for NUL, or bytes that are no UTF-8, in any text,
+    of lists and tables as well."""
     for item in fields(spec):
         text = getattr(spec, item.name)
         is_directive = "option" in item.metadata and item.metadata["option"].is_sbatch
@@ -296,11 +305,7 @@ def _check_texts(spec: JobSpec) -> None:
                 f"{key} {text!r} has a character that an #SBATCH line can't hold",
                 hint=f"leave out line breaks and control characters in --{key}",
             )
-    swept = [value for values in spec.sweep.values() for value in values]
-    lines = (spec.resume_args, spec.resume_if, *spec.setup, *spec.teardown)
-    lines += (*spec.node_setup, *spec.worker_setup)
-    texts = (spec.script, spec.chdir, *spec.args, *lines, *spec.env.values(), *swept)
-    for text in texts:
+    for text in _texts_in([getattr(spec, item.name) for item in fields(spec)]):
         if "\0" in text or not _is_unicode(text):
             is_read_wrong = _is_unicode(os.fsencode(text).decode(errors="surrogateescape"))
             raise UsageError(

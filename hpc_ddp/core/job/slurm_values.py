@@ -12,9 +12,9 @@ SIGNALS = ("TERM", "INT", "USR1", "USR2")
 MOST_TASKS = 100_000
 LEAST_ATTEMPT_S = 120  # in which a script can start, step and save
 
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", re.A)
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
-_SIGNAL = re.compile(r"(?:[BR]{1,2}:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>\d{1,5}))?")
+_SIGNAL = re.compile(r"(?:[BR]{1,2}:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>\d{1,5}))?", re.A)
 _SIGNAL_NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM", "2": "INT"}
 
 
@@ -103,7 +103,7 @@ def array_indexes(array: str) -> list[int]:
     for part in parts.split(","):
         match = _INDEXES.fullmatch(part)
         is_empty = match and match["last"] and int(match["last"]) < int(match["first"])
-        if not match or is_empty or (percent and not most_at_once.isdecimal()):
+        if not match or is_empty or (percent and not re.fullmatch("[0-9]+", most_at_once)):
             raise UsageError(
                 f"array {array!r} is no list of indexes; accepted: numbers and ranges, with commas",
                 hint="--array 0-5, or --array 1,3,10-20:5%2",

@@ -123,6 +123,8 @@ def test_a_task_that_waits_with_its_array_is_explained(tmp_path: Path, array: st
     run = make_run(tmp_path)
     run.job_json.write_text(JobSpec("train.py", array=array).to_json())
     error = "task 3 of .* has not begun" if array else "no run "
+    with pytest.raises(UsageError, match="no run "):
+        find_run(tmp_path, f"{run.id}/task-4")
     for text in (f"{run.id}/task-3", f"{run.path}/task-3"):
         with pytest.raises(UsageError, match=error):
             find_run(tmp_path, text)

@@ -37,14 +37,17 @@ def test_times_sizes_speeds_and_counts_have_units() -> None:
     assert [brief_duration(s) for s in (0.31, 0.0045)] == ["0.31 s", "4.5 ms"]
     assert [brief_duration(s) for s in (0.0996, 9.96, 99.6)] == ["0.1 s", "10 s", "100 s"]
     assert [byte_count(n) for n in (0, 999, 4_200_000_000)] == ["0 B", "999 B", "4.2 GB"]
+    assert [byte_count(n) for n in (999_949_999, 999_960_000)] == ["999.9 MB", "1.0 GB"]
     assert [speed(s) for s in (850.0, 999.6, 12_400.0)] == ["850 MB/s", "1.0 GB/s", "12.4 GB/s"]
     assert [plural(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
 
 
 def test_measured_numbers_have_four_digits() -> None:
-    numbers = (0.98611, 12345.6, math.nan, math.inf, -math.inf, None, 2.7e-5, -3e12)
+    numbers = (0.98611, 9999.4, 9999.7, 12345.6, math.nan, math.inf, -math.inf, None, 2.7e-5, -3e12)
     assert [measured(number) for number in numbers] == [
         "0.9861",
+        "9999",
+        "10,000",
         "12,346",
         "NaN",
         "∞",

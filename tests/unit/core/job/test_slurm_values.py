@@ -38,7 +38,7 @@ def test_indexes_of_an_array_are_listed(array: str, indexes: list[int]) -> None:
     assert JobSpec("t.py", array=array).indexes([30, *indexes]) == [*indexes, 30]
 
 
-@pytest.mark.parametrize("text", ["5-2", "0-5%abc", "0-5%", "1,,2", "x"])
+@pytest.mark.parametrize("text", ["5-2", "0-5%abc", "0-5%", "0-5%\u0663", "1,,2", "x"])
 def test_a_malformed_list_of_indexes_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is no list of indexes"):
         array_indexes(text)
