@@ -39,8 +39,8 @@ RETRY_S = 1.0  # between two tries of `save_surely`
 
 @dataclass
 class Best:
-    """The best value so far, the step of its checkpoint (None without one yet), and how many values
-    came after it."""
+    """The best value so far (None before the first), the step of its checkpoint (None while it has
+    none), and how many values came after it."""
 
     value: float | None = None
     step: int | None = None
@@ -51,9 +51,10 @@ class Best:
 class CheckpointManager:
     """Saves and restores one rank's part of the run. `position` is shared with the Run.
 
-    `devices` are this rank's, `seed` the run's; with `only_finite` weights with NaN are not saved.
-    Every rank must call its public methods at the same step, but for `tracked`.
-    `track`, `judge` and `load_best` raise RuntimeError if a peer is gone.
+    `devices` are this rank's, `seed` the run's. With `only_finite` a save with NaN or infinity in
+    trained weights ends the run with an error. All ranks must call its public methods at the same
+    step, apart from `tracked`, `note_flags` and `put_back`. `track`, `judge` and `load_best` raise
+    RuntimeError if a peer is gone.
     """
 
     def __init__(
@@ -92,23 +93,24 @@ class CheckpointManager:
         per_rank: Sequence[str] = (),
         added: Sequence[str] = (),
     ) -> None:
-        """Name the objects, and put the newest checkpoint, if there is one, back into them, the
-        position and `best`; `generators` follow in a loop. Until then they are those of this rank's
-        stream, in each attempt the same.
+        """Note the script's objects, and load the newest checkpoint, if there is one, into them,
+        the position and `best`. The global random generators are seeded for this rank's stream, in
+        each attempt alike; a loop puts back their states from the checkpoint (`generators`).
 
-        `data` is what decides the order of the training's samples, in plain values by name.
-        `per_rank` are the names of the objects that each rank has its own of; they stay as they are
-        where another number of ranks wrote the checkpoint. Objects and parts of models that `added`
-        names stay as they are where the checkpoint has none. After an error some may be loaded.
+        `data` has the plain values that decide the order of the training's samples, by name.
+        `per_rank` names the objects of which each rank has its own: they stay as they are where
+        another number of ranks wrote the checkpoint. Objects and parts of models that `added` names
+        stay as they are where the checkpoint has none. After an error some objects may be loaded.
 
         Raises
         ------
         UsageError
-            called twice, an object has no state_dict, or the seed or the training set is not the
-            checkpoint's
+            called twice, an object has no state_dict, only some ranks have an object, or the seed
+            or the training set is not the checkpoint's
         HpcDdpError
-            a state can't be saved, the ranks' objects differ, or the checkpoint can't be read, is
-            of other objects, or of another number of ranks that had their own weights
+            a state can't be saved, the ranks' tensors do not make a whole, or no checkpoint is good
+            though there was one; or the checkpoint can't be read, is of other objects, or of
+            another number of ranks that had their own weights
         """
         if self.objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
@@ -151,7 +153,9 @@ class CheckpointManager:
             self.generators.load(checkpoint.values_of(first))
 
     def note_flags(self) -> None:
-        """Take the flags of the models for those that the script has made, at its first loop."""
+        """At the first call note, for each tracked model, which parameters need gradients and which
+        parts are in training mode: later differences count as the loop's changes. Later calls do
+        nothing."""
         modules = [unwrap(thing) for thing in self.objects.values()] if not self._has_noted else ()
         self._has_noted = True
         for module in modules:
@@ -159,18 +163,20 @@ class CheckpointManager:
                 self.trained.note_flags(module)
 
     def put_back(self, accepts_settings: bool) -> list[str]:
-        """Put models and optimizers back into the state of the checkpoint that was taken up, if
-        any, until the first save; with `accepts_settings` none of which only a setting has changed.
-        Return a line for each in which something was otherwise. No collective: each rank reads by
-        itself. Raises as `put_back.put_back`."""
+        """Load models and optimizers anew where they differ from the checkpoint that `track` has
+        loaded. Do nothing without such a checkpoint, or after the first save. With
+        `accepts_settings` a change of optimizers' settings alone is left. Return a line of text for
+        each object that differed. It is no collective: each rank reads by itself. Raises as
+        `put_back.put_back`."""
         return self._loaded.put_back(self._dims.pp > 1, accepts_settings) if self._loaded else []
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
-        """Return the objects' state dicts: what all ranks share, and what this rank has had.
+        """Return the objects' state dicts from a checkpoint, by name: those that all ranks share,
+        joined with those that this rank had of its own.
 
-        Where another number of ranks wrote it, objects that ranks had of their own are left out,
-        with a warning that rank 0 prints; raise HpcDdpError if a model or an optimizer is among
-        them, DiskError if this rank's values can't be read.
+        Where another number of ranks wrote it, objects of which each rank had its own are left out,
+        and rank 0 prints a warning. Raise HpcDdpError if a model or an optimizer is among them,
+        DiskError if this rank's values can't be read.
         """
         index = checkpoint.index
         tree: dict[str, Any] = index.shared["tree"]
@@ -196,9 +202,10 @@ class CheckpointManager:
 
         Raises
         ------
+        UsageError
+            only some ranks have an object
         HpcDdpError
-            only some ranks have an object, or a DTensor is not sharded alike on all of them, or has
-            a pending reduction
+            a DTensor is not sharded alike on all ranks, or has a pending reduction
         """
         sharded = {name: tensor for name, tensor in current.shared.items() if is_sharded(tensor)}
         parts = my_parts(State(tensors=sharded), self._dims)
@@ -207,18 +214,17 @@ class CheckpointManager:
             raise misfit
 
     def save(self, *, is_last: bool = False) -> None:
-        """Wait for the save before, then begin to copy the state, and to write it in a thread.
+        """Wait for the previous save, then begin to copy the state, and to write it in a thread.
 
-        Where this very position and best value are saved already, it only waits. A best value
-        without a checkpoint gets this one. A save that fails is printed on stderr by rank 0's
-        thread; the next call then saves again. Tensors that are to be the same on all ranks are
-        compared at saves 1, 2, 4, 8, … of this attempt, and with `is_last`, since there may be no
-        other save.
+        Where the previous save has the same position and best value, it only waits. A best value
+        without a checkpoint gets this one. Rank 0's thread prints on stderr that a save has failed;
+        the next call then saves again. Tensors that must be the same on all ranks are compared at
+        saves 1, 2, 4, 8, … of this attempt, and with `is_last`, since there may be no other save.
 
         Raises
         ------
         HpcDdpError
-            as `Checkpoints.settle` for the save before; or an object's state can't be saved
+            as `Checkpoints.settle` for the previous save; or an object's state can't be saved
         SupersededError
             a later attempt of this run has started
         """
@@ -236,9 +242,10 @@ class CheckpointManager:
         self._checkpoints.begin(replace(content, stall_s=time.monotonic() - began))
 
     def _copy(self, compares: bool) -> Content:
-        """Begin to copy the state into the buffer, and with `compares` to sum up what all ranks
-        have alike; return the content of a save. It waits for the devices that have frozen weights.
-        Raise HpcDdpError for a state that can't be saved."""
+        """Begin to copy the state into the buffer, and return the content of a save. With
+        `compares` also begin the checksums of all that must be the same on several ranks. It waits
+        for the devices that have frozen weights. Raise HpcDdpError for a state that can't be
+        saved."""
         current = state.collect(self.objects, self._per_rank, self.trained, self._devices)
         copies = local_copies(current.shared) if compares else {}
         copied = {place: part for place, (part, _) in copies.items()}
@@ -278,8 +285,9 @@ class CheckpointManager:
         )
 
     def _rank_values(self, current: State) -> dict[str, Any]:
-        """Return this rank's own plain values: generators, its own objects; from the first rank of
-        a later pipeline stage also the tree."""
+        """Return the plain values that this rank alone saves: the states of its generators, and of
+        the objects of which each rank has its own; on the first rank of a later pipeline stage also
+        the stage's tree."""
         values = {
             **self.generators.values(),
             **({"objects": current.private_tree} if current.private_tree else {}),
@@ -289,11 +297,12 @@ class CheckpointManager:
         return values
 
     def judge(self, value: float, higher: bool) -> bool:
-        """Take in a value (rank 0's): it becomes the best one, still without a checkpoint, or
-        `best.stale` grows by 1. Return whether it is the best, the same on all ranks.
+        """Compare rank 0's `value` with the best one. If it is better it becomes the best one,
+        still without a checkpoint; else `best.stale` grows by 1. Return whether it is the best, on
+        all ranks the same.
 
-        It is a collective. `higher`: greater values are better. The first value is the best one,
-        NaN never is.
+        It is a collective. `higher`: greater values are better. NaN is never the best value; the
+        first value that is a number is.
         """
         best = self.best
         value = self._checkpoints.control.from_first(value)
@@ -303,9 +312,10 @@ class CheckpointManager:
         return is_best
 
     def load_best(self, model: torch.nn.Module, saves: bool = True) -> int:
-        """Save, unless `saves` is false, then load the best checkpoint's state into a tracked
-        model, given with or without its wrapper; return its step. Without a save, a best value that
-        has no checkpoint yet is the present state's, which stays.
+        """Load the best checkpoint's state into a tracked model, given with or without its wrapper;
+        return the checkpoint's step. Unless `saves` is false the present state is saved first. A
+        best value that has no checkpoint even then is the present state's: the model stays as it
+        is, and the present step is returned.
 
         Raises
         ------
@@ -345,7 +355,7 @@ class CheckpointManager:
         added: Sequence[str] = (),
     ) -> None:
         """Wait for the devices, then load a checkpoint into objects; raises as `put_back.put_back`.
-        With `shares_reads`, but for a pipeline, it is a collective."""
+        With `shares_reads`, and without pipeline stages, it is a collective."""
         for device in self._devices:  # an evaluation may still copy weights from the host
             devices.wait_for(device)
         step, is_stage = checkpoint.step, self._dims.pp > 1
@@ -356,9 +366,10 @@ class CheckpointManager:
         put_back.put_back(objects, tree, checkpoint.reader, step, is_stage, added)
 
     def settle(self) -> bool:
-        """Wait for the save under way; return False if it has failed, once: the next `save` then
-        writes again, and the next `settle` returns True. True without a save. A best value that the
-        failed one had is without a checkpoint again. Raises as `Checkpoints.settle`."""
+        """Wait for the save under way. Return False if it has failed; True if it has succeeded, or
+        if no save has begun since the last call. After a failure the next `save` writes again, and
+        a best value that was to get the failed checkpoint has none again. Raises as
+        `Checkpoints.settle`."""
         done = self._checkpoints.settle()
         if not done:
             self._written = None
@@ -367,8 +378,8 @@ class CheckpointManager:
         return done
 
     def save_surely(self) -> None:
-        """Save and wait until the save is durable; after a failure try again, each `RETRY_S`, until
-        one succeeds, or `save` or `settle` raises an error, which comes through."""
+        """Save and wait until the save is durable. After a failure try again, `RETRY_S` seconds
+        later, until a save succeeds. Raises as `save`."""
         self.save(is_last=True)
         while not self.settle():
             time.sleep(RETRY_S)
@@ -379,10 +390,11 @@ class CheckpointManager:
         return bool(self.objects)
 
     def _identity(self) -> tuple[Position, Best]:
-        """Return copies of the position and the best value, by which two saves are the same."""
+        """Return copies of the position and the best value. Two saves are the same if both are
+        equal."""
         return replace(self._position), replace(self.best)
 
     def _facts(self) -> dict[str, Any]:
-        """Return the values that must be the same in a checkpoint: the seed, and those of the data
-        order."""
+        """Return the values, by name, that must be the same in a checkpoint as here: the seed, and
+        those that decide the data order."""
         return {"seed": self._seed, **self._data}

@@ -37,19 +37,19 @@ def put_back(
     stage: bool = False,
     added: Sequence[str] = (),
 ) -> None:
-    """Load a checkpoint of step `step` into the objects, by their names in ``run.track``.
+    """Load the checkpoint of step `step` into the objects, by their names in ``run.track``.
 
-    `tree` has their stored states, `reader` the tensors. Sharded objects take their own part of
-    each tensor, however it was stored; with `stage` the models are parts of those that were stored,
-    and leave the rest. Parts of models that `added` names, as ``model.head``, stay as they are if
-    none are stored, and an optimizer has no state for them. After an error some objects may have
-    been loaded.
+    `tree` has their stored states without tensors, which `reader` reads. A sharded object reads its
+    own part of each tensor, however the tensor was stored. With `stage` each model is a part of the
+    stored one, of which further entries are ignored. Parts of models that `added` names, as
+    ``model.head``, stay as they are where the checkpoint has none, and get no state in an
+    optimizer. After an error some objects may have been loaded.
 
     Raises
     ------
     HpcDdpError
-        the checkpoint belongs to other objects: names the keys and shapes that differ; or the files
-        lack a part of a tensor; or a ``load_state_dict`` raises ValueError, RuntimeError or
+        the checkpoint is of other objects (the error names keys and shapes that differ); or the
+        files lack a part of a tensor; or a ``load_state_dict`` raises ValueError, RuntimeError or
         KeyError (its other errors come through, and those of a device)
     UnreadableError
         the disk does not answer
@@ -86,8 +86,9 @@ def put_back(
 def find_ignored_settings(
     objects: Mapping[str, Any], tree: Mapping[str, Any], trained: TrainedParameters
 ) -> list[str]:
-    """Return a line for each setting with which the script makes an optimizer otherwise than it was
-    made for the state dicts of a checkpoint, `tree`: loading undoes a ``--lr`` of this attempt."""
+    """Return a line of text for each optimizer setting, such as ``lr``, that the script has now
+    made otherwise than for the checkpoint with the state dicts `tree`. Loading puts the stored
+    value back, so that a ``--lr`` of this attempt has no effect."""
     notes = []
     for name, optimizer in objects.items():
         if isinstance(optimizer, Optimizer) and isinstance(tree.get(name), dict):
@@ -103,10 +104,10 @@ def find_ignored_settings(
 def put_flags_back(
     objects: Mapping[str, Any], tree: Mapping[str, Any], trained: TrainedParameters
 ) -> list[str]:
-    """Have parameters need gradients, or none, and parts of modules train, or not, as the loop had
-    set it by the time of a checkpoint, whose state dicts are in `tree`; those that it had left
-    alone are as the script makes them. Return a line for each object with parameters that were
-    otherwise."""
+    """Set which parameters need gradients, and which parts of modules are in training mode, as in a
+    checkpoint with the state dicts `tree`. A flag that the loop had not changed by then is set as
+    the script makes it. Return a line of text for each module with parameters whose flag was
+    another one."""
     notes = []
     for name, module in ((name, unwrap(thing)) for name, thing in objects.items()):
         if isinstance(module, torch.nn.Module):
@@ -130,8 +131,9 @@ def put_flags_back(
 
 
 def _load(name: str, plain: Any, content: Any, step: int) -> None:
-    """Load a state dict into the object `name`; raise HpcDdpError for one that it refuses, and the
-    errors of a device as they are."""
+    """Load the state dict `content` into the unwrapped object `plain`. Raise HpcDdpError, with its
+    `name` and the checkpoint's `step`, if the object refuses it; errors of a device come
+    through."""
     try:
         if isinstance(plain, torch.nn.Module):
             _load_module(name, plain, content)
@@ -150,9 +152,10 @@ def _load(name: str, plain: Any, content: Any, step: int) -> None:
 
 
 def _load_module(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
-    """Load a state dict into the module `name`. Entries that it writes and can't load, as those of
-    weights in 4 bits, have to be equal to what it has: raise HpcDdpError where they differ, or the
-    module expects an entry that `state` lacks. A class's own ``load_state_dict`` decides itself."""
+    """Load a state dict into the module `name`. Entries that the module saves but does not load, as
+    those of weights in 4 bits, must be equal to its present ones: raise HpcDdpError if they differ,
+    or if the module expects an entry that `state` lacks. A class with a ``load_state_dict`` of its
+    own decides by itself, and its errors come through."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
         module.load_state_dict(state)
         return
@@ -165,7 +168,8 @@ def _load_module(name: str, module: torch.nn.Module, state: OrderedDict[str, Any
 
 
 def _is_equal(current: Any, stored: Any) -> bool:
-    """Return whether two entries of a state dict are the same, on whatever device they are."""
+    """Return whether two entries of a state dict have the same type and value; devices may
+    differ."""
     if isinstance(current, torch.Tensor) and isinstance(stored, torch.Tensor):
         return current.dtype == stored.dtype and torch.equal(current.cpu(), stored.cpu())
     return type(current) is type(stored) and bool(current == stored)
@@ -179,18 +183,17 @@ def _for_module(
     stage: bool,
     added: Sequence[str],
 ) -> OrderedDict[str, Any]:
-    """Return the state dict that `module` (unwrapped) is to load, from its part `tree` of the
-    stored one.
+    """Return the state dict that `module` (unwrapped) is to load, from `tree`, its stored one.
 
     `name` is the module's in ``run.track``: its tensors are stored as ``NAME.KEY``. With `stage` it
-    is a part of the module that was stored: further keys of the tree are ignored. Keys that are
-    `added`, and not in the tree, keep their values. Stored versions of the parts come along, for
-    torch's own conversions.
+    is a part of the stored module, and further keys of `tree` are ignored. Keys that `added` names,
+    and that `tree` lacks, keep their values. The stored versions of the parts come along, for
+    torch's own conversions of older states.
 
-    Raise HpcDdpError if keys or shapes differ, which it names, a tensor was only other ranks' own,
-    or the files lack a part of one; UnreadableError if the disk does not answer. The shapes of what
-    may grow while it is trained are left to ``load_state_dict``: buffers, as observers have them,
-    and extra states.
+    Raise HpcDdpError if keys or shapes differ, which it names, if a tensor was each rank's own on
+    another number of ranks, or if the files lack a part of one; UnreadableError if the disk does
+    not answer. Shapes of plain buffers and of extra states may change in training, as those of
+    observers: they are left to ``load_state_dict``.
     """
     state = module.state_dict()
     entries = {plain_name(key): (key, value) for key, value in state.items()}
@@ -241,11 +244,11 @@ def _for_optimizer(
     """Return the state dict that `optimizer` is to load, from `tree`, its stored one by names.
 
     `params` are its parameters by name, in its own order; `name` is the optimizer's in
-    ``run.track``. Parameters that are `added` begin without a state, and a group of such alone has
-    its own settings.
+    ``run.track``. Parameters that `added` names, and that `tree` lacks, get no state. A group made
+    of such parameters alone keeps its present settings.
 
-    Raise HpcDdpError if the class, the parameters or their groups differ, or as `_assemble`,
-    KeyError if `tree` is no optimizer's, UnreadableError if the disk does not answer.
+    Raise HpcDdpError if the class, the parameters or their groups differ, or as `_assemble`;
+    KeyError if `tree` is not an optimizer's; UnreadableError if the disk does not answer.
     """
     names = iter(params)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
@@ -271,11 +274,11 @@ def _for_optimizer(
 def _new_groups(
     name: str, groups: Sequence[Sequence[str]], tree: Any, added: Sequence[str]
 ) -> list[bool]:
-    """Return for each of an optimizer's `groups` (names of parameters) whether all of it is `added`
-    and not in `tree`, the optimizer's stored state.
+    """Return for each of an optimizer's `groups` (names of parameters) whether all its parameters
+    are new: in `added`, and not in `tree`, the optimizer's stored state.
 
-    `name` is the optimizer's. Raise HpcDdpError if the other groups, without new parameters that
-    are `added`, differ from the stored ones.
+    `name` is the optimizer's. Raise HpcDdpError if the other groups, without their new parameters,
+    differ from the stored groups; KeyError if `tree` is not an optimizer's.
     """
     stored_groups = [group["params"] for group in tree["param_groups"]]
     stored_names = set(chain(*stored_groups))
@@ -293,8 +296,8 @@ def _new_groups(
 
 
 def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the tensors in an object's state by their places below `where`, up to the first entry
-    that can't be saved."""
+    """Return the tensors in an object's state by place, as ``WHERE.KEY.0``. Tensors behind an entry
+    that can't be saved are left out."""
     tensors: dict[str, torch.Tensor] = {}
     with suppress(HpcDdpError):
         take_apart(state, where, tensors)
@@ -308,11 +311,12 @@ def _assemble(
     templates: Mapping[str, torch.Tensor] = MappingProxyType({}),
     current: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
-    """Undo `take_apart` of a value that was stored at `where`; tensors are new ones, for an object
-    to keep.
+    """Return a value that was stored at `where`, with a new tensor, read by `reader`, in place of
+    each mark of `take_apart`.
 
-    `templates` has tensors whose sharding or order in memory is wanted, `current` those whose
-    devices are; one in neither comes to a device of the reader's if it was on an accelerator. Raise
+    A tensor whose place is in `templates` gets the sharding or the order in memory of that
+    template. A tensor whose place is in `current` gets the device of that one. Any other tensor
+    comes to one of the reader's devices if it was on an accelerator, else to the CPU. Raise
     HpcDdpError for a tensor that is not stored for this rank, or not as a whole; UnreadableError if
     the disk does not answer.
     """
@@ -346,7 +350,7 @@ def _assemble(
 
 
 def _is_in(name: str, places: Sequence[str]) -> bool:
-    """Return whether a name is one of the `places`, or lies below one."""
+    """Return whether `name` is one of the `places`, or begins with one and a dot."""
     return any(name == place or name.startswith(f"{place}.") for place in places)
 
 
@@ -356,7 +360,8 @@ def _shape(shape: Any) -> str:
 
 
 def _other_objects(step: int, how: str) -> HpcDdpError:
-    """Return the error for a checkpoint of other objects; `how` tells the difference."""
+    """Return the error for a checkpoint of step `step` that is of other objects; `how` says what
+    differs."""
     return HpcDdpError(
         f"the checkpoint of step {step} is not of this program's objects: {how}",
         hint="start another run, or undo the change to the script; for what is new on purpose:"

@@ -43,10 +43,10 @@ def young_daly(stall_s: float, between_failures_s: float) -> float:
 
 
 def between_failures(events: Sequence[JournalEvent]) -> float:
-    """Return the mean time between failures in seconds, from a run's earlier attempts, as if there
-    had been one more in a time of `PRIOR_S`; so that is the result without any.
+    """Return the mean time between failures, in seconds, in a run's earlier attempts. One failure
+    in `PRIOR_S` seconds is added to theirs: without attempts the result is `PRIOR_S`.
 
-    A failure is an attempt that neither stopped nor finished: it lost what came after its last
+    A failure is an attempt that neither stopped nor finished: it lost its steps since its last
     save. Only attempts that made a step count.
     """
     spent, failures = PRIOR_S, 1
@@ -60,11 +60,11 @@ def between_failures(events: Sequence[JournalEvent]) -> float:
 
 def slowest_save(events: Sequence[JournalEvent]) -> float:
     """Return how long the slowest save of a run's earlier attempts took, in seconds; `FIRST_SAVE_S`
-    without any.
+    if there was none.
 
-    With the time for which it held the training up: the first one of a process also locks its
-    memory, which takes CUDA around 0.4 s per GB. Where the training waited for the writing, that
-    counts twice: too long is the safe side.
+    The time for which a save held the training up is included: the first save of a process also
+    locks memory, which takes CUDA around 0.4 s per GB. Time in which the training waited for the
+    writing counts twice: too long is the safe side.
     """
     saves = [e.stall_s + e.write_s for e in events if isinstance(e, CheckpointSaved)]
     return max(saves, default=FIRST_SAVE_S)
@@ -76,7 +76,7 @@ class SaveSchedule:
     Parameters
     ----------
     checkpoints
-        the saves that are asked for their durations and results
+        the run's, which tell how long saves take, and whether one is under way or has failed
     rank
         this process's
     every
@@ -108,11 +108,12 @@ class SaveSchedule:
         self._slowest_before_s = slowest_save_s
 
     def after_step(self, step: int) -> bool:
-        """Return whether a save belongs to this step, by `every_steps`; the same on all ranks.
+        """Note that `step` is done, and return whether a save is due after it by `every_steps`; the
+        same on all ranks.
 
-        It is called after each step, or, where a library counts several at once, after some: the
-        save then belongs to the first of these that has reached or passed a multiple. At the first
-        call of a process only a multiple itself counts.
+        A library that counts several steps at once calls it after some steps only: a save is due if
+        a multiple of `every_steps` was reached or passed since the last call. At the first call of
+        a process a save is due only if `step` is a multiple.
         """
         before, self._newest_step = self._newest_step, step
         if self._every_steps is None:
@@ -121,11 +122,11 @@ class SaveSchedule:
         return step // self._every_steps > before // self._every_steps
 
     def is_due(self) -> bool:
-        """Return whether rank 0's clock wants a save; False on other ranks.
+        """Return whether a save is due by rank 0's clock; False on other ranks, and while a save is
+        under way.
 
-        Not while one is under way: a clock that runs faster than the disk skips beats. After one
-        has failed the next is due `RETRY_AFTER_S` from its begin at the latest, even without a
-        clock.
+        After a failed save the next one is due `RETRY_AFTER_S` seconds from the begin of the failed
+        one at the latest, even without a clock.
         """
         if self._rank != 0 or self._checkpoints.in_flight:
             return False
@@ -146,14 +147,16 @@ class SaveSchedule:
             self._choose_interval(self._checkpoints.stall_s)
 
     def save_s(self) -> float:
-        """Return how long a save may take from now until it is durable, in seconds: as long as the
-        slowest of this attempt, before its first as given; twice that behind one under way."""
+        """Return how long a save that begins now may take until it is durable, in seconds: as long
+        as the slowest one of this attempt, or `slowest_save_s` before the first. The time is
+        doubled while another save is under way."""
         slowest = self._checkpoints.slowest_save_s or self._slowest_before_s
         return slowest * (2 if self._checkpoints.in_flight else 1)
 
     def _choose_interval(self, stall_s: float) -> None:
-        """Set the interval by `young_daly` for saves that hold the training up for `stall_s`, to
-        four times the slowest save at least and `LONGEST_AUTO_S` at most; print it."""
+        """Set the interval between saves by `young_daly`, for saves that hold the training up for
+        `stall_s` seconds, and print it. It is four times the slowest save at least, and
+        `LONGEST_AUTO_S` at most."""
         best = young_daly(stall_s, self._between_failures_s)
         # The disk is to be idle for most of the time, whatever the formula says.
         self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)
@@ -170,7 +173,8 @@ class SaveSchedule:
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints that stay: the newest `last`, and the first one of every `every` steps."""
+    """The checkpoints that stay: the newest `last`, and the first one of every `every` steps (None:
+    no such ones)."""
 
     last: int
     every: int | None = None
@@ -178,10 +182,10 @@ class Retention:
 
 def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
     """Remove the checkpoints in `folder` that `keep` does not name, and all `.old-` ones; call it
-    after a newer one is durable.
+    after a newer checkpoint is durable.
 
-    `pinned` are steps that stay whatever their age: the best one. Raise OSError if the folder can't
-    be listed; a checkpoint that can't be removed stays.
+    Checkpoints of the steps in `pinned`, such as the best one's, stay at any age. Raise OSError if
+    the folder can't be listed; a checkpoint that can't be removed stays.
     """
     newest_first = published(folder)
     stays = set(newest_first[: keep.last])
