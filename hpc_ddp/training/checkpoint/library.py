@@ -34,13 +34,13 @@ from hpc_ddp.training.process.process_group import on_first
 class LibraryCheckpoints(Checkpoints):
     """The checkpoints of a library, as this attempt of a run sees them.
 
-    The library fills a draft (`open_draft`); `commit` has a thread sync and sum up its files, of
-    which each rank takes a share, and rank 0 publish it. One rank of each node `syncs`: the files
-    are in the memory of the node that has written them. `library` is the format's name, `own_names`
-    are of files that hpc-ddp adds: they alone are no checkpoint.
+    The library fills a draft (`open_draft`). `commit` starts a thread in which each rank computes
+    the CRC32 of a share of the files, and rank 0 publishes the draft. One rank of each node
+    `syncs`: it makes the files durable that are in its node's memory. `library` is the format's
+    name. `own_names` are of files that hpc-ddp adds: a draft with these alone is no checkpoint.
 
-    Such files are pickles, and so code. Other users can't enter a draft, nor write what is
-    published; a checkpoint that they may have written is not loaded.
+    Such files are pickles, which can run code. So other users can't enter a draft, nor write a
+    published checkpoint; one that they may have written is not loaded.
     """
 
     library = ""
@@ -48,9 +48,9 @@ class LibraryCheckpoints(Checkpoints):
     syncs = True
 
     def find_newest_of_library(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest checkpoint that verifies, with its manifest, None without any; every
-        rank must call it. Raise UsageError for one that another library or hpc-ddp itself has
-        written, HpcDdpError as `find_newest`."""
+        """Return the newest checkpoint that verifies, and its manifest; None if there is none. All
+        ranks call it. Raise UsageError for a checkpoint that another library or hpc-ddp itself has
+        written, HpcDdpError as `find_newest`, RuntimeError if a peer is gone."""
         folder = self.find_newest()
         if folder is None:
             return None
@@ -63,18 +63,19 @@ class LibraryCheckpoints(Checkpoints):
         return folder, manifest
 
     def open_draft(self, step: int) -> Path:
-        """Wait for the save before, whether or not it succeeds; return the folder for a
-        checkpoint's files, which is made unless it exists; every rank must call it. Raises as
-        `settle`; HpcDdpError if the folder can't be made."""
+        """Return the folder for the files of a step's checkpoint; it is made where it is missing.
+        First wait for the previous save; a failure that `settle` does not raise is ignored. All
+        ranks call it. Raises as `settle`; HpcDdpError if the folder can't be made, RuntimeError if
+        a peer is gone."""
         self.settle()
         draft = disk.draft(self._run.checkpoints, step, self._attempt)
         on_first(self.control, partial(_make_draft, draft))
         return draft
 
     def commit(self, step: int, facts: Mapping[str, Any], began: float) -> None:
-        """Begin to publish the draft that `open_draft` made for a step, with more `facts` for the
-        manifest; every rank must call it. `began` is when the library's save did, in seconds of the
-        monotonic clock."""
+        """Start a thread that publishes the draft that `open_draft` made for a step; `facts` go
+        into its manifest. `began` is when the library's save began, in seconds of
+        ``time.monotonic``. All ranks call it."""
         self.begin(
             Content(
                 step=step,
@@ -89,21 +90,23 @@ class LibraryCheckpoints(Checkpoints):
         )
 
     def _damage_of(self, folder: Path) -> str | None:
-        """Return what is damaged in a checkpoint, or which of it belongs to another user, None
-        where nothing is; raise HpcDdpError where others can write it, too."""
+        """Return what is damaged in a checkpoint, or which part of it belongs to another user; None
+        for a good one. It is a collective. Raise HpcDdpError if other users can write the
+        checkpoint, and as the base's."""
         if fault := on_first(self.control, partial(self._owner_fault, folder)):
             return f"{fault}, and can run code (to use it, make a copy, {folder.name}: cp -r)"
         return super()._damage_of(folder)
 
     def _owner_fault(self, folder: Path) -> str:
-        """Return which part of a checkpoint belongs to another user, "" where none does; raise
-        HpcDdpError as `checkpoint_fault`, DiskError if the disk does not answer for a minute."""
+        """On rank 0: return which part of a checkpoint belongs to another user, "" if none does.
+        Raise HpcDdpError as `checkpoint_fault`, DiskError if the disk does not answer for a
+        minute."""
         with reading(folder):
             return patiently(partial(checkpoint_fault, self._run, folder))
 
     def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
-        """Publish as any checkpoint, then let those read it who may read the folder of all
-        checkpoints."""
+        """Publish a draft as the base does; then give the checkpoint's folder the rights to read
+        that the folder of all checkpoints has."""
         outcome = super()._publish(plan, draft, content, answers)
         if outcome.error is None:
             with suppress(OSError):  # it is published; for its owner it is good
@@ -115,13 +118,14 @@ class LibraryCheckpoints(Checkpoints):
     def _complete(
         self, plan: Plan, draft: Path, content: Content, answers: list[Any]
     ) -> dict[str, list[FileFacts]]:
-        """Return the facts on all files of a draft, by name, of which each rank has some."""
+        """Return the facts on all files of a draft, by name, from the ranks' answers; write no
+        index."""
         return {name: [facts] for answer in answers for name, facts in answer.items()}
 
     def _prepare(self, content: Content) -> tuple[Claim, Any]:
-        """Return a claim of nothing, and the names of the files that this rank sees in the draft:
-        those of its own node at least, whatever a network file system's cache says of others. It
-        waits until all ranks are here; raise RuntimeError if a peer is gone."""
+        """Wait until all ranks have written their files. Return an empty claim, and the names of
+        the files that this rank sees in the draft: at least those of its own node, where a network
+        file system may hide others. Raise RuntimeError if a peer is gone."""
         self._background.barrier()  # a peer may still write
         draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         paths = (path for path in draft.rglob("*") if not path.is_dir())
@@ -130,9 +134,10 @@ class LibraryCheckpoints(Checkpoints):
     def _write(
         self, draft: Path, plan: Plan, payload: Any, content: Content
     ) -> dict[str, FileFacts] | Failure:
-        """Close the draft's files, those that ranks have named, to other users, and sync them,
-        where this rank `syncs`; sum up this rank's share, and return its facts by name. Return a
-        `Failure` for an error, and where there are `own_names` only. Raise RuntimeError if a peer
+        """Return the size and CRC32 of this rank's share of the draft's files, by name. If this
+        rank `syncs`, first make all files durable, and take from other users the right to write
+        them. `payload` has the names that this rank sees; the ranks share theirs. Return a
+        `Failure` for an error, and where there are only `own_names`. Raise RuntimeError if a peer
         is gone."""
         names_by_rank: list[list[str]] = self._background.to_first(payload)
         names: Sequence[str] = self._background.from_first(sorted(set().union(*names_by_rank)))
@@ -151,7 +156,7 @@ class LibraryCheckpoints(Checkpoints):
 
 
 def _make_draft(draft: Path) -> None:
-    """Make a draft's folder, which only its owner can enter; raise OSError if it can't be made, as
-    where another user has."""
+    """Make a draft's folder unless it exists, and close it to other users. Raise OSError if that is
+    refused, as where the folder is another user's."""
     draft.mkdir(mode=0o700, exist_ok=True)
     set_folder_mode(draft, 0o700)

@@ -63,9 +63,9 @@ class Outcome:
     size
         of the checkpoint that was published, in bytes
     failure
-        why it could not be saved; "" where it was, or `error` alone says why not
+        why it could not be saved; "" after a success, and where only `error` says why not
     error
-        ends the run: no other try would end otherwise
+        the one that ends the run: no other try would end otherwise
     """
 
     size: int = 0
@@ -74,7 +74,7 @@ class Outcome:
 
 
 class Failure(NamedTuple):
-    """An error as a rank sends it to rank 0: its code, if it was the system's, and its text."""
+    """An error as a rank sends it to rank 0: its ``errno``, if it has one, and its text."""
 
     code: int | None
     text: str
@@ -83,8 +83,8 @@ class Failure(NamedTuple):
 class Checkpoints(Restorer):
     """The checkpoints of a run, as this attempt sees them; those that `keep` names stay.
 
-    `control` is for the training's thread, `background` for the one that saves. `journal` gets each
-    save, or its failure.
+    `control` carries messages of the training's thread, `background` those of the saving thread.
+    `journal` gets each save, or its failure.
 
     Attributes
     ----------
@@ -133,8 +133,8 @@ class Checkpoints(Restorer):
         return not self.in_flight and bool(self._outcome.failure or self._outcome.error)
 
     def begin(self, content: Content) -> None:
-        """Wait as `tidy` does, then write `content` in a thread that is started here; every rank
-        calls it, after `settle`."""
+        """Start a thread that writes `content`; first wait as `tidy` does. All ranks call it, after
+        `settle`."""
         self.tidy()
         self._done.clear()
         self._is_unsettled = True
@@ -143,16 +143,16 @@ class Checkpoints(Restorer):
         self._thread.start()
 
     def tidy(self) -> None:
-        """Wait until the thread of the last save, if any, has ended: it removes old checkpoints, on
-        rank 0, after its save is durable."""
+        """Wait until the thread of the last save, if any, has ended: after its save it removes old
+        checkpoints, on rank 0."""
         if self._thread is not None:
             self._thread.join()
 
     def settle(self) -> bool:
-        """Wait until what was begun is durable; False if it failed and is worth another try.
+        """Wait for the save that was begun. Return True if it is durable, or if none was begun
+        since the last call; False if it failed and is worth another try.
 
-        All ranks call it at the same step, and get the same answer. It is given once: True where
-        nothing was begun since the last call.
+        All ranks call it at the same step, and get the same answer.
 
         Raises
         ------
@@ -174,7 +174,8 @@ class Checkpoints(Restorer):
     # -- the thread that saves -------------------------------------------------------------
 
     def _save(self, content: Content) -> None:
-        """Take part in a save, set its outcome, report it, and prune; it raises nothing."""
+        """Write `content` with the other ranks, and set the outcome. Rank 0 also reports the
+        outcome, and after a success removes old checkpoints. It raises nothing."""
         began = time.monotonic()
         try:
             outcome = self._write_together(content)
@@ -198,11 +199,11 @@ class Checkpoints(Restorer):
             self._prune(content, self._keep)
 
     def _write_together(self, content: Content) -> Outcome:
-        """Write, where all ranks have what belongs together and there is room for all of it; return
-        the outcome, the same on all ranks.
+        """Write and publish a checkpoint, if the ranks' tensors make a whole and there is room for
+        them; return the outcome, the same on all ranks.
 
-        Every rank answers each time, be it by a `Failure`, since its peers wait for it. Raise
-        RuntimeError if a peer is gone.
+        A rank sends an error as a `Failure`, since its peers wait for an answer. Raise RuntimeError
+        if a peer is gone.
         """
         draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
@@ -228,11 +229,11 @@ class Checkpoints(Restorer):
         content: Content,
         answer: object,
     ) -> T | Outcome:
-        """Return on all ranks the decision of rank 0, which has the `answer` of each of them.
+        """Send the `answer` of each rank to rank 0, and return rank 0's decision on all ranks: the
+        result of `decide`, which gets the answers by rank.
 
-        It is what `decide` returns. Where a rank's answer is a `Failure`, or `decide` raises an
-        error, it is the failure that `_drop` returns. Every rank must call it; raise RuntimeError
-        if a peer is gone.
+        If an answer is a `Failure`, or `decide` raises an error, the decision is the failed outcome
+        from `_drop`. All ranks call it; raise RuntimeError if a peer is gone.
         """
         answers = self._background.to_first(answer)
         decision: T | Outcome | None = None
@@ -246,16 +247,16 @@ class Checkpoints(Restorer):
         return agreed
 
     def _prepare(self, content: Content) -> tuple[Claim, Any]:
-        """Wait for the copied state, and add its copying to `stall_s`; return this rank's claim,
-        and its `Payload`."""
+        """Wait until the state is copied, and set `stall_s` with the time of the copy; return this
+        rank's claim, and its `Payload`."""
         self.stall_s = content.stall_s + content.buffer.wait()
         return payload_of(content, self.node)
 
     def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> Plan:
-        """On rank 0: make the draft's folder, and return where the ranks write into it; with too
-        little room, let the parcel of ``--stage`` give way, and then old checkpoints.
+        """On rank 0: make the draft's folder, and return the plan of where the ranks write. With
+        too little room, remove the parcel of ``--stage``, and then old checkpoints.
 
-        Raise OSError if it can't be made, or there is no room for all files even then.
+        Raise OSError if the folder can't be made, or there is no room even then.
         """
         plan = plan_of(claims)
         size = sum(part.size for part in plan.parts) + sum(claim.frozen for claim in claims)
@@ -274,8 +275,8 @@ class Checkpoints(Restorer):
         return plan
 
     def _write(self, draft: Path, plan: Plan, payload: Any, content: Content) -> Any:
-        """Write this rank's part of a draft, as planned; return a `Written`, `NON_FINITE`, or a
-        `Failure`."""
+        """Write this rank's part of a draft, as planned. Return a `Written`, `NON_FINITE` if its
+        weights are not finite, or a `Failure` for an error."""
         rank = self._background.rank
         try:
             written = write_payload(payload, draft, plan, rank, content, self.frozen)
@@ -284,10 +285,9 @@ class Checkpoints(Restorer):
         return written or NON_FINITE
 
     def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
-        """On rank 0: publish a draft, into which the ranks have written as planned, by their
-        `answers`; or remove it where weights are not finite or the attempt is superseded, with that
-        error in the outcome. Raise OSError if the disk refuses, and what `before_publishing`
-        raises."""
+        """On rank 0: write index and manifest of a draft from the ranks' `answers`, and publish it.
+        If weights are not finite, or the attempt is superseded, remove it; the outcome has that
+        error. Raise OSError if the disk refuses, and what `before_publishing` raises."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
@@ -311,8 +311,8 @@ class Checkpoints(Restorer):
     def _complete(
         self, plan: Plan, draft: Path, content: Content, answers: list[Any]
     ) -> dict[str, list[FileFacts]]:
-        """On rank 0: write the index of a draft; return the parts of all its files, by name. Raise
-        OSError if the disk refuses."""
+        """On rank 0: write the index of a draft; return the facts on all its files' parts, by file
+        name. Raise OSError if the disk refuses."""
         files: dict[str, list[FileFacts]] = {}
         layouts: dict[int, Layout] = {}
         for rank, (part, written) in enumerate(zip(plan.parts, answers, strict=True)):
@@ -324,8 +324,8 @@ class Checkpoints(Restorer):
         return {**files, STATE: [state]}
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
-        """On rank 0: remove a draft for the `Failure` among the answers; if the disk was full,
-        remove the parcel too, or else old checkpoints. Return the failure, counted (`_fail`)."""
+        """On rank 0: remove a draft for the first `Failure` among the answers; if the disk was
+        full, remove the parcel too, or else old checkpoints. Return the outcome of `_fail`."""
         disk.remove(draft)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
@@ -335,8 +335,8 @@ class Checkpoints(Restorer):
         return self._fail(f"rank {rank}: {failure.text}")
 
     def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:
-        """Count a failure that has lasted for `lasted_s` seconds; return it, with an error if it is
-        at least the `TRIES`-th in a row, and the first one is `PATIENCE_S` ago."""
+        """Count a failed save, which has lasted for `lasted_s` seconds; return its outcome, with an
+        error after `TRIES` or more failures in a row, the first one `PATIENCE_S` ago or earlier."""
         now = time.monotonic()
         self._failed_at.append(now - lasted_s)
         error: HpcDdpError | None = None
@@ -349,16 +349,16 @@ class Checkpoints(Restorer):
         return Outcome(failure=why, error=error)
 
     def _prune(self, content: Content, keep: Retention) -> None:
-        """On rank 0: remove old checkpoints, but for the best, that of this step and those that
-        `keep` names; a disk that refuses is passed over."""
+        """On rank 0: remove old checkpoints, apart from the best one, that of this step, and those
+        that `keep` names; errors of the disk are ignored."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
     def _remove_parcel(self) -> bool:
         """On rank 0: remove the parcel of ``--stage``, note that in the run, print it, and return
-        True; False without one, and in a superseded attempt. Raise OSError if the attempts can't be
-        listed."""
+        True. Return False where there is no parcel, or the attempt is superseded. Raise OSError if
+        the attempts can't be listed."""
         if not self._run.parcel.exists() or not self._run.is_newest(self._attempt):
             return False
         shutil.rmtree(self._run.parcel, ignore_errors=True)
@@ -368,8 +368,8 @@ class Checkpoints(Restorer):
         return True
 
     def _make_room(self, content: Content) -> None:
-        """On rank 0: remove all but the newest `schedule.LEAST` checkpoints, the best and those of
-        `keep.every`; nothing in a superseded attempt. Raise OSError if the attempts can't be
+        """On rank 0: remove all checkpoints but the newest `schedule.LEAST`, the best one and
+        `keep.every`'s; nothing in a superseded attempt. Raise OSError if the attempts can't be
         listed."""
         if self._run.is_newest(self._attempt):
             self._prune(content, Retention(schedule.LEAST, self._keep.every))
@@ -382,8 +382,8 @@ class Checkpoints(Restorer):
         )
 
     def _report(self, content: Content, took_s: float) -> None:
-        """On rank 0: journal a save, or journal and print its failure; an `error` without one is
-        left to `settle`."""
+        """On rank 0: journal a save, which took `took_s` seconds, or journal and print its failure;
+        an `error` without a failure is left to `settle`."""
         outcome = self._outcome
         if outcome.failure:
             self._journal.write(SaveFailed(content.step, outcome.failure))

@@ -39,8 +39,8 @@ SHOWN = 8  # names in an error
 
 
 def unwrap(thing: Any) -> Any:
-    """Return the module inside those of DDP, DataParallel and torch.compile, so that its names have
-    no ``module.`` in front; anything else as it is."""
+    """Return the module inside the wrappers of DDP, DataParallel and torch.compile, so that its
+    names do not begin with ``module.``; return anything else as it is."""
     while True:
         if isinstance(thing, (DistributedDataParallel, DataParallel)):
             thing = thing.module
@@ -52,7 +52,7 @@ def unwrap(thing: Any) -> Any:
 
 def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
     """Return a module without the wrappers of DDP and DataParallel, whose forward has collectives
-    or copies; that of torch.compile, within them, stays."""
+    or copies. torch.compile's wrapper goes if it is around them, and stays if it is inside."""
     wrappers = (DistributedDataParallel, DataParallel)
     inner: Any = model
     while isinstance(inner, wrappers) or isinstance(getattr(inner, "_orig_mod", None), wrappers):
@@ -70,28 +70,28 @@ class State:
     tree
         the state dicts by object, with a mark in place of each tensor (`plain_state`)
     tensors
-        by name; DTensors as they are. They are the living ones, not copies
+        the objects' own tensors, not copies, by name; DTensors as they are
     replicated
-        names of those that are the same on all ranks: parameters, and what an optimizer keeps
-        for each of their numbers
+        names of the tensors that are the same on all ranks: parameters, and an optimizer's tensors
+        of their parameter's shape
     trained
-        those of them that the training changes
+        names of the replicated tensors that the training changes
     frozen
-        other parameters without gradients, which it most likely does not change
+        names of other parameters, without gradients, which it most likely does not change
     buffers
         names of the modules' buffers, and of parameters of no tracked module with their optimizer's
         state; each rank may have its own (running means)
     large_buffers
-        those of modules that are larger than running means are: masks, weights of few bits
+        names of modules' buffers of `LARGE_BUFFER` bytes or more: masks, weights of few bits
     private_tree
-        the state dicts of the objects that each rank has its own of, and what an optimizer keeps
-        for parameters that DDP ignores
+        the state dicts of the objects of which each rank has its own, and an optimizer's state for
+        parameters that DDP ignores
     rank_0_objects
-        tensors by name, by the objects that are no optimizers, and of which rank 0's are saved: of
-        a module those that are neither its parameters nor buffers, as a metric's
+        the tensors by name, by the objects that are no optimizers and of which rank 0's are saved;
+        of a module those that are neither parameters nor buffers, as a metric's
     private
-        names of the tensors that other ranks can't do with: those of such objects, parameters that
-        DDP ignores, and an optimizer's state for these
+        names of the tensors that each rank saves for itself: those of objects of its own,
+        parameters that DDP ignores and their optimizer's state, plain state of sharded parameters
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +121,8 @@ class State:
 
     @property
     def seldom_changed(self) -> set[str]:
-        """The names of parts of tensors that may well be as at the save before."""
+        """The names of frozen tensors and large buffers, as a save's parts have them: most likely
+        they are as at the previous save."""
         return {*self.frozen, *self.large_buffers, *(f"{name}{OWN}" for name in self.large_buffers)}
 
 
@@ -131,16 +132,16 @@ def collect(
     trained: TrainedParameters | None = None,
     devices: Sequence[torch.device] = (),
 ) -> State:
-    """Return the state of each object by name; `per_rank` names those that ranks do not share,
-    `trained` has the parameters that are trained though they may need no gradients now, `devices`
-    are this worker's.
+    """Return the state of the objects, which are given by name.
 
-    Modules that FSDP2 has sharded get their shards back for parameters (`reshard`).
+    `per_rank` names the objects of which each rank has its own. `trained` knows parameters that are
+    trained though they may need no gradients now. `devices` are this worker's. Modules that FSDP2
+    has sharded get their shards back for parameters (`reshard`).
 
     Raises
     ------
     UsageError
-        an object has no state_dict or load_state_dict
+        an object has no state_dict or load_state_dict, or has its state on one rank alone
     HpcDdpError
         names an entry that ``weights_only`` would refuse to load again
     """
@@ -192,7 +193,8 @@ def untracked_parameters(
     objects: Mapping[str, Any], labels: Mapping[int, str]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return, for each optimizer among `objects` by name, the parameters that it trains and that no
-    tracked object has, by their names. Raises as `take_apart`."""
+    tracked object has, by their names. `labels` are as `labels_of` returns them. Raises as
+    `take_apart`."""
     things = {name: unwrap(wrapped) for name, wrapped in objects.items()}
     optimizers = {name: plain for name, plain in things.items() if isinstance(plain, Optimizer)}
     parameters = chain.from_iterable(map(parameters_of, optimizers.values()))
@@ -217,11 +219,12 @@ def _content_of(
     trained: TrainedParameters,
     untracked: Mapping[str, torch.Tensor],
 ) -> Any:
-    """Return an object's state dict, and add to the sets of names in `state`. `untracked` are those
-    of an optimizer's parameters that no tracked object has.
+    """Return the state dict of the object `name`, and add its tensors to the sets of names in
+    `state`. Raise UsageError for an optimizer that has its state on one rank alone.
 
-    An optimizer's is by names of parameters (`optimizer_state`); a module's by `plain_name`s, with
-    `BESIDE` beside; another object's as it is.
+    An optimizer's dict has parameters by name (`optimizer_state`); a module's has `plain_name`s,
+    and the entries `BESIDE`; any other stays as it is. `untracked` has those of an optimizer's
+    parameters that no tracked object has.
     """
     if hasattr(plain, "consolidate_state_dict"):
         raise UsageError(
@@ -253,26 +256,27 @@ def _content_of(
 
 
 def _check_shards(tensors: Mapping[str, Any]) -> None:
-    """Raise HpcDdpError for a DTensor of an optimizer whose shards are of a subclass, such as one
-    of 8 bits: plain numbers would come back."""
+    """Raise HpcDdpError for an optimizer's DTensor whose shards are of a tensor's subclass, such as
+    one of 8 bits: it would be loaded as plain numbers."""
     for name, tensor in tensors.items():
         if is_sharded(tensor) and is_traceable_wrapper_subclass(tensor.to_local()):
             raise refusal(name, f"a DTensor of {kind_of(tensor.to_local())}")
 
 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
-    """Return the parts of the tensors that this rank writes, by name. But for private tensors,
-    `state` has the same names on all ranks of a stage.
+    """Return the parts of the tensors that this rank writes, by name. All ranks of a stage have the
+    same names in `state`, apart from private tensors.
 
-    Sharded (FSDP2, tensor parallel): its own shard; of equal ones one rank's (`_my_copies`).
-    Private, what each rank has its own of: all of it, as ``NAME@rank``.
-    Replicated: its share, cut between rows; all ranks' shares of the frozen ones have about the
-    same bytes, and so have those of the others.
-    Buffers: its own, as ``NAME@rank``; but ``NAME`` from the first rank of the stage, from which
-    a run on another number of ranks goes on.
-    Anything else: all of it from the first rank of the stage, nothing from others.
-    A part without numbers is left out, but on the first rank of the stage, so that a tensor without
-    any is stored once, and but for ``NAME@rank``.
+    Sharded tensors (FSDP2, tensor parallel): its own shard; of equal shards one rank's
+    (`_my_copies`).
+    Private tensors, of which each rank has its own: all of each, as ``NAME@rank``.
+    Replicated tensors: whole rows, by its share of all bytes (`share_of`); frozen ones apart from
+    others.
+    Buffers: its own, as ``NAME@rank``; the first rank of the stage writes ``NAME``, from which a
+    run on another number of ranks goes on.
+    Any other tensor: all of it on the first rank of the stage, nothing on others.
+    A part without numbers is left out, unless it is ``NAME@rank``, or on the first rank of the
+    stage: so a tensor without any is stored once.
 
     Raise HpcDdpError for a DTensor with a pending reduction.
     """
@@ -304,10 +308,10 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
 
 
 def _my_copies(state: State, dims: ParallelDims) -> set[str]:
-    """Return the names of the DTensors of which this rank writes its part.
+    """Return the names of the DTensors of which this rank writes its part. Raises as `my_parts`.
 
-    Ranks with equal parts, as those of several replicas, take turns, so that each writes about as
-    many bytes, the frozen ones apart. They choose alike, since they have the same parts.
+    One of several ranks with equal parts, as those of replicas, writes a part; the parts are shared
+    out by bytes (`share_of`), frozen ones apart. All ranks compute this alike, without messages.
     """
     places: dict[str, tuple[Any, int, int, int]] = {}  # with the bytes, number and count of copies
     totals = Counter[Any]()
@@ -329,11 +333,11 @@ def _my_copies(state: State, dims: ParallelDims) -> set[str]:
 
 
 def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names of parameters that DDP leaves to each rank (experts, parts of an embedding),
-    with them.
+    """Yield the name and the tensor of each parameter that DDP leaves to each rank (experts, parts
+    of an embedding).
 
-    Not the sharded ones, of which each rank saves its part in any case, nor buffers, which are
-    saved as all others are.
+    Sharded ones are left out, since each rank saves its part in any case, and so are buffers, which
+    are saved as all others are.
     """
     for name, wrapped in objects.items():
         module = unwrap(wrapped)
@@ -344,12 +348,12 @@ def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tens
 
 
 def joined(first: Any, second: Any, key: object = None) -> Any:
-    """Return the tree of a whole model from the trees `first` and `second` of two of its stages, or
-    of what all ranks share and what one rank has of its own.
+    """Return one tree from two: those of two pipeline stages, or that of all ranks and what this
+    rank has alone.
 
-    `key` is where they lie in their parents. Where both have a plain entry, that of `first` stays;
-    the parameters in an optimizer's groups are put together. Raise ValueError where two lists of
-    dicts, as an optimizer's groups, differ in length.
+    Dicts are united by key, lists of dicts entry by entry; a list under the key ``params`` gets the
+    entries of `second` that it lacks. In place of anything else there is `first`. `key` is that of
+    both in their parents. Raise ValueError where lists of dicts differ in length.
     """
     if isinstance(first, dict):
         common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}
@@ -362,20 +366,20 @@ def joined(first: Any, second: Any, key: object = None) -> Any:
 
 
 def plain_name(key: str) -> str:
-    """Return a parameter's name without those of torch's `WRAPPERS`."""
+    """Return a parameter's name without what torch's `WRAPPERS` put into it."""
     for wrapper in WRAPPERS:
         key = key.replace(wrapper, "")
     return key
 
 
 def plain_part(key: str) -> str:
-    """Return the name of a part of a module without those of torch's `WRAPPERS`."""
+    """Return the name of a part of a module without what torch's `WRAPPERS` put into it."""
     return plain_name(f"{key}.")[:-1]
 
 
 def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
-    """Return the name of each parameter of the modules among `objects`, tracked ones by name, by
-    its id; the first name of one that has several."""
+    """Return the names of the parameters of all modules among the tracked `objects`, by the
+    parameters' ids. A parameter with several names has the first."""
     labels: dict[int, str] = {}
     for name, wrapped in objects.items():
         plain = unwrap(wrapped)
@@ -386,7 +390,7 @@ def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
 
 
 def metadata_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield torch's facts on each part of a module beside its state dict: its key there, its plain
-    name, and the facts; nothing for a dict without them."""
+    """Yield, for each part of a module, what torch notes on it in the module's state dict: the
+    part's key there, its plain name, and the notes. Nothing is yielded for a dict without notes."""
     for key, facts in getattr(state, "_metadata", {}).items():
         yield key, plain_part(key), facts
