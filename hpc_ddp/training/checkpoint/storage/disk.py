@@ -31,13 +31,13 @@ from hpc_ddp.core.file_io import close_to_others
 def write_file(
     path: Path, *content: bytes | memoryview, offset: int = 0, ends: bool = True
 ) -> FileFacts:
-    """Write the bytes of `content` in a row from byte `offset` of a file on, which is made where
-    there is none; make them durable, and return their size and CRC32.
+    """Write the parts of `content`, one after the other, into a file from byte `offset` on; make
+    them durable; return their size and CRC32. A missing file is made.
 
-    Other processes may write other bytes of the file. With `ends` it ends after these. Its name is
-    durable after `sync` only. Writing, syncing and summing all release the
-    interpreter lock, so a thread that does this takes microseconds of it from a training beside it.
-    Raise OSError; what was written then stays.
+    With `ends` the file is cut off behind the content; else other processes may write other bytes
+    of the file at the same time. A new file's name is durable only after `sync` of its folder. The
+    slow calls release the interpreter lock, so a thread that writes takes microseconds from a
+    training. Raise OSError; bytes that were written stay.
     """
     views = [memoryview(part).cast("B") for part in content]
     size = sum(map(len, views))
@@ -60,11 +60,12 @@ def write_file(
 def write_manifest(
     folder: Path, facts: dict[str, Any], files: Mapping[str, Sequence[FileFacts]]
 ) -> None:
-    """Write the manifest, which makes the folder a checkpoint, and make both durable; others can't
-    write it, whatever the umask.
+    """Write the manifest, which makes `folder` a checkpoint; make the manifest and the names in the
+    folder durable. Other users can't write the manifest, whatever the umask.
 
-    `facts` are plain values for readers, such as the step; `files` has the parts of each file in
-    their order, by its name. Raise OSError if the disk refuses; the manifest may be there then.
+    `facts` are plain values for readers, such as the step; `files` has the facts on each file's
+    parts, in their order, by the file's name. Raise OSError if the disk refuses; the manifest may
+    be there then.
     """
     value = {**facts, "files": {name: _entry_of(parts) for name, parts in sorted(files.items())}}
     value["crc32"] = manifest_crc(value)
@@ -74,7 +75,7 @@ def write_manifest(
 
 
 def _entry_of(parts: Sequence[FileFacts]) -> dict[str, Any]:
-    """Return the facts on a file for a manifest, from those on its parts."""
+    """Return the manifest's entry of a file from the facts on its parts."""
     if len(parts) == 1:
         return asdict(parts[0])
     return {"size": sum(part.size for part in parts), "parts": list(map(astuple, parts))}
@@ -82,7 +83,7 @@ def _entry_of(parts: Sequence[FileFacts]) -> dict[str, Any]:
 
 def check_space(folder: Path, size: int, files: int) -> None:
     """Raise OSError (ENOSPC) where a folder's file system lacks room for `size` bytes or `files`
-    files; any other OSError if it can't be asked.
+    files; any other OSError if the file system does not answer.
 
     A total that the file system reports as 0 is not checked.
     """
@@ -102,11 +103,11 @@ def draft(folder: Path, step: int, attempt: int) -> Path:
 
 
 def publish(draft_folder: Path, attempt: int) -> Path:
-    """Give a complete draft its final name, durably, and return its path.
+    """Rename a complete draft to its final name, durably, and return the new path.
 
-    A folder that has the name already is moved aside, never written into. It is `.old-` when it
-    verifies: the same step before and after the code at the end of an epoch; else `.bad-`. Raise
-    OSError if a rename fails, or the sync after it, when the draft has its final name already.
+    An older folder of that name is first renamed: to `.old-` if it verifies (the step was saved
+    before and after the code at the end of an epoch), else to `.bad-`. Raise OSError if a rename
+    fails, or the sync after it: then the draft has its final name already.
     """
     final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():
@@ -119,9 +120,8 @@ def publish(draft_folder: Path, attempt: int) -> Path:
 def set_aside(folder: Path, kind: str, attempt: int) -> Path:
     """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path.
 
-    `kind` is ``old``, which replaces one of that name, or ``bad``, which gets a further number
-    where the name is taken.
-    Raise OSError if the rename fails.
+    If that name is taken, `kind` ``old`` removes the folder that has it, and ``bad`` adds a further
+    number to the name. Raise OSError if the rename fails.
     """
     stem = f"step-{step_of(folder)}.{kind}-{attempt}"
     path = folder.with_name(stem)
@@ -135,7 +135,8 @@ def set_aside(folder: Path, kind: str, attempt: int) -> Path:
 
 
 def clear_drafts(folder: Path) -> None:
-    """Remove what earlier attempts, or this one's workers before a restart, left half-written.
+    """Remove the half-written checkpoints in a folder, which earlier attempts, or this one's
+    workers before a restart, have left.
 
     It raises nothing: what can't be listed or removed stays for the next start.
     """
@@ -145,11 +146,11 @@ def clear_drafts(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, also while another process removes it, or where there is none.
+    """Remove a folder; it may be missing, or another process may remove it at the same time.
 
-    It loses its name first, since a kill may come in between: half a checkpoint is none. It raises
-    nothing: a folder that can't be renamed stays as it is, and a file that can't be removed, as NFS
-    keeps one while a process has it open, stays in ``step-<n>.tmp-gone``.
+    It is renamed to ``step-<n>.tmp-gone`` first: a kill in between leaves no half checkpoint. It
+    raises nothing: a folder that can't be renamed stays as it is, and a file that can't be removed,
+    as NFS keeps one while a process has it open, stays in the renamed folder.
     """
     nameless = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
     with suppress(OSError):
@@ -159,7 +160,8 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or the names in a folder; raise OSError if the disk refuses."""
+    """Make the content of a file durable, or the names in a folder; raise OSError if the disk
+    refuses."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -39,13 +39,13 @@ class FrozenPart:
     pieces
         their places in the data file
     hashes
-        of the numbers, by name
+        of each weight's numbers, by its name
     buffer
         their bytes, which a device may still be copying; None where `file` has them
     file
         the data file of a published checkpoint that has them
     facts
-        of `file`
+        size and CRC32 of `file`
     """
 
     pieces: list[StoredShard]
@@ -64,12 +64,13 @@ class FrozenWeights:
         self._can_link = True  # until a try of a hard link shows that the file system can't
 
     def take_out(self, parts: dict[str, LocalShard], names: Container[str]) -> FrozenPart | None:
-        """Take the frozen ones, those in `names`, out of `parts`, a rank's parts of a save, and
-        return them for a file of their own: the last save's, if nothing has changed, or a copy.
+        """Remove the frozen weights, those in `names`, from a rank's `parts` of a save, and return
+        them for a file of their own: the last save's, if they have not changed, or a copy, which
+        has begun.
 
-        Return None where they are few, or the file system has no links: all stay in `parts` then. A
-        weight that has changed since the save before stays there, too, at this and all later saves.
-        Waits for the devices that have them.
+        Return None, with all weights left in `parts`, where the frozen ones have fewer than `LEAST`
+        bytes, or the file system has no links. A weight that has changed since the previous save
+        stays in `parts`, at this and all later saves. Waits for the devices that have the weights.
         """
         frozen = {n: part for n, part in parts.items() if n in names and n not in self._changing}
         if not self._can_link or _are_few(frozen):
@@ -93,9 +94,10 @@ class FrozenWeights:
         return FrozenPart(pieces, hashes, buffer)
 
     def add(self, part: FrozenPart, path: Path, facts: FileFacts | None) -> FileFacts:
-        """Note that a draft has the data file of `part` at `path`, written there with `facts`; if
-        these are None, link the file of the save before to `path`. Return the file's facts. Later
-        saves link to it, where the file system can.
+        """Note that a draft has the data file of `part` at `path`, to which later saves may link;
+        return the file's facts. `facts` are those of a file that was written there; None: a hard
+        link to the last save's file is made at `path`. After a write, find out whether the file
+        system has links.
 
         Raise OSError if the disk refuses, or the file to link to is gone.
         """
@@ -111,18 +113,19 @@ class FrozenWeights:
         return facts
 
     def forget(self) -> None:
-        """Let the next save write all: one has failed, for which the file may be the cause."""
+        """Let the next save write all weights: a save has failed, for which the linked file may be
+        the cause."""
         self._saved = None
 
 
 def _are_few(parts: Mapping[str, LocalShard]) -> bool:
-    """Return whether a file of their own is not worth it."""
+    """Return whether parts have fewer than `LEAST` bytes: a file of their own is not worth it."""
     return sum(part.numbers.nbytes for part in parts.values()) < LEAST
 
 
 def _can_link(file: Path) -> bool:
-    """Return whether a hard link to a file can be made in another folder, as BeeGFS can't: by one
-    in the folder above its own, which is removed."""
+    """Return whether a hard link to a file can be made in another folder, as BeeGFS can't. A link
+    is made in the folder above the file's own, and removed again."""
     link = file.parent.with_name(f".link-{os.urandom(8).hex()}")
     try:
         os.link(file, link)

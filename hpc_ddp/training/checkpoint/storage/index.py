@@ -35,20 +35,20 @@ PAGE = 4096  # bytes; parts of two ranks share no page of the cache
 
 
 class Claim(NamedTuple):
-    """The amount that a rank is to write, sent to rank 0 before it does.
+    """The amount that a rank is to write, sent to rank 0 before the rank writes.
 
     Attributes
     ----------
     node
-        its name
+        name of the rank's node
     tensors
         bytes of its tensors
     values
-        bytes of its plain values, which come behind them
+        bytes of its plain values, which come behind the tensors
     frozen
-        bytes that it writes into a file of frozen weights; 0 without one, and where it is a link
+        bytes that it writes into a file of frozen weights; 0 without a file, and where it is a link
     coordinates
-        the rank's, for its layouts
+        the rank's, one tuple for each of its layouts
     layouts
         digests of the layout of its part, and of its file of frozen weights, if it has one
     stream
@@ -73,8 +73,9 @@ class Claim(NamedTuple):
 class RankPart(NamedTuple):
     """A rank's part of a checkpoint.
 
-    In the file `file` its tensors begin at byte `offset`, and its plain values after `tensors`
-    bytes more; they have `values` bytes. `layouts` are the numbers of its layouts (see `Claim`).
+    The rank's tensors are the `tensors` bytes of the file `file` from byte `offset` on, its plain
+    values the `values` bytes behind them. `layouts` are the numbers of its layouts in the index.
+    The other fields are as in `Claim`.
     """
 
     file: str
@@ -88,13 +89,13 @@ class RankPart(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the part: whole pages."""
+        """Bytes of the part in its file, rounded up to whole pages."""
         return -(-(self.tensors + self.values) // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the ranks write.
+    """The places where the ranks write.
 
     Attributes
     ----------
@@ -103,8 +104,8 @@ class Plan:
     objects
         names of the objects of which each rank has its own
     senders
-        numbers of the layouts that a rank is to send to rank 0, by the rank; of equal layouts the
-        first rank sends its own
+        by rank, the numbers of the layouts that it sends to rank 0; of equal layouts the first rank
+        sends its own
     """
 
     parts: list[RankPart]
@@ -112,13 +113,13 @@ class Plan:
     senders: dict[int, list[int]]
 
     def is_last(self, rank: int) -> bool:
-        """Return whether a rank's part ends its file."""
+        """Return whether a rank's part is the last one in its file."""
         file, offset = self.parts[rank][:2]
         return all(part.file != file for part in self.parts if part.offset > offset)
 
 
 def plan_of(claims: Sequence[Claim]) -> Plan:
-    """Return where the ranks write, whose claims these are, by rank."""
+    """Return the plan of where the ranks write, from their claims, by rank."""
     numbers: dict[bytes, int] = {}
     senders: dict[int, list[int]] = {}
     for rank, claim in enumerate(claims):
@@ -147,8 +148,9 @@ def plan_of(claims: Sequence[Claim]) -> Plan:
 
 
 def _files_of(nodes: Sequence[str]) -> list[int]:
-    """Return the first rank of the file of each rank, for ranks on these nodes: as few share a file
-    as may be for `MOST_FILES`, or one for each node."""
+    """Return, for each rank, the first rank that writes into the same file. `nodes` has the ranks'
+    nodes, by rank. As few ranks of a node share a file as `MOST_FILES` files allow; with more nodes
+    than that each node has one file."""
     members: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
@@ -185,13 +187,14 @@ class Index:
         return len(self.parts)
 
     def first_of_stream(self, stream: int) -> int | None:
-        """Return the first rank of a stream of random numbers, None without one."""
+        """Return the first rank whose random generators have the number `stream`; None if no rank's
+        do."""
         return next((rank for rank, part in enumerate(self.parts) if part.stream == stream), None)
 
 
 def dump_index(plan: Plan, layouts: Mapping[int, Layout], shared: Mapping[str, Any]) -> bytes:
-    """Return the content of the file `STATE` for a checkpoint whose parts lie as planned: the
-    `layouts` by number, and `shared`, the plain values that the ranks share."""
+    """Return the content of the file `STATE` for a checkpoint whose parts lie as planned. `layouts`
+    has all layouts by number, `shared` the plain values that the ranks share."""
     rows = {number: list(map(_plain, layout)) for number, layout in layouts.items()}
     index = {
         "parts": list(map(tuple, plan.parts)),
@@ -202,12 +205,13 @@ def dump_index(plan: Plan, layouts: Mapping[int, Layout], shared: Mapping[str, A
 
 
 def _plain(entry: LayoutEntry) -> tuple[Any, ...]:
-    """Return an entry in types that ``weights_only`` loads again."""
+    """Return an entry of a layout in types that ``weights_only`` loads again."""
     return (*entry[:4], tuple(map(tuple, entry.cuts)))
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index of a checkpoint that has been verified.
+    """Return the index of a checkpoint that has been verified. The trees of all stages of a
+    pipeline are joined in it.
 
     Raises
     ------
@@ -242,8 +246,8 @@ def read_index(folder: Path) -> Index:
 
 
 def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
-    """Return the plain values that a rank had of its own, from its part; raise OSError if they
-    can't be read for a minute, or end too early."""
+    """Return the plain values that a rank had of its own, from its `part`. Raise OSError if the
+    file can't be read for a minute, or ends too early."""
 
     def read() -> bytes:
         with open(folder / part.file, "rb") as file:
@@ -257,8 +261,8 @@ def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
 
 
 def reader_of(folder: Path, index: Index, rank: int | None) -> Reader:
-    """Return a reader of a checkpoint's tensors. From those that ranks saved for themselves it has
-    the ones of `rank`; None: the buffers alone, as the first rank of the stage had them."""
+    """Return a reader of a checkpoint's tensors. It has the tensors that `rank` saved for itself.
+    If `rank` is None it has none of these but the buffers, as the stage's first rank had them."""
     parts, parts_of_rank = list[Part](), set[int]()
     for number, part in enumerate(index.parts):
         places = ((folder / part.file, part.offset), (folder / FROZEN.format(number), 0))
@@ -277,7 +281,7 @@ def dump(content: Mapping[str, Any]) -> bytes:
 
 
 def _load(content: bytes) -> dict[str, Any]:
-    """Return what `dump` has made bytes of, on the CPU, never with pickled code; torch's errors for
-    another content come through."""
+    """Return the values of which `dump` has made `content`, with tensors on the CPU. Pickled code
+    is never run; torch's errors for any other content come through."""
     value: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return value

@@ -24,8 +24,8 @@ Box = tuple[Shape, Shape]  # start and size
 
 
 class MeshCut(NamedTuple):
-    """One dimension of a tensor cut into so many `parts`, as by ``torch.chunk``; a rank has the one
-    with the number `place`: its coordinate on the `axis` of a mesh."""
+    """A cut of a tensor's dimension `dim` into `parts` parts, as by ``torch.chunk``. A rank has the
+    part with the number `place`, which is its coordinate on the `axis` of a mesh."""
 
     dim: int
     parts: int
@@ -34,9 +34,10 @@ class MeshCut(NamedTuple):
 
 
 class StoredShard(NamedTuple):  # thousands are made at each save, in the training's time
-    """A box of the tensor `name`: `size` from `start` on, at byte `offset` of a rank's part.
+    """A box of the tensor `name`: `size` from `start` on, in each dimension, at byte `offset` of a
+    rank's part of a file.
 
-    `cuts` lead to it, one after the other; () if none do, as for some rows of a tensor.
+    `cuts`, one after the other, give this box; () if none do, as for some rows of a tensor.
     """
 
     name: str
@@ -49,7 +50,7 @@ class StoredShard(NamedTuple):  # thousands are made at each save, in the traini
 
 
 class Cut(NamedTuple):
-    """A `MeshCut` as all ranks of a layout have it: `axis` is the number of a coordinate."""
+    """A `MeshCut` as all ranks of a layout have it: `axis` is the index of a rank's coordinate."""
 
     dim: int
     parts: int
@@ -57,7 +58,8 @@ class Cut(NamedTuple):
 
 
 class LayoutEntry(NamedTuple):
-    """A box that each rank of a layout has: that of `cuts`; else `box`, which is one rank's."""
+    """A box of a tensor in a layout. Each rank has the box that `cuts` give at its coordinates;
+    without cuts all ranks have `box`, which is None else."""
 
     name: str
     dtype: str
@@ -77,8 +79,8 @@ Layout = list[LayoutEntry]
 
 
 def layout_of(pieces: Iterable[StoredShard]) -> tuple[Layout, Shape]:
-    """Return the layout of a rank's part, and the rank's coordinates: its place on each axis by
-    which something is cut, in the order of their first use."""
+    """Return the layout of a rank's `pieces`, and the rank's coordinates: its place on each axis of
+    a mesh by which a tensor is cut, in the order of the axes' first use."""
     numbers: dict[Hashable, int] = {}
     coordinates: list[int] = []
     layout = Layout()
@@ -95,12 +97,12 @@ def layout_of(pieces: Iterable[StoredShard]) -> tuple[Layout, Shape]:
 
 
 def digest_of(layout: Layout) -> bytes:
-    """Return 16 bytes that no other layout has."""
+    """Return a digest of a layout, 16 bytes; no other layout has the same."""
     return hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
 
 
 def offsets_of(layout: Layout, coordinates: Shape) -> list[int]:
-    """Return at which byte of its part each box of the rank with these coordinates begins."""
+    """Return the byte of its part at which each box of the rank with these coordinates begins."""
     offsets, offset = [], 0
     for entry in layout:
         offsets.append(offset)
@@ -110,13 +112,13 @@ def offsets_of(layout: Layout, coordinates: Shape) -> list[int]:
 
 
 def aligned(size: int) -> int:
-    """Return a number of bytes, rounded up to the alignment of what comes next."""
+    """Return a number of bytes, rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def cut_box(shape: Shape, places: Iterable[tuple[int, int, int]]) -> Box:
-    """Return the box of a tensor to which cuts lead, each a dimension, a number of parts, and the
-    place of one of them."""
+    """Return the box of a tensor that cuts give, one after the other. Each of `places` is a cut: a
+    dimension, the number of parts, and the number of the part that is kept."""
     start, size = [0] * len(shape), list(shape)
     for dim, count, place in places:
         low, high = _part(size[dim], count, place)
@@ -126,24 +128,25 @@ def cut_box(shape: Shape, places: Iterable[tuple[int, int, int]]) -> Box:
 
 
 def _part(size: int, count: int, place: int) -> tuple[int, int]:
-    """Return begin and end of a part, as ``torch.chunk`` cuts; the last ones may be empty."""
+    """Return the begin and end of part number `place` of `size` elements that are cut into `count`
+    parts, as by ``torch.chunk``; the last parts may be empty."""
     chunk = -(-size // count)
     return min(place * chunk, size), min((place + 1) * chunk, size)
 
 
 def cells(entry: LayoutEntry, box: Box) -> Iterator[tuple[Shape, Box]]:
-    """Yield the places on the axes of `entry` whose boxes, along the dimensions that are cut, have
-    some of `box`, and their boxes.
+    """Yield each box of `entry` that has some of `box` along the dimensions that are cut, after its
+    places: for each cut the number of the box's part.
 
-    An entry without cuts has one box, which comes in any case, with the places ().
+    An entry without cuts has one box, which is yielded in any case, with the places ().
     """
     full = (0,) * len(entry.shape), entry.shape
     return _cells(entry.cuts, entry.box or full, box)
 
 
 def _cells(cuts: Sequence[Cut], outer: Box, box: Box) -> Iterator[tuple[Shape, Box]]:
-    """Yield the places of all parts of the box `outer`, as cut, that have some of `box` along the
-    dimensions of the cuts, and the parts; without cuts `outer` itself."""
+    """Yield places and box of each part into which `cuts` divide the box `outer`, if it has some of
+    `box` along the dimensions of the cuts. Without cuts yield () and `outer`."""
     start, size = outer
     if not cuts:
         yield (), outer
@@ -173,7 +176,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def overlap(box: Box, wanted: Box) -> Box:
-    """Return the common part of two boxes; its size is not above 0 where there is none."""
+    """Return the common part of two boxes. Where they have none, its size is 0 or less in a
+    dimension."""
     low = tuple(map(max, box[0], wanted[0]))
     edges = zip(*box, *wanted, strict=True)
     ends = (min(begin + size, first + extent) for begin, size, first, extent in edges)

@@ -51,20 +51,20 @@ class Part(NamedTuple):
 
 
 class Sharing:
-    """Sends what one rank has read to the others that have the same, by the training's process
-    groups, through the memory of their devices.
+    """Sends tensors that one rank has read to the others that need the same, by the training's
+    process groups, through the memory of their devices.
 
-    The rank that reads a tensor for all is, most likely, the one that has verified the part where
-    it begins: the memory of its node has that still. So each byte is read from the disk once, and
-    not by each node.
+    The rank that reads a tensor for all is most likely the one that has verified the part where the
+    tensor begins: its node still has that part in memory. So each byte is read from the disk once,
+    and not by each node.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self._device = rank, world_size, device
 
     def send(self, numbers: torch.Tensor, root: int, group: Any = None) -> None:
-        """Overwrite a contiguous tensor on the CPU with that of the rank `root`, counted over all
-        ranks; a collective of a process group, the default one if it is None."""
+        """Overwrite `numbers`, a contiguous tensor on the CPU, with that of the rank `root`, which
+        is counted over all ranks. It is a collective of `group`, the default one if it is None."""
         content = numbers.view(-1).view(torch.uint8)
         for chunk in torch.split(content, CHUNK) if len(content) else ():
             on_device = chunk.to(self._device) if self.rank == root else self._like(chunk)
@@ -73,7 +73,7 @@ class Sharing:
                 chunk.copy_(on_device)
 
     def _like(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return as many bytes on the device; on the CPU `chunk` itself."""
+        """Return a tensor on the device for as many bytes; on the CPU return `chunk` itself."""
         if self._device.type == "cpu":
             return chunk
         return torch.empty_like(chunk, device=self._device)
@@ -82,9 +82,9 @@ class Sharing:
 class Reader:
     """Reads tensors, or boxes of them, from the data files of a checkpoint, onto the CPU.
 
-    By plain reads: an I/O error below a memory map would be a SIGBUS, which ends the process
-    without a word, and no rank could wait for the disk. The price is memory for what is read, of
-    which an optimizer's state needed a copy anyway.
+    The reads are plain ones: an I/O error below a memory map would be a SIGBUS, which ends the
+    process without a word, and no rank could wait for the disk. The price is memory for all that is
+    read; an optimizer's state needs a copy anyway.
 
     Parameters
     ----------
@@ -93,18 +93,17 @@ class Reader:
     parts
         of all ranks; a file is opened at the first read
     parts_of_rank
-        numbers of the parts that this reader's rank has written: of a tensor that each rank has
-        saved for itself (``NAME@rank``) it reads the copy in these. Without any, only buffers can
-        be read of those tensors, as the first rank of the stage had them
+        indices of the `parts` that this reader's rank has written: of a tensor that each rank has
+        saved for itself (``NAME@rank``) it reads the copy in them. Without any, it can read only
+        the buffers among those tensors, as the first rank of the stage had them
 
     Attributes
     ----------
     sharing
-        by which the ranks share the reading of what all of them read, all in the same order; None:
-        each reads for itself
+        by which the ranks share the reading of tensors that all of them read, all in the same
+        order; None: each reads for itself
     devices
-        of the worker: where a tensor goes that was on an accelerator, and for which nothing says
-        more
+        of the worker: a tensor that was on an accelerator goes to one of them if nothing says more
     of_other_ranks
         names of the tensors that ranks have saved for themselves, and that this reader lacks
     """
@@ -144,7 +143,8 @@ class Reader:
         return name in self._places
 
     def device(self, number: int) -> torch.device:
-        """Return the worker's device of a number; the first one where there are fewer now."""
+        """Return the worker's device with the index `number`; the first one where it has fewer
+        now."""
         return self.devices[number if number < len(self.devices) else 0]
 
     def describe(self, name: str) -> torch.Tensor:
@@ -157,8 +157,9 @@ class Reader:
         return torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta")
 
     def read(self, name: str, template: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a new tensor on the CPU, or, where `template` is a DTensor, this rank's part as a
-        DTensor sharded as that is. With `sharing` all ranks call it, in the same order.
+        """Return a stored tensor, new, on the CPU. Where `template` is a DTensor, return this
+        rank's part as a DTensor that is sharded like it. With `sharing` all ranks call it, in the
+        same order.
 
         Raises
         ------
@@ -167,7 +168,9 @@ class Reader:
         UnreadableError
             the disk does not answer, and was waited for
         HpcDdpError
-            the files do not hold all of it
+            the files do not hold all of the tensor
+        RuntimeError
+            a peer is gone
         """
         if template is not None and is_sharded(template):
             return from_local(self._read_shard(name, template), template)
@@ -184,8 +187,9 @@ class Reader:
         return numbers
 
     def _read_shard(self, name: str, template: torch.Tensor) -> torch.Tensor:
-        """Return the part of a tensor that this rank has of the DTensor `template`. The first
-        of the ranks that have the same one reads it."""
+        """Return this rank's part of the stored tensor `name`, cut as the DTensor `template` is.
+        With `sharing` only the first of the ranks with the same part reads it, and sends it to the
+        others."""
         box = local_box(template)
         if self.sharing is None:
             return self.read_box(name, box)
@@ -199,8 +203,8 @@ class Reader:
         return numbers
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor, read by this rank from all parts that have some of it; raises
-        as `read`."""
+        """Return a box of a tensor, which this rank reads from all parts that have some of it.
+        Raise KeyError, UnreadableError and HpcDdpError as `read`."""
         start, size = box
         numbers = _blank(size, self.describe(name).dtype)
         count = 0
@@ -215,8 +219,8 @@ class Reader:
         return numbers
 
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[int, StoredShard]]:
-        """Yield the boxes of a tensor that may have some of `box`, each with the number of the part
-        that has it."""
+        """Yield each stored box of a tensor that may have some of `box`, after the index of the
+        part that has the stored one."""
         for number, place, writer in self._places[name]:
             entry = self._layouts[number][place]
             axes = tuple(cut.axis for cut in entry.cuts)
@@ -228,8 +232,8 @@ class Reader:
                     yield index, StoredShard(name, entry.dtype, entry.shape, start, size, offset)
 
     def _parts_by(self, layout: int, axes: Shape) -> dict[Shape, int]:
-        """Return the numbers of the parts of a layout (a number), by the parts' places on `axes`,
-        numbers of coordinates."""
+        """Return the indices of the parts whose layout has the number `layout`, by their
+        coordinates on `axes`, which are indices of coordinates."""
         key = layout, axes
         if key not in self._writers:
             self._writers[key] = {
@@ -240,16 +244,16 @@ class Reader:
         return self._writers[key]
 
     def _offsets_in(self, index: int) -> list[int]:
-        """Return where each box of a part begins in it."""
+        """Return at which byte of the part with the number `index` each of its boxes begins."""
         if index not in self._offsets:
             part = self._parts[index]
             self._offsets[index] = offsets_of(self._layouts[part.layout], part.coordinates)
         return self._offsets[index]
 
     def _fill(self, part: torch.Tensor, writer: int, piece: StoredShard, low: Shape) -> None:
-        """Fill `part`, the box of a tensor that begins at `low`, from `piece`, which the part with
-        the number `writer` has; whole rows are read. Raise UnreadableError if the disk does not
-        answer for a minute."""
+        """Fill the tensor `part`, a box that begins at `low`, from the stored box `piece`, which is
+        in the file of the rank part with the index `writer`. Whole rows are read. Raise
+        UnreadableError if the disk does not answer for a minute."""
         path = self._parts[writer].path
         shape = (*part.shape[:1], *piece.size[1:])
         is_direct = part.is_contiguous() and part.shape == shape
@@ -268,8 +272,8 @@ class Reader:
             part.copy_(rows[inner])
 
     def _read(self, path: Path, offset: int, memory: memoryview) -> None:
-        """Fill memory from byte `offset` of a file on. Raise OSError if it can't be read, or ends
-        too early; the next call opens it anew."""
+        """Fill `memory` from byte `offset` of a file on; the file stays open for the next call.
+        Raise OSError if it can't be read, or ends too early: the next call then opens it anew."""
         file = self._files.pop(path, None) or FileIO(path)
         try:
             file.seek(offset)
@@ -298,5 +302,6 @@ def _close(files: dict[Path, FileIO]) -> None:
 
 
 def _slices(low: Shape, extent: Shape, base: Shape) -> tuple[slice, ...]:
-    """Return the box that begins at `low` as slices of a tensor that begins at `base`."""
+    """Return the box of the size `extent` that begins at `low`, as slices of a tensor that begins
+    at `base`."""
     return tuple(slice(a - b, a - b + n) for a, n, b in zip(low, extent, base, strict=True))

@@ -32,8 +32,8 @@ BLOCK = 1 << 27  # bytes of the staging memory; a multiple of the alignment
 
 
 class LocalShard(NamedTuple):
-    """A rank's part of a tensor: the numbers, the whole shape, start and size of the box, and the
-    cuts that lead to it, if any do."""
+    """A rank's part of a tensor: the numbers, the shape of the whole tensor, start and size of the
+    part's box in it, and the cuts that give the box, if any do."""
 
     numbers: torch.Tensor
     shape: Shape
@@ -43,7 +43,7 @@ class LocalShard(NamedTuple):
 
 
 def whole(tensor: torch.Tensor) -> LocalShard:
-    """Return a tensor as its own and only part."""
+    """Return a tensor as a part that is all of it."""
     shape = tuple(tensor.shape)
     return LocalShard(tensor, shape, (0,) * len(shape), shape)
 
@@ -55,8 +55,8 @@ def shard(tensor: Any) -> LocalShard:
 
 
 def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
-    """Return the rows of a tensor that begin from byte `low` of it to before byte `high`, None
-    without any; a scalar is one row.
+    """Return the rows of a tensor that begin at its byte `low` or later and before its byte `high`;
+    None if there are none. A scalar is one row.
 
     The tensor has at least one byte; `low` may be below 0 and `high` beyond its end.
     """
@@ -73,9 +73,9 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
 
 
 def share_of(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Return which of `total` bytes rank `rank` of `size` writes, as first byte and end; (0, 0) for
-    none. Several shares have at least `LEAST_SHARE` each, of ranks that are spread over the
-    nodes."""
+    """Return which of `total` bytes rank `rank` of `size` ranks writes, as first byte and end; (0,
+    0) for none. Where there are several shares, each has at least `LEAST_SHARE` bytes, and the
+    ranks that have one are spread over the nodes."""
     count = max(1, min(size, total // LEAST_SHARE))
     number = -(-rank * count // size)  # of the first share that begins at this rank or later
     if number * size // count != rank:
@@ -87,9 +87,9 @@ class StagingBuffer:
     """Memory for one rank's parts: the bytes of its data file, in blocks.
 
     It is allocated anew only when the parts change, in practice at the first save. Where the rank's
-    `device` is an accelerator the blocks are pinned, in the training's thread: in another one that
-    would break a graph that is being captured. All but the last have a power of two as their
-    size: torch rounds pinned memory up to one, and keeps for good what it has once had.
+    `device` is an accelerator the blocks are pinned. That is done in the training's thread: in
+    another one it would break a graph that is being captured. All blocks but the last have a power
+    of two as their size: torch rounds pinned memory up to one, and never gives it back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,11 +101,11 @@ class StagingBuffer:
         self.pieces: list[StoredShard] = []  # the places of the parts in the bytes
 
     def fill(self, parts: Mapping[str, LocalShard]) -> None:
-        """Begin to copy the parts in, over those before; only after `wait` may a thread read the
-        buffer.
+        """Begin to copy the parts into the buffer, over the former ones. A thread may read the
+        buffer only after `wait`.
 
-        The copies take their place in the devices' current streams. So what the training does
-        there afterwards comes after them, and the host waits for nothing.
+        The copies are queued in the devices' current streams. So later work of the training there
+        comes after them, and the host waits for nothing.
         """
         pieces, size = lay_out(parts)
         if pieces != self.pieces:
@@ -119,9 +119,9 @@ class StagingBuffer:
         self._copies = list(zip(begins, ends, strict=True))
 
     def wait(self) -> float:
-        """Wait until the parts are here, in any thread, whose current device is then the rank's,
-        also without parts; return how long the slowest device copied, in s, 0 on the CPU and where
-        a device does not tell."""
+        """Wait until the copies are done; return how long the slowest device took for its own, in
+        seconds: 0 on the CPU, and where a device does not tell. Any thread may call it, and has the
+        rank's device as its current one from then on, also where nothing was copied."""
         devices.use(self._device)  # a thread begins with the node's first one, and opens it
         for _, end in self._copies:
             end.synchronize()
@@ -129,7 +129,8 @@ class StagingBuffer:
         return max((seconds for seconds in times if not math.isnan(seconds)), default=0.0)
 
     def _allocate(self, pieces: list[StoredShard], size: int) -> None:
-        """Replace the memory by blocks for `size` bytes, in which the pieces have their places."""
+        """Replace the memory by blocks of `size` bytes in all, and note where each piece lies in
+        them."""
         self._segments, self._blocks = [], []  # free the old ones first
         for first in range(0, size, BLOCK):
             self._blocks.append(self._allocate_block(min(BLOCK, size - first)))
@@ -137,8 +138,8 @@ class StagingBuffer:
         self.pieces = pieces
 
     def _allocate_block(self, size: int) -> torch.Tensor:
-        """Return `size` bytes of the host, uint8 of shape (size,), pinned if they can be; the first
-        time that they can't, say so."""
+        """Return `size` bytes of the host's memory, uint8 of shape (size,), pinned if they can be.
+        The first time that they can't, print a message."""
         # Named, since torch's default device may be another one.
         memory = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
         if self._pins:
@@ -151,9 +152,10 @@ class StagingBuffer:
         return memory()
 
     def is_finite(self, names: Container[str]) -> bool:
-        """Return whether this rank's numbers of the tensors `names` are finite; True without any.
+        """Return whether this rank's numbers of the tensors in `names` are finite; True without
+        any.
 
-        Call it after `wait`. It takes about the time of reading them.
+        Call it after `wait`. It takes about the time of reading the numbers.
         """
         for piece, segments in zip(self.pieces, self._segments, strict=True):
             if piece.name.partition(OWN)[0] in names and not all(map(_is_finite, segments)):
@@ -162,21 +164,21 @@ class StagingBuffer:
 
     @property
     def bytes(self) -> list[memoryview]:
-        """The memory itself, in order; no copy."""
+        """The blocks' memory itself, in order; no copy."""
         return [memory_of(block) for block in self._blocks]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, which the caller keeps alive.
+    """Return the memory of a contiguous tensor on the CPU; the caller keeps the tensor alive.
 
-    Without numpy, which not every torch has.
+    It works without numpy, which not every torch has.
     """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor's memory as 64-bit integers of shape (n,), and its last bytes, fewer than 8,
-    as uint8; a copy where the tensor is not contiguous and aligned."""
+    as uint8. Both are of a copy where the tensor is not contiguous or not aligned."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -186,8 +188,8 @@ def words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the memory of a piece: a tensor of shape (numbers,) for each block that has some of
-    it."""
+    """Return the memory of a piece: for each block that has some of it, a tensor of shape
+    (numbers,)."""
     dtype = dtype_named(piece.dtype)
     begin, end = piece.offset, piece.offset + math.prod(piece.size) * dtype.itemsize
     segments, first = [], 0
@@ -200,8 +202,8 @@ def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tens
 
 
 def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
-    """Begin to copy a tensor into its memory, which has as many numbers, in the current stream of
-    its device."""
+    """Begin to copy a tensor into `segments`, which have as many numbers together, in the current
+    stream of its device."""
     # torch takes an asynchronous copy's conjugate on the host, perhaps before the copy is there.
     numbers = numbers.resolve_conj().resolve_neg()
     if len(segments) == 1:
@@ -214,7 +216,7 @@ def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
 
 
 def _is_finite(numbers: torch.Tensor) -> bool:
-    """Return whether there is no NaN or infinity, by the sum, which these survive; True for
+    """Return whether there is no NaN or infinity, by the sum, in which they would show; True for
     integers."""
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
@@ -227,8 +229,7 @@ def _is_finite(numbers: torch.Tensor) -> bool:
 
 
 def lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
-    """Return where each part of a tensor goes in the rank's part of a file, and the size of all in
-    bytes."""
+    """Return the place of each part in the rank's data file, and the size of all parts in bytes."""
     pieces, offset = [], 0
     for name, (numbers, shape, start, size, cuts) in parts.items():
         dtype = str(numbers.dtype).removeprefix("torch.")
