@@ -18,9 +18,10 @@ PARAMETERS = "<parameters>"  # that are no tracked module's, such as a temperatu
 
 
 def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    """Return an optimizer's parameters by name, in the order of its state dict's numbers.
+    """Return an optimizer's parameters by name, in the order of its state dict's numbers. `labels`
+    has the names by the parameters' ids.
 
-    One of no tracked module is ``parameter <number>``.
+    A parameter without a label, of no tracked module, is ``parameter <number>``.
     """
     return {
         labels.get(id(parameter), f"parameter {i}"): parameter
@@ -31,8 +32,9 @@ def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torc
 def untracked_of(
     optimizer: Optimizer, labels: Mapping[int, str], addresses: Container[int]
 ) -> dict[str, torch.Tensor]:
-    """Return an optimizer's trained parameters by name that are no tracked module's, and no part of
-    another tracked object: whose memory is at none of the `addresses`."""
+    """Return, by name, the parameters that an optimizer trains and that no tracked object has: they
+    have no label, and their memory begins at none of the `addresses`, those of other tracked
+    tensors. A parameter counts as trained if it needs gradients, or has a state."""
     return {
         label: parameter.detach()
         for label, parameter in params_of(optimizer, labels).items()
@@ -43,14 +45,14 @@ def untracked_of(
 
 
 def address_of(tensor: Any) -> int:
-    """Return where this rank's numbers of a tensor begin in memory."""
+    """Return the address at which this rank's numbers of a tensor begin in memory."""
     address: int = (tensor.to_local() if is_sharded(tensor) else tensor).data_ptr()
     return address
 
 
 def is_setting(place: str) -> bool:
-    """Return whether a tensor at a place of an optimizer's state dict is a setting of a group, as a
-    learning rate may be."""
+    """Return whether a tensor's place in a state is that of a setting of an optimizer's group, as
+    ``optimizer.param_groups.0.lr``."""
     return place.partition(".")[2].startswith("param_groups.")
 
 
@@ -60,9 +62,9 @@ def by_label(
     labels: Mapping[int, str],
     untracked: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict `state` with names in place of its numbers, and the class
-    beside as `KIND`. State of no parameter (MADGRAD counts steps so) is in `OF_NO_PARAMETER`, and
-    the `untracked` parameters (`untracked_of`) are in `PARAMETERS`.
+    """Return an optimizer's state dict `state` with names of parameters in place of their numbers,
+    and with the optimizer's class under `KIND`. State of no parameter (MADGRAD counts steps so) is
+    under `OF_NO_PARAMETER`, and the `untracked` parameters (`untracked_of`) are under `PARAMETERS`.
 
     The numbers depend on which parameters a rank has; the names do not.
     """
@@ -77,10 +79,11 @@ def by_label(
 def by_number(
     state: dict[str, Any], params: Mapping[str, Any], groups: list[list[str]]
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict with numbers in place of names, as torch loads it.
+    """Return an optimizer's state dict with numbers of parameters in place of their names, as torch
+    loads it; `PARAMETERS` stays, by number.
 
-    `params` has the names in the order of the numbers, `groups` those of the groups they are to go
-    to, since torch pairs them by their places.
+    `params` has the names in the order of the numbers. `groups` has the names in each group, since
+    torch pairs the parameters of a group by their order.
     """
     numbers = {label: number for number, label in enumerate(params)}
     content = _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
@@ -93,9 +96,10 @@ def by_number(
 def ignored_settings(
     settings: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the values of settings with which an optimizer is made (`TrainedParameters.settings`),
-    and with which the one of a stored state was made, by name, where they differ: the stored state
-    counts."""
+    """Return each setting with which an optimizer is made now (`settings`, from
+    `TrainedParameters`) that differs from the one with which the optimizer of the stored `state`
+    was made: by its name, the value of now and the stored one. Loading makes the stored value
+    count."""
     pairs: dict[str, tuple[Any, Any]] = {}
     for group, stored in zip(settings, state.get(SETTINGS, ()), strict=False):
         for key in group.keys() & stored.keys():
@@ -105,8 +109,8 @@ def ignored_settings(
 
 
 def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict by names with the parameters of one stage only, those in
-    `params`."""
+    """Return an optimizer's state dict by names with those parameters alone that are in `params`,
+    as one stage has them."""
     groups = [[n for n in group["params"] if n in params] for group in state["param_groups"]]
     return _with_keys(state, {name: name for name in params}, groups)
 
@@ -114,10 +118,10 @@ def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
 def _with_keys(
     state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict with the new keys in `keys`, by old ones, and these
-    parameters in its groups.
+    """Return an optimizer's state dict with new keys of its state, which `keys` has by the old
+    ones, and with `groups` as the parameters in its groups.
 
-    State whose key is not in `keys` is left out.
+    State whose old key is not in `keys` is left out.
     """
     return {
         **state,
@@ -132,8 +136,8 @@ def _with_keys(
 def like_parameters(
     name: str, optimizer: Optimizer, labels: Mapping[int, str], untracked: Container[str]
 ) -> Iterator[str]:
-    """Yield the names in the optimizer `name` of tensors with the shape of their parameter, unless
-    that is a scalar, or `untracked`."""
+    """Yield the names, in the optimizer `name`, of the tensors with the shape of their parameter;
+    none for a parameter that is a scalar, or `untracked`."""
     for label, parameter in params_of(optimizer, labels).items():
         if label in untracked:
             continue
@@ -143,25 +147,28 @@ def like_parameters(
 
 
 def own_places(name: str, untracked: Collection[str]) -> tuple[str, ...]:
-    """Return the beginnings of the names in the optimizer `name` of all that belongs to `untracked`
-    parameters: nothing makes these equal on all ranks."""
+    """Return the beginnings of the names, in the optimizer `name`, of all tensors that belong to
+    `untracked` parameters: nothing makes these tensors equal on all ranks."""
     return (f"{name}.{PARAMETERS}.", *(f"{name}.state.{label}." for label in untracked))
 
 
 def places_of_shards(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the beginnings of the names in the optimizer `name` of the state of parameters that
-    are sharded."""
+    """Return the beginnings of the names, in the optimizer `name`, of the state of sharded
+    parameters."""
     params = params_of(optimizer, labels)
     return tuple(f"{name}.state.{label}." for label, p in params.items() if is_sharded(p))
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state dict, whose tensors keep their types; those of one number stay on the CPU if
-    they were there. A class's own ``load_state_dict`` decides itself, and its errors come through.
-    The `state` is by numbers, with `PARAMETERS`. Tensors of a state that the optimizer has already
-    get its numbers: a CUDA graph knows their places. The groups, and tensors among their settings,
-    as a learning rate that the script fills, stay the same objects: the script may keep them, and
-    an optimizer inside another one, as SAM has it, shares them.
+    """Load `state`, a state dict by numbers with `PARAMETERS`, into an optimizer; these parameters
+    are overwritten, too. Tensors keep their stored types; those of one number stay on the CPU if
+    they were there. A class with a ``load_state_dict`` of its own decides on both, and its errors
+    come through.
+
+    Tensors that the optimizer's state has already are overwritten in place: a CUDA graph knows
+    their places. The groups, and tensors among their settings, as a learning rate that the script
+    fills, stay the same objects: the script may keep them, and an optimizer inside another one, as
+    SAM has it, shares them.
     """
     untracked = state.pop(PARAMETERS)
     groups = optimizer.param_groups
@@ -191,8 +198,9 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Put the settings that torch has loaded into the `groups` that an optimizer had before, also
-    for an optimizer inside it that shares them by now."""
+    """Copy the settings that torch has loaded into the `groups` that an optimizer had before, and
+    give it these groups again, and so an optimizer inside it that shares them. Do nothing where
+    their number differs."""
     loaded = optimizer.param_groups
     if loaded is groups or len(loaded) != len(groups):
         return
@@ -206,8 +214,8 @@ def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 
 def _in_place(present: Any, loaded: Any) -> Any:
-    """Return a `loaded` state with the tensors that were `present` in it, which get the numbers of
-    loaded ones of the same type, shape, order in memory and device; sharded ones are new."""
+    """Return a `loaded` state in which tensors are those of the `present` state, overwritten, where
+    type, shape, order in memory and device are the same; sharded tensors are the loaded ones."""
     if isinstance(present, torch.Tensor) and type(present) is type(loaded):
         kinds = [(t.dtype, t.shape, t.device, t.layout) for t in (present, loaded)]
         is_alike = kinds[0] == kinds[1] and not (is_sharded(present) or is_sharded(loaded))
@@ -220,19 +228,20 @@ def _in_place(present: Any, loaded: Any) -> Any:
 
 
 def _is_constant(entry: Any) -> bool:
-    """Return whether part of a state is one number on the CPU, as NAdam's ``mu_product``."""
+    """Return whether an entry of a state is one number on the CPU, as NAdam's ``mu_product``."""
     return isinstance(entry, torch.Tensor) and entry.device.type == "cpu" and not entry.shape
 
 
 def _with_types(
     loaded: Any, stored: Any, constants: Container[object] | None, key: object = None
 ) -> Any:
-    """Return a state that torch has `loaded`, with `stored` tensors in place of those that it has
-    converted: it gives all but the count ``step`` their parameter's type and device, by which
-    averages in fp32 of weights in bf16 would lose bits.
+    """Return a state that torch has `loaded`, with the `stored` tensors in place of those that
+    torch has converted. torch gives each tensor but the count ``step`` its parameter's type and
+    device, by which averages in fp32 of weights in bf16 would lose bits.
 
-    `constants` are the keys of numbers that stay on the CPU, None for all of them: of a parameter
-    that is one number, its averages are numbers, too. `key` is the state's in its parent.
+    `constants` are the keys of numbers that stay on the CPU; None: all numbers do. The keys are
+    needed for a parameter that is one number, since its averages are numbers, too. `key` is the
+    state's in its parent.
     """
     if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
         is_on_cpu = _is_constant(stored) and (constants is None or key in constants)

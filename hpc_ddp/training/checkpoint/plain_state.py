@@ -30,12 +30,15 @@ def take_apart(
     tensors: dict[str, torch.Tensor],
     devices: Sequence[torch.device] = (),
 ) -> Any:
-    """Return a copy of `value` with `TENSOR` or `ON_DEVICE` for each tensor, which `tensors` gets
-    under its place below `where`. Subclasses become plain dicts (but `_DICTS`), lists and so on.
-    `devices` are this worker's, of which `ON_DEVICE` has the number; 0 for others.
+    """Return a copy of `value`, a state dict or an entry of one, with a mark in place of each
+    tensor, which is added to `tensors` by its place: `where` and the keys below it, joined by dots.
 
-    Raise HpcDdpError for what ``weights_only`` would refuse to load again; what was before it is in
-    `tensors`.
+    The mark is `TENSOR`, or `ON_DEVICE` with the tensor's index in this worker's `devices` (0 if
+    its accelerator is not in them). Other subclasses of dict than `_DICTS`, and those of list and
+    tuple, become plain; numbers of numpy that compute as Python's become these.
+
+    Raise HpcDdpError for an entry that ``weights_only`` would refuse to load again; the tensors
+    before it are in `tensors`.
     """
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
@@ -68,14 +71,15 @@ def take_apart(
 
 
 def _is_numpys_equal(value: Any) -> bool:
-    """Return whether a number of numpy's computes as Python's own of this value: a float64, as a
+    """Return whether a value is a number of numpy's that computes as Python's own: a float64, as a
     schedule by ``np.cos`` makes for a learning rate, a whole number, or a bool."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.float64, numpy.integer, numpy.bool_))
 
 
 def _is_of_numbers(row: list[Any]) -> bool:
-    """Return whether all are floats, or whole numbers that can be loaded again; False for none."""
+    """Return whether all entries are floats, or all are whole numbers that can be loaded again;
+    False for an empty list."""
     kinds = set(map(type, row))
     if kinds == {int}:
         return bool(min(row) > -_LARGEST and max(row) < _LARGEST)
@@ -83,8 +87,8 @@ def _is_of_numbers(row: list[Any]) -> bool:
 
 
 def _check_atom(value: Any, where: str) -> None:
-    """Raise HpcDdpError for what could be saved at `where`, but not be loaded again by
-    ``weights_only``."""
+    """Raise HpcDdpError for a value at `where` that could be saved, but that ``weights_only`` would
+    not load again, or that would be taken for a tensor's mark."""
     if type(value) not in _ATOMS:
         raise refusal(where, kind_of(value))
     if type(value) is bytes and not value:
@@ -101,7 +105,8 @@ def is_mark(entry: Any) -> bool:
 
 
 def device_number(mark: str) -> int | None:
-    """Return the place of a tensor's device among the worker's, by its mark; None for the CPU."""
+    """Return, from a tensor's mark, the index of its accelerator in the worker's devices; None for
+    the CPU."""
     match = _MARK.fullmatch(mark)
     assert match is not None
     return None if mark == TENSOR else int(match[1] or 0)

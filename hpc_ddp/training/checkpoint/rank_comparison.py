@@ -28,7 +28,7 @@ _SHOWN = 4
 
 
 class Digest(NamedTuple):
-    """An inventory in a few numbers, equal on all ranks of a stage but for the last three."""
+    """An inventory in a few numbers, equal on all ranks of a stage apart from the last three."""
 
     objects: int  # CRC32 of their names, equal on all ranks
     stage: int
@@ -46,19 +46,19 @@ class Inventory:
     Attributes
     ----------
     stage
-        of the pipeline, 0 where there is none
+        number of its pipeline stage, 0 where there is none
     shapes
         by name, in order, of the tensors that the ranks of a stage save together
     written
-        how many numbers of each tensor this rank writes
+        how many numbers of each tensor this rank writes, by the tensor's name
     checksums
-        of the tensors that are to be the same on all ranks of a stage; empty where they are not
-        compared
+        of the tensors that must be the same on all ranks of a stage, by name; empty where they are
+        not compared
     objects
         names of the tracked objects that the ranks share, in order
     copies
-        weights and checksums of the parts of sharded tensors that other ranks have, too, by name
-        and place (see `dtensor.local_copies`); empty where they are not compared
+        weight and checksum of each part of a sharded tensor that other ranks have, too, by ``NAME
+        at START`` (see `dtensor.local_copies`); empty where they are not compared
     rank_0_objects
         checksums of the other objects that the ranks share, of which rank 0's are saved, by name;
         empty where they are not compared
@@ -93,10 +93,12 @@ def inventory_of(
     parts: Mapping[str, LocalShard],
     objects: Iterable[str] = (),
 ) -> Inventory:
-    """Return the inventory of a rank of a pipeline stage (0 without one), without checksums.
+    """Return a rank's inventory, without checksums; `stage` is the number of its pipeline stage (0
+    without one).
 
-    `tensors` are those it shares by name, `parts` those that it writes (private ones do not count),
-    `objects` the names of the tracked objects.
+    `tensors` has, by name, those that it saves together with other ranks; `parts` has the parts
+    that it writes, of which private ones do not count; `objects` are the names of the tracked
+    objects.
     """
     return Inventory(
         stage,
@@ -109,16 +111,16 @@ def inventory_of(
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's bytes as 64-bit integers: a scalar, on the tensor's device.
 
-    It is exact, so in any order the same: ranks may lay a tensor out differently. It takes about
-    the time of reading the tensor.
+    The sum is exact, and so the same in any order: ranks may lay a tensor out differently. It takes
+    about the time of reading the tensor.
     """
     memory, tail = words(tensor)
     return memory.sum() + tail.sum(dtype=torch.int64)
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum of a tensor's bytes as `checksum`, in which each word counts by its place: also
-    rows that have changed places are seen."""
+    """Return a sum as `checksum` does, in which each word has a weight by its place: rows that have
+    changed places give another sum."""
     memory, tail = words(tensor)
     rows = memory[: len(memory) // _ROW * _ROW].view(-1, _ROW)
     parts = rows.sum(0), rows.sum(1), memory[rows.numel() :], tail.to(torch.int64)
@@ -130,10 +132,10 @@ def start_checksums(
     tensors: Mapping[str, torch.Tensor],
     kind: Callable[[torch.Tensor], torch.Tensor] = checksum,
 ) -> Callable[[], dict[str, int]]:
-    """Begin to sum up tensors, by `checksum` or `digest`, in the current streams; return a function
-    that waits for the sums and returns them by name, {} without tensors.
+    """Begin to sum up tensors by `kind`, in the devices' current streams; return a function that
+    waits for the sums and returns them by name, {} without tensors.
 
-    The training may go on meanwhile and change the tensors, and another thread may wait.
+    The training may go on and change the tensors meanwhile, and another thread may wait.
     """
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -159,9 +161,9 @@ def with_checksums(
     weights: Mapping[str, int],
     contents: Mapping[str, object],
 ) -> Inventory:
-    """Return an inventory with the checksums in `sums`, which are by name, or of the copies by
-    place; `weights` has those of the copies. `contents` has plain values that stand for the other
-    objects."""
+    """Return an inventory with the checksums in `sums`: of tensors by name, and of copies by ``NAME
+    at START``. `weights` has the weights of the copies. `contents` has, by name, plain values that
+    stand for the objects of which rank 0's are saved."""
     return replace(
         inventory,
         checksums={name: total for name, total in sums.items() if name not in weights},
@@ -171,10 +173,11 @@ def with_checksums(
 
 
 def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
-    """Return on all ranks the error for ranks that share different objects, or whose tensors would
-    not make a whole; None for a whole. Rank 0 warns, once, of other objects that differ.
+    """Compare the inventories of all ranks. Return, on all ranks, an error if they share different
+    objects, or if their tensors would not make a whole; else None. Rank 0 warns, once, of other
+    objects that differ (`Inventory.rank_0_objects`).
 
-    Every rank must call it: it is a collective. Raise RuntimeError if a peer is gone.
+    All ranks must call it: it is a collective. Raise RuntimeError if a peer is gone.
     """
     digests = control.to_first(inventory.digest)
     fits, alike = control.from_first((fit_together(digests), has_equal_objects(digests)))
@@ -190,9 +193,9 @@ def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
 
 
 def fit_together(digests: Sequence[Digest]) -> bool:
-    """Return whether the digests, by rank, say that all ranks share the same objects, all ranks of
-    a stage the same tensors, that each number of a tensor is written once, and that copies of the
-    same part are equal."""
+    """Return whether the ranks' digests say that their tensors make a whole: all ranks share the
+    same objects, all ranks of a stage have the same tensors, each number of a tensor is written
+    once, and copies of the same part are equal."""
     written = Counter[Digest]()
     for digest in digests:
         written[digest._replace(written=0, copies=0, rank_0_objects=0)] += digest.written
@@ -205,13 +208,15 @@ def fit_together(digests: Sequence[Digest]) -> bool:
 
 
 def has_equal_objects(digests: Sequence[Digest]) -> bool:
-    """Return whether all ranks of a stage have the same other objects, by their digests."""
+    """Return whether all ranks of each stage have the same `rank_0_objects`, by the ranks'
+    digests."""
     pairs = {(digest.stage, digest.rank_0_objects) for digest in digests}
     return len(pairs) == len({digest.stage for digest in digests})
 
 
 def different_objects(inventories: Iterable[Inventory]) -> list[str]:
-    """Return the names of the other objects that differ between ranks of a stage."""
+    """Return the names in `Inventory.rank_0_objects` whose checksums differ between ranks of a
+    stage."""
     checksums: dict[tuple[str, int], set[int]] = {}
     for inventory in inventories:
         for name, total in inventory.rank_0_objects.items():
@@ -221,7 +226,8 @@ def different_objects(inventories: Iterable[Inventory]) -> list[str]:
 
 @cache  # once in a process
 def _warn_of(names: tuple[str, ...]) -> None:
-    """Warn of other objects that differ between ranks."""
+    """Print a warning of the objects `names`, which differ between ranks; once for the same
+    names."""
     say(
         f"WARNING: ranks differ in {_listed(names)}, and a resume gives all of them rank 0's; to"
         f" keep each rank's own: run.track(…, per_rank={names})"
@@ -229,8 +235,9 @@ def _warn_of(names: tuple[str, ...]) -> None:
 
 
 def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
-    """Return the error for inventories, by rank, that do not fit together; it names a tensor and
-    ranks."""
+    """Return the error of inventories, by rank, that do not fit together: a UsageError that names
+    objects which only some ranks share, else an HpcDdpError that names the first tensor that
+    differs. If no cause is found, it names none."""
     objects = {rank: {*inventory.objects} for rank, inventory in enumerate(inventories)}
     fault = _different_names(objects, "shares other objects", UsageError)
     for stage in sorted({inventory.stage for inventory in inventories}):
@@ -249,11 +256,11 @@ def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
 def _different_names(
     items: Mapping[int, Set[Any]], difference: str, kind: type[HpcDdpError] = HpcDdpError
 ) -> HpcDdpError | None:
-    """Return an error that names what some rank has, and the first rank has not, or the reverse;
-    None if all are equal.
+    """Return an error that names the items that some rank has and the first rank has not, or the
+    reverse; None if all ranks have the same.
 
-    `items` are names, or pairs of a name and a shape, by rank; `difference` is the verb of the
-    message.
+    `items` are names, or pairs of a name and a shape, by rank. `difference` is the verb of the
+    message, `kind` the error's class.
     """
     first = min(items)
     for rank, items_of_rank in items.items():
@@ -268,8 +275,8 @@ def _different_names(
 
 
 def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    """Return an error that names the first tensor with other checksums on some rank, None without
-    one.
+    """Return an error that names the first tensor with other checksums on some rank; None if there
+    is none.
 
     `members` are the inventories of one stage by rank.
     """
@@ -293,8 +300,8 @@ def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
 
 
 def _different_copies(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    """Return an error that names the first part of a sharded tensor that is another one on a rank
-    with a copy, None without one. `members` are as in `_different_numbers`."""
+    """Return an error that names the first part of a sharded tensor that differs between two ranks
+    with copies of it; None if there is none. `members` are as in `_different_numbers`."""
     first: dict[str, tuple[int, int]] = {}  # checksum and rank by place
     for rank, inventory in members.items():
         for place, (_, total) in inventory.copies.items():
@@ -309,8 +316,8 @@ def _different_copies(members: Mapping[int, Inventory]) -> HpcDdpError | None:
 
 
 def _uncovered(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    """Return an error for the first tensor of which the ranks together would not write as many
-    numbers as it has, None without one. `members` are as in `_different_numbers`."""
+    """Return an error that names the first tensor of which the ranks together would write more or
+    fewer numbers than it has; None if there is none. `members` are as in `_different_numbers`."""
     counts = Counter[str]()
     for inventory in members.values():
         counts.update(inventory.written)
@@ -332,8 +339,8 @@ def _listed(values: Sequence[object]) -> str:
 
 
 def _in_order(content: Any) -> Any:
-    """Return plain values with lists in place of dicts and sets, whose order differs between
-    processes."""
+    """Return plain values with sorted lists in place of dicts and sets, whose order differs between
+    processes; tuples become lists."""
     if isinstance(content, dict):
         return sorted(((repr(key), _in_order(entry)) for key, entry in content.items()), key=repr)
     if isinstance(content, (set, frozenset)):
@@ -346,6 +353,6 @@ def _crc(items: Iterable[object]) -> int:
 
 
 def _weighted(counts: Mapping[str, int]) -> int:
-    """Return the sum of counts, each times a number of its name: so too many of one name do not
-    make up for another's lack."""
+    """Return the sum of counts, each times a number that its name gives: so too many of one name do
+    not make up for too few of another."""
     return sum((zlib.crc32(name.encode()) + 1) * count for name, count in counts.items())

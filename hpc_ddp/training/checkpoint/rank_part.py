@@ -34,12 +34,12 @@ class Content:
     rank_values
         this rank's own plain values
     buffer
-        its part of the tensors; a device may still be copying them
+        this rank's part of the tensors; a device may still be copying them
     trained
         names of the tensors that have to be finite
     inventory
-        returns the names, shapes and parts of all tensors, for the ranks to compare; called behind
-        the training
+        returns the names, shapes and parts of all tensors, for the ranks to compare; called in the
+        thread that saves
     stream
         number of this rank's random generators
     frozen
@@ -61,7 +61,8 @@ class Content:
 
 
 class Payload(NamedTuple):
-    """The bytes that a rank writes into a checkpoint, and where its tensors lie in them."""
+    """The bytes that a rank writes into a checkpoint, and the layouts of `tensors` and, if there
+    are any, of `frozen`."""
 
     tensors: Bytes
     values: bytes
@@ -79,8 +80,8 @@ class Written(NamedTuple):
 
 
 def payload_of(content: Content, node: str) -> tuple[Claim, Payload]:
-    """Return what a rank on `node` claims, and what it is to write: the content, whose buffer has
-    been waited for. Waits for the copies of its frozen weights."""
+    """Return the claim of a rank on `node`, and the bytes that it is to write of `content`. The
+    content's buffer has been waited for; the copies of frozen weights are waited for here."""
     tensors, kinds = content.buffer.bytes, [content.buffer.pieces]
     frozen: Bytes = ()
     if content.frozen:
@@ -107,9 +108,9 @@ def payload_of(content: Content, node: str) -> tuple[Claim, Payload]:
 def write_payload(
     payload: Payload, draft: Path, plan: Plan, rank: int, content: Content, weights: FrozenWeights
 ) -> Written | None:
-    """Write a rank's part into a draft, as planned, and link its frozen weights where they have not
-    changed; return the facts on it, None if tensors in `content.trained` are not finite. `weights`
-    takes note of the frozen ones. Raise OSError if the disk refuses."""
+    """Write a rank's part into a draft, as planned, and a file of its frozen weights, which is a
+    link if they have not changed; `weights` notes that file. Return the facts on both, or None if
+    tensors in `content.trained` are not finite. Raise OSError if the disk refuses."""
     part = plan.parts[rank]
     with ThreadPoolExecutor(1) as pool:  # while the disk is busy
         is_finite = pool.submit(content.buffer.is_finite, content.trained)
@@ -134,5 +135,5 @@ def write_payload(
 
 
 def _size_of(parts: Bytes) -> int:
-    """Return the number of bytes in all parts."""
+    """Return the number of bytes in all parts together."""
     return sum(map(len, parts))

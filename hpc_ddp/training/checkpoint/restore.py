@@ -31,11 +31,11 @@ from hpc_ddp.training.process.process_group import on_first
 
 
 class Restored:
-    """A checkpoint that is open, on the CPU; tensors are read later, by its reader.
+    """A checkpoint that is open: `index` is read, tensors are read later, by `reader`.
 
-    Where ranks had tensors of their own (see `state.my_parts`), the reader has those of `rank` if
-    `world_size` ranks wrote it; else (`is_resized`) the buffers of the first rank of a stage, and
-    no others.
+    If `world_size` ranks wrote the checkpoint, the reader has the tensors that `rank` had of its
+    own (see `state.my_parts`). Else (`is_resized`) it has the buffers of the first rank of a stage,
+    and no other tensors of ranks' own.
     """
 
     def __init__(self, folder: Path, index: Index, rank: int, world_size: int) -> None:
@@ -45,15 +45,16 @@ class Restored:
         self.reader = reader_of(folder, index, None if self.is_resized else rank)
 
     def values_of(self, rank: int) -> dict[str, Any]:
-        """Return the plain values that a rank had of its own; raise DiskError if they can't be
+        """Return the plain values that `rank` had of its own; raise DiskError if they can't be
         read."""
         with reading(self._folder, self._rank):
             return read_values(self._folder, self.index.parts[rank])
 
 
 class Loaded:
-    """A checkpoint that has been loaded into objects, of which lines of the script that had run
-    before it change models and optimizers once more: `put_back` undoes that."""
+    """A checkpoint that has been loaded into objects. At a resume lines of the script that had run
+    before the checkpoint run again, and may change models and optimizers once more: `put_back`
+    undoes that."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class Loaded:
         trained: TrainedParameters,
         added: Sequence[str],
     ) -> None:
-        """`objects`, `tree` and `added` as `put_back.put_back` has them; `trained` knows the flags
-        that the script has made."""
+        """Note digests of the objects' tensors, right after the load. `objects`, `tree` and `added`
+        are as in `put_back.put_back`; `trained` knows the flags that the script has made."""
         kinds = (torch.nn.Module, torch.optim.Optimizer)
         self._objects = {n: o for n, o in objects.items() if isinstance(unwrap(o), kinds)}
         self._tree, self._checkpoint = tree, checkpoint
@@ -72,10 +73,10 @@ class Loaded:
         self._sums = self._sum_up()
 
     def put_back(self, is_stage: bool, accepts_settings: bool) -> list[str]:
-        """Load anew, where tensors are others than the checkpoint's: models, and optimizers, but
-        with `accepts_settings` none of which only a setting has changed. Put back all flags of
-        models. Return a line for each object in which something was otherwise. `is_stage` and
-        errors as `put_back.put_back` has them; no collective."""
+        """Load models and optimizers anew where their tensors have changed since the load; put back
+        all flags of models. With `accepts_settings` a change of optimizers' settings alone does not
+        count. Return a line of text for each object in which something was otherwise. `is_stage` is
+        the `stage` of `put_back.put_back`; raises as that. It is no collective."""
         with torch.inference_mode(False), torch.no_grad():  # a look may be in another mode
             changed, modules = self._put_tensors_back(is_stage, accepts_settings)
         lines = [
@@ -89,7 +90,8 @@ class Loaded:
     def _put_tensors_back(
         self, is_stage: bool, accepts_settings: bool
     ) -> tuple[set[str], dict[str, Any]]:
-        """Load anew as `put_back` does; return the names of what was otherwise, and all models."""
+        """Load anew as `put_back` does, all objects if an optimizer has changed. Return the names
+        of the objects that had changed, and all models by name."""
         sums, reader = self._sum_up(), self._checkpoint.reader
         modules = {n: o for n, o in self._objects.items() if isinstance(unwrap(o), torch.nn.Module)}
         changed = {
@@ -109,7 +111,8 @@ class Loaded:
         return changed, modules
 
     def _sum_up(self) -> dict[str, int]:
-        """Return digests of this rank's tensors that the checkpoint has, by their places."""
+        """Return digests of this rank's tensors that the checkpoint has, by name
+        (`State.tensors`)."""
         tensors = {}
         local: Any  # a DTensor, perhaps
         for place, local in collect(self._objects, trained=self._trained).tensors.items():
@@ -119,8 +122,8 @@ class Loaded:
 
 
 def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
-    """Return the first damage that a rank reports, None without any; raise a rank's error before
-    that."""
+    """Return the first damage among the ranks' `answers`, None without any; if an answer is an
+    error, raise it instead."""
     for answer in answers:
         if isinstance(answer, HpcDdpError):
             raise answer
@@ -129,8 +132,8 @@ def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
 
 @contextmanager
 def reading(folder: Path, rank: int = 0) -> Iterator[None]:
-    """Raise a DiskError that names the folder and the rank in place of an OSError inside the
-    block."""
+    """A context that raises a DiskError, which names the folder and the rank, in place of an
+    OSError of the block."""
     try:
         yield
     except OSError as error:
@@ -144,14 +147,15 @@ def reading(folder: Path, rank: int = 0) -> Iterator[None]:
 
 
 def open_checkpoint(folder: Path) -> Restored:
-    """Open a checkpoint that has been verified, by this process alone, as if another number of
-    ranks had written it: without what ranks had of their own. Raises as `read_index`."""
+    """Open a checkpoint that has been verified, in this process alone, as if another number of
+    ranks had written it: without values and tensors that ranks had of their own, apart from
+    buffers. Raises as `read_index`."""
     return Restored(folder, read_index(folder), rank=0, world_size=0)
 
 
 def _read_index(folder: Path) -> Index:
-    """Return `read_index` on rank 0, for whose answer the others wait: DiskError for OSError,
-    HpcDdpError for whatever else is wrong with the files."""
+    """On rank 0, for whose answer the others wait: return the index of a checkpoint. Raise
+    DiskError if it can't be read, HpcDdpError for whatever else is wrong with the files."""
     with reading(folder):
         try:
             return read_index(folder)
@@ -164,9 +168,9 @@ def _read_index(folder: Path) -> Index:
 class Restorer:
     """Opens the checkpoints of a run, as this attempt sees them.
 
-    Its public methods are collectives: every rank must call them, and gets the same checkpoint.
-    Ranks judge it together, and raise the same error; then each opens it, and an error of that may
-    be one rank's alone. RuntimeError is raised if a peer is gone.
+    Its public methods are collectives: all ranks must call them, and get the same checkpoint. The
+    ranks judge a checkpoint together, and raise the same error. Then each opens it; an error of the
+    opening may be one rank's alone. They raise RuntimeError if a peer is gone.
     """
 
     def __init__(self, run: RunFolder, attempt: int, control: Control, journal: Journal) -> None:
@@ -174,11 +178,11 @@ class Restorer:
         self.control, self._journal = control, journal
 
     def restore(self) -> Restored | None:
-        """Open the newest checkpoint that verifies; None for a run that has never had one, or none
-        since ``--fresh``.
+        """Open and return the newest checkpoint that verifies; None for a run that has never had
+        one, or none since ``--fresh``.
 
-        The ranks share the reading. Rank 0 sets a damaged one aside as `.bad-`, names it on stderr
-        and in the journal, removes half-written ones, and prints and journals the step.
+        The ranks share the reading. Rank 0 renames a damaged one to `.bad-`, names it on stderr and
+        in the journal, removes half-written ones, and prints and journals the step.
 
         Raises
         ------
@@ -189,7 +193,8 @@ class Restorer:
         return None if newest is None else self._open(newest)
 
     def find_newest(self) -> Path | None:
-        """Return the newest checkpoint that verifies, as `restore` does, without opening it.
+        """Return the folder of the newest checkpoint that verifies, without opening it; None, and
+        the effects on rank 0, are as in `restore`.
 
         Raises
         ------
@@ -217,7 +222,8 @@ class Restorer:
         return chosen
 
     def load(self, step: int) -> Restored:
-        """Verify the checkpoint of a step and open it on the CPU; a damaged one stays in its place.
+        """Verify and open the checkpoint of a step, and return it; a damaged one stays in its
+        place.
 
         Raises
         ------
@@ -243,10 +249,10 @@ class Restorer:
             return [path.name for path in patiently(partial(checkpoints.candidates, folder))]
 
     def _refuse_step_0(self, damaged: list[str]) -> None:
-        """On rank 0, which has no good checkpoint: raise HpcDdpError if the run has had one, or
-        `damaged` names one.
+        """On rank 0, where no checkpoint is good: raise HpcDdpError if `damaged` names some, or the
+        run has had one.
 
-        Raise DiskError if that can't be read.
+        Raise DiskError if it can't be read whether the run has had one.
         """
         with reading(self._run.checkpoints):
             lost = damaged or checkpoints.lost(self._run)
@@ -259,20 +265,21 @@ class Restorer:
             )
 
     def _open(self, folder: Path) -> Restored:
-        """Open a checkpoint; a collective, since rank 0 reads the index for all: each rank would
-        open a file of each. Raise HpcDdpError as `_read_index`."""
+        """Open a checkpoint. It is a collective: rank 0 reads the index for all, since each rank
+        would otherwise open files of all. Raise HpcDdpError as `_read_index`."""
         index = on_first(self.control, partial(_read_index, folder))
         return Restored(folder, index, self.control.rank, self.control.world_size)
 
     def _damage_of(self, folder: Path) -> str | None:
-        """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks. A
-        collective, which raises DiskError on all of them if the disk of one does not answer."""
+        """Return what is damaged in a checkpoint, None for a good one; the same on all ranks. It is
+        a collective: all ranks raise DiskError if the disk of one does not answer."""
         # Asked again after damage, since it may have been the disk's and not the file's.
         return self._find_damage(folder) and self._find_damage(folder)
 
     def _find_damage(self, folder: Path) -> str | None:
-        """Let the ranks verify a checkpoint together; all return the same damage, or None, or raise
-        the same DiskError. Every rank must call it; raise RuntimeError if a peer is gone."""
+        """Verify a checkpoint, of which each rank reads a share; return the first damage, or None,
+        on all ranks the same. All ranks must call it. If the disk of one does not answer, all raise
+        DiskError; raise RuntimeError if a peer is gone."""
         rank, world_size = self.control.rank, self.control.world_size
         answer: str | HpcDdpError | None
         try:
@@ -284,8 +291,8 @@ class Restorer:
         return on_first(self.control, partial(_damage_in, answers))
 
     def _set_aside(self, folder: Path, why: str) -> None:
-        """Rename a damaged checkpoint to `.bad-`, and print why; one that can't be renamed
-        stays."""
+        """On rank 0: rename a damaged checkpoint to `.bad-`, and print `why`. One that can't be
+        renamed stays, and the printed line says so."""
         try:
             target = disk.set_aside(folder, "bad", self._attempt).name
         except OSError as error:  # a folder that can be read only: the next start passes it over
@@ -293,9 +300,10 @@ class Restorer:
         say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
 
     def _report_restore(self, chosen: Path | None, passed_over: list[str], took_s: float) -> None:
-        """Journal the step of the chosen checkpoint (0 without one) and those passed over, but not
-        where there are neither; print the step, but not of a first attempt without a checkpoint.
-        `took_s` is the time of verifying, in seconds."""
+        """On rank 0: journal the step of the chosen checkpoint (0 without one) and the damaged ones
+        that were passed over; print the step. Without a chosen or a damaged one nothing is
+        journaled; at a first attempt without a checkpoint nothing is printed. `took_s` is the time
+        of verifying, in seconds."""
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
             self._journal.write(CheckpointRestored(step, passed_over, round(took_s, 3)))

@@ -59,7 +59,7 @@ class Cut(NamedTuple):
 
 class LayoutEntry(NamedTuple):
     """A box of a tensor in a layout. Each rank has the box that `cuts` give at its coordinates;
-    without cuts all ranks have `box`, which is None else."""
+    without cuts each has `box`, which is None otherwise."""
 
     name: str
     dtype: str
