@@ -25,8 +25,8 @@ MOST_SHAPES = 64  # of batches, for each of which a compiled model has its kerne
 def compile_for_resume(model: torch.nn.Module) -> None:
     """Compile a model in place, so that a resumed process computes with the same kernels.
 
-    The first forward with a shape compiles, of `MOST_SHAPES`. A torch without the option
-    ``deterministic`` compiles without it.
+    The first forward with a shape compiles, up to `MOST_SHAPES` shapes: torch's limit is raised to
+    that for the process. A torch without the option ``deterministic`` compiles without it.
     """
     # Static shapes: a kernel for any shape, made at the epoch's shorter last batch, would take over
     # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.
@@ -43,8 +43,8 @@ def with_sync_batchnorm(
     group: dist.ProcessGroup | None,
     say: Callable[[str], None],
 ) -> torch.nn.Module:
-    """Return a model whose batch norms, on an accelerator, take their statistics over a group, the
-    default one for None; on a CPU `say` is called, and the model stays as it is.
+    """Return a model whose batch norms take their statistics over the ranks of a group, the default
+    one for None. On a CPU call `say` with a message, and return the model as it is.
 
     Raise UsageError for a class that is derived of a batch norm and has a forward of its own: torch
     would put a plain batch norm in its place.
@@ -68,8 +68,8 @@ def with_sync_batchnorm(
 
 
 class _StandIn(torch.nn.Module):
-    """Uses every parameter once; its gradients are zero and arrive last parameter first. DDP
-    expects sparse ones of the weights whose ids are in `sparse`."""
+    """A module that uses every parameter once; the gradients are zero and arrive last parameter
+    first. Weights whose ids are in `sparse` get sparse gradients, as DDP expects."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sparse: Container[int]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _StandIn(torch.nn.Module):
 
 @contextmanager
 def _without_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Take the hooks of parameters away inside the block: one may be an optimizer's step."""
+    """A context in which parameters have no hooks: one may be an optimizer's step."""
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
     tables = [getattr(parameter, name, None) for parameter in parameters for name in names]
     hooks = [(table, dict(table)) for table in tables if table]
@@ -117,8 +117,9 @@ def _sparse_embeddings(model: torch.nn.Module) -> dict[int, str]:
 
 
 def check_sparse_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raise UsageError for embeddings with sparse gradients on a device where the backend of a
-    group, the default one for None, adds up dense ones only, as NCCL does. All ranks call it."""
+    """Raise UsageError if a model has embeddings with sparse gradients, and the backend of a group,
+    the default one for None, adds up dense ones only on their device, as NCCL does. It tries that
+    with one number. All ranks call it."""
     names = _sparse_embeddings(model)
     sparse = [w for w in model.parameters() if id(w) in names and w.requires_grad]
     try:
@@ -134,7 +135,7 @@ def check_sparse_gradients(model: torch.nn.Module, group: dist.ProcessGroup | No
 
 
 def _packed(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """Return the parameters whose gradients a model's DDP adds up."""
+    """Return the parameters whose gradients a model's DDP averages."""
     named = ddp.module.named_parameters()
     ignored = ddp.parameters_to_ignore
     return [weight for name, weight in named if weight.requires_grad and name not in ignored]
@@ -144,12 +145,12 @@ def fix_bucket_order(
     ddp: DistributedDataParallel,
     arriving: Sequence[torch.nn.Parameter] = (),
 ) -> None:
-    """Run one forward and backward of `ddp` that changes nothing but the packing of gradients: they
-    are zero, and arrive in the order of the parameters `arriving`, all that it was made with;
-    without these in the reverse order of definition.
+    """Run one forward and backward of `ddp`, by which DDP packs gradients in a given order from
+    then on: they are zero, and arrive in the order of `arriving`, which has all the parameters that
+    `ddp` was made with; without these in the reverse order of definition.
 
-    All ranks must call it. Leaves parameters, buffers, generators as they are and gradients
-    None, and calls no hooks of parameters. Does nothing under ``static_graph``.
+    All ranks must call it. Parameters, buffers and generators stay as they are, gradients are None
+    afterwards, and no hooks of parameters are called. Does nothing under ``static_graph``.
     """
     if ddp.static_graph:
         return
@@ -174,8 +175,8 @@ def fix_bucket_order(
 
 
 class _Packing:
-    """The parameters of a model in DDP, of which some may be frozen later, and their numbers in the
-    order in which their gradients have arrived so far, as the keys of `arrived`."""
+    """The parameters of a model in DDP, of which some may be frozen later. The keys of `arrived`
+    are their indices, in the order in which their gradients have arrived so far."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.parameters = _packed(ddp)
@@ -183,11 +184,12 @@ class _Packing:
 
     @property
     def order(self) -> list[int]:
-        """The order of all parameters, [] while it is not known."""
+        """The indices of all parameters in the order of arrival, [] while it is not known."""
         return [*self.arrived] if len(self.arrived) == len(self.parameters) else []
 
     def fix(self, ddp: DistributedDataParallel, order: Sequence[int]) -> bool:
-        """Fix the order, a collective, and return True; False where it is not of this model."""
+        """Let DDP pack gradients in `order`, which is a collective, and return True; do nothing and
+        return False where the order is not of this model."""
         if not order or sorted(order) != [*range(len(self.parameters))]:
             return False
         fix_bucket_order(ddp, [self.parameters[number] for number in order])
@@ -195,13 +197,15 @@ class _Packing:
         return True
 
     def note_arrivals(self, ddp: DistributedDataParallel) -> None:
-        """Note the order in the next backward that DDP averages: behind a forward of it that was to
-        be averaged. DDP does not see what a script trains by the plain module before that."""
+        """Register hooks that note the order of arrival in the next backward that DDP averages, and
+        that remove themselves at its end. A backward counts only behind a forward of `ddp` that was
+        to be averaged: DDP does not see what a script trains by the plain module before that."""
         handles: list[RemovableHandle] = []
         wrapper = weakref.ref(ddp)
 
         def note(number: int, _: torch.Tensor) -> None:
-            """Note an arrival; the last one removes the hooks."""
+            """Note that a parameter's gradient has arrived, if the backward counts; the last one
+            removes the hooks."""
             model: Any = wrapper()
             if model is not None and not (
                 model._lazy_init_ran and model.require_forward_param_sync  # as its forward sets it
@@ -238,8 +242,8 @@ class BucketOrders:
         self._loaded: Sequence[Sequence[int]] = ()
 
     def add(self, ddp: DistributedDataParallel) -> None:
-        """Add a model. Its order is fixed where one was loaded, which is a collective, else noted
-        in its first averaged backward."""
+        """Add a model. If an order was loaded for it, fix that, which is a collective; else note
+        the order in its first averaged backward."""
         packing = vars(ddp)[PACKING] = _Packing(ddp)  # there, to live as long as the model
         models = [*self._living(), ddp]
         self._models = [*map(weakref.ref, models)]
@@ -252,15 +256,15 @@ class BucketOrders:
         self._models.clear()
 
     def load(self, orders: Sequence[Sequence[int]]) -> None:
-        """Fix the orders of the models that there are, and of those that will be added, by what
-        `values` has returned in an earlier attempt; it is a collective."""
+        """Keep `orders`, which `values` has returned in an earlier attempt, for models that will be
+        added, and fix those of the models that were added already; it is a collective."""
         self._loaded = orders
         for ddp, order in zip(self._living(), orders, strict=False):
             if _packs_anew(ddp):
                 vars(ddp)[PACKING].fix(ddp, order)
 
     def values(self) -> list[list[int]]:
-        """Return for each model the numbers of its parameters in the order in which their gradients
+        """Return for each model the indices of its parameters in the order in which their gradients
         arrive, [] where it is not known yet."""
         return [vars(ddp)[PACKING].order for ddp in self._living()]
 
@@ -276,11 +280,11 @@ def _packs_anew(ddp: DistributedDataParallel) -> bool:
 
 
 def set_averaging(model: Any, on: bool) -> None:
-    """Choose whether the gradients of a model's coming backward are averaged: by DDP, and over the
-    replicas of a sharded one. FSDP2 shards them in each: whole ones, which it would add up
-    otherwise, need the memory that sharding is to save.
+    """Choose whether a model's coming backward averages gradients: over ranks by DDP, or over the
+    replicas of a model that FSDP2 has sharded. FSDP2 shards gradients in each backward in any case:
+    whole ones, which it would add up otherwise, need the memory that sharding is to save.
 
-    For DDP by the flag of its `no_sync`, which counts in forward already. Under ``static_graph``
+    For DDP it sets the flag of `no_sync`, which counts in forward already. Under ``static_graph``
     the first backward's are averaged in any case, since torch records the graph in it: what
     accumulates is the same up to rounding.
     """

@@ -22,14 +22,14 @@ from hpc_ddp.training.models.mesh import ParallelDims
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor; without an import of DTensor there are none."""
+    """Return whether a tensor is a DTensor; False where DTensor was never imported."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def gathered(value: Any) -> Any:
-    """Return a tensor without its graph; a DTensor as a whole, plain tensor on each of its ranks,
-    all of which call it. Other values are returned as they are."""
+    """Return a tensor without its graph. A DTensor becomes a whole, plain tensor on each of its
+    ranks, all of which must call it. Other values are returned as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     plain: Any = value.detach()
@@ -48,23 +48,24 @@ def fsdp_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Give a model that FSDP2 has sharded its shards for parameters again; others stay as they are.
+    """Let a model that FSDP2 has sharded have its shards for parameters again; others stay as they
+    are.
 
-    After a forward without a backward, an evaluation's, the outermost module has the gathered ones,
-    which no optimizer knows.
+    After a forward without a backward, as in an evaluation, the outermost module has the gathered
+    parameters, which no optimizer knows.
     """
     for module in fsdp_modules(model):
         module.reshard()
 
 
 def local_box(tensor: Any) -> Box:
-    """Return start and size of this rank's part of a DTensor, each with a number per dimension."""
+    """Return start and size of this rank's part in a DTensor, each with a number per dimension."""
     return _geometry(tensor.shape, tensor.device_mesh, tensor.placements)[0]
 
 
 def cuts_of(tensor: Any) -> tuple[MeshCut, ...]:
-    """Return the cuts that lead to this rank's part of a DTensor; () where there are none, or they
-    do not (a placement that torch does not cut as ``torch.chunk``)."""
+    """Return the cuts that give this rank's part of a DTensor. The result is () where nothing is
+    cut, where torch does not cut as ``torch.chunk``, and on a rank outside of the mesh."""
     return _geometry(tensor.shape, tensor.device_mesh, tensor.placements)[1]
 
 
@@ -72,7 +73,7 @@ def cuts_of(tensor: Any) -> tuple[MeshCut, ...]:
 def _geometry(
     shape: torch.Size, mesh: Any, placements: tuple[Any, ...]
 ) -> tuple[Box, tuple[MeshCut, ...]]:
-    """Return the box of a DTensor that this rank has, and the cuts that lead to it."""
+    """Return the box of a DTensor that this rank has, and its cuts as `cuts_of` returns them."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, start = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -94,7 +95,7 @@ def _geometry(
 
 @cache
 def _strided_shard() -> Any:
-    """Return torch's placement of what FSDP2 cuts after tensor parallelism."""
+    """Return torch's class of a placement that FSDP2 cuts after tensor parallelism."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
@@ -102,10 +103,10 @@ def _strided_shard() -> Any:
 
 def place_among_copies(tensor: Any, dims: ParallelDims) -> tuple[int, int] | None:
     """Return this rank's number among those of its stage that hold the same part of a DTensor, and
-    how many they are; None for a rank whose part does not count.
+    how many they are; None if this rank's part does not count.
 
-    All ranks of a stage have the tensor, on this mesh or on one of other ranks, and each mesh has
-    all of it. So the mesh counts that has the stage's first rank, whatever made it and whatever its
+    All ranks of a stage have the tensor, on one mesh or on several, each of which has all of the
+    tensor. Only the mesh with the stage's first rank counts, whatever made it and whatever its
     dimensions are called. Raise HpcDdpError for a tensor with a pending reduction.
     """
     if any(placement.is_partial() for placement in tensor.placements):
@@ -123,16 +124,16 @@ def place_among_copies(tensor: Any, dims: ParallelDims) -> tuple[int, int] | Non
 
 
 def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
-    """Return whether this rank is the first of those that hold a part of a DTensor. Raises as
-    `place_among_copies`."""
+    """Return whether this rank is the first one that holds its part of a DTensor, and the part
+    counts. Raises as `place_among_copies`."""
     place = place_among_copies(tensor, dims)
     return place is not None and place[0] == 0
 
 
 def copies_of(tensor: Any) -> list[tuple[Any, int, bool]]:
-    """Return the process groups whose ranks have the same part of a DTensor, one for each dimension
-    of the mesh that replicates it over several: the group, its first rank, counted over all ranks,
-    and whether that is this rank."""
+    """Return the process groups whose ranks have the same part of a DTensor, one group for each
+    dimension of the mesh that replicates it over several ranks. Each entry has the group, the
+    group's first rank, counted over all ranks, and whether this rank is the first."""
     mesh = tensor.device_mesh
     groups = [
         mesh.get_group(axis)
@@ -147,10 +148,11 @@ def copies_of(tensor: Any) -> list[tuple[Any, int, bool]]:
 
 
 def local_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
-    """Return this rank's parts of DTensors that other ranks have, too, by their names and places.
+    """Return this rank's parts of DTensors of which other ranks have a copy, each with a weight, by
+    ``NAME at START``.
 
-    Beside each stands its weight, of the first rank the number of the others, of these -1: the
-    weighted sum over the ranks of anything that is equal on all of them is 0.
+    The weight is the number of the other ranks on the first rank with a copy, and -1 on each other:
+    so a value that is equal on all of them, summed with these weights, gives 0.
     """
     copies: dict[str, tuple[torch.Tensor, int]] = {}
     for name, tensor in tensors.items():
@@ -163,8 +165,8 @@ def local_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.T
 
 
 def make_copies_equal(model: torch.nn.Module, device: torch.device) -> None:
-    """Give the ranks that have the same part of a parameter, a DTensor, the numbers of the first of
-    them, in place; they travel through `device`. All ranks call it."""
+    """Overwrite this rank's part of each parameter that is a DTensor with that of the first rank
+    that has the same part; the numbers travel through `device`. All ranks call it."""
     for parameter in model.parameters():
         if not is_sharded(parameter):
             continue
@@ -184,8 +186,8 @@ def _ranks_of(mesh: Any) -> frozenset[int]:
 
 
 def reduced(tensor: Any) -> torch.Tensor:
-    """Return a gradient with its reduction done where that is pending (Partial), which is a
-    collective."""
+    """Return a gradient; if it is a DTensor with a pending reduction (Partial), the reduction is
+    done, which is a collective."""
     if not is_sharded(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         plain: torch.Tensor = tensor
         return plain
@@ -197,13 +199,13 @@ def reduced(tensor: Any) -> torch.Tensor:
 
 
 def step_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Hook an optimizer, so that for its step a group with DTensors and plain tensors is two, where
-    the script has chosen neither ``foreach`` nor ``fused`` for it.
+    """Hook an optimizer, so that during its step a group with DTensors and plain tensors is split
+    in two. A group for which the script has set ``foreach`` or ``fused`` stays whole.
 
     On accelerators torch's optimizers take all tensors of a group in one call (foreach), which is
-    refused for a mixture, as tensor parallelism leaves it: its plan names the layers that are cut.
-    One tensor at a time takes several times as long. The groups are apart for the step only: a
-    checkpoint of it may be taken up without a mixture.
+    refused for a mixture. Tensor parallelism leaves one, since its plan names the layers that are
+    cut. One tensor at a time takes several times as long. The groups are split for the step only: a
+    checkpoint may be loaded again where there is no mixture.
     """
     mixed: dict[tuple[int, int], bool] = {}  # by group and its size: parameters may be added to one
     parts: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []  # of each group, during a step
@@ -216,7 +218,7 @@ def step_apart(optimizer: torch.optim.Optimizer) -> None:
         return mixed[key]
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Put two groups in the place of each mixed one that leaves the choice to torch."""
+        """Replace each mixed group that leaves the choice to torch by two groups."""
         after(optimizer)  # of a step that has raised an error
         groups = optimizer.param_groups
         if not any(map(is_mixed, groups)):
@@ -241,7 +243,7 @@ def step_apart(optimizer: torch.optim.Optimizer) -> None:
 def from_local(local: torch.Tensor, template: Any) -> torch.Tensor:
     """Return a DTensor with `local` as this rank's part, sharded as the DTensor `template` is.
 
-    The part stays where it is. `DTensor.from_local` would move it to the mesh's device, which may
+    The part stays on its device. `DTensor.from_local` would move it to the mesh's device, which may
     have no room for what FSDP2 keeps on the CPU.
     """
     from torch.distributed.tensor import DTensor
@@ -261,12 +263,12 @@ def clip_(
     device: torch.device,
     private: Container[int] = (),
 ) -> torch.Tensor:
-    """Scale the gradients down, in place, to the 2-norm `limit` over all ranks, if theirs is
-    larger; return the norm before, a scalar. Parameters without a gradient are passed over;
-    `private` has the ids of those that each rank has its own of.
+    """Scale the gradients down, in place, if their 2-norm over all ranks is above `limit`; return
+    the norm before, a scalar. Parameters without a gradient are passed over. `private` has the ids
+    of parameters of which each rank has its own.
 
-    With parameters over several ranks, or of their own, it is a collective; else the norm is of
-    this rank's alone.
+    It is a collective with private parameters, sharded ones, or pipeline stages. Else the norm is
+    that of this rank's gradients, which are the same on all ranks.
     """
     if not private and not _is_spread(parameters, dims):
         return clip_grad_norm_(parameters, limit)
@@ -288,11 +290,11 @@ def clip_(
 def total_norm(
     tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
-    """Return the 2-norm of all tensors of all ranks, each counted once: a scalar, equal on all; 0
-    without any.
+    """Return the 2-norm of all tensors of all ranks, each counted once: a scalar, equal on all
+    ranks; 0 without any.
 
-    With tensors over several ranks it is a collective; else this rank's are taken to be the same on
-    all. Raise HpcDdpError for a tensor with a pending reduction.
+    It is a collective with sharded tensors or pipeline stages. Else this rank's tensors are taken
+    to be the same on all ranks. Raise HpcDdpError for a tensor with a pending reduction.
     """
     return _norm(tensors, dims, device) if _is_spread(tensors, dims) else _norm_here(tensors)
 
@@ -308,10 +310,10 @@ def _norm(
     device: torch.device,
     private: Container[int] = (),
 ) -> torch.Tensor:
-    """Return the norm over all ranks, a scalar on `device`; it is a collective.
+    """Return the 2-norm over all ranks, a scalar on `device`; it is a collective.
 
-    One number travels, whatever the mix: each rank adds up what it has the first copy of, and the
-    tensors whose ids are in `private`.
+    Each rank adds up the tensors of which it has the first copy, and those whose ids are in
+    `private`. Only one number of each rank travels.
     """
     counted = (one for one in tensors if id(one) in private or _is_first(one, dims))
     first_copies = [_local(tensor) for tensor in counted]
@@ -323,8 +325,8 @@ def _norm(
 
 
 def _norm_here(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of this rank's tensors, a scalar; 0 without any. torch's of fp16 tensors is
-    in fp16, which ends at 65504: theirs is in fp32."""
+    """Return the 2-norm of this rank's tensors, a scalar; 0 without any. That of fp16 tensors is
+    computed in fp32, since torch's own, in fp16, ends at 65504."""
     fp16, wider = list[torch.Tensor](), list[torch.Tensor]()
     for tensor in tensors:
         (fp16 if tensor.dtype == torch.float16 else wider).append(tensor)

@@ -20,8 +20,8 @@ TOGETHER = 1 << 26  # bytes of a broadcast of several buffers
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, without gradients; at the end, also after an error, put back into
-    training mode the parts that were in it, and let FSDP2 have its shards again."""
+    """A context in which a model is in eval mode, without gradients. At its end, also after an
+    error, all parts are in their former modes, and FSDP2 has its shards again."""
     modes = {id(module): module.training for module in model.modules()}
     model.eval()
     try:
@@ -33,12 +33,12 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def set_modes(module: nn.Module, modes: Mapping[int, bool]) -> None:
-    """Have a module and its parts train, or not, as `modes` has it by their ids; parts that are not
-    in it stay as they are.
+    """Set the training mode of a module and its parts, by their ids, as `modes` has it; parts that
+    are not in it stay as they are.
 
-    By ``train``, since classes override it, which merge an adapter's weights for an evaluation, or
-    keep what they have computed of them. Its override may leave a part otherwise: that one has its
-    own call.
+    It calls ``train``, since classes override that: they merge an adapter's weights for an
+    evaluation, or keep what they have computed of them. A part that an override leaves in another
+    mode gets a call of its own.
     """
     mode = modes.get(id(module), module.training)
     if module.training != mode:
@@ -49,12 +49,13 @@ def set_modes(module: nn.Module, modes: Mapping[int, bool]) -> None:
 
 
 def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Overwrite a model's buffers with those of the group's first rank; all its ranks call it.
+    """Overwrite a model's persistent buffers with those of the first rank of a group, the default
+    one for None; all its ranks call it.
 
-    Only the persistent ones, which a checkpoint has; the others, masks and tables, are alike
-    everywhere, and those that are DTensors are their mesh's. They travel together, one broadcast
-    for `TOGETHER` bytes of a type of number, on `device`, whose tensors the group (None: the
-    default one) carries. The host waits only for buffers that lie elsewhere.
+    Buffers that no checkpoint has (masks and tables) are alike on all ranks, and stay as they are;
+    so do DTensors. The buffers travel on `device`, whose tensors the group carries, those of one
+    type of number together, in broadcasts of about `TOGETHER` bytes. The host waits only for
+    buffers that lie on other devices.
     """
     unique: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -77,8 +78,8 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
 
 
 def _in_parcels(buffers: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield buffers in order, in lists of `TOGETHER` bytes at most, or of one: the base of a model
-    in few bits is made of buffers, of which there is no room for a copy."""
+    """Yield the buffers in order, in lists of `TOGETHER` bytes at most; a larger buffer is alone.
+    The base of a model in few bits is made of buffers, and there is no room for a copy of all."""
     parcel: list[torch.Tensor] = []
     for buffer in buffers:
         if parcel and sum(part.nbytes for part in parcel) + buffer.nbytes > TOGETHER:
@@ -93,10 +94,10 @@ def averaged(model: torch.nn.Module, decay: float) -> Average:
     """Return a copy of a model whose ``update_parameters`` averages weights and running statistics:
     `decay` is the share of the average that an update keeps.
 
-    Buffers that are no floating-point numbers (counters, masks) are copied, and so are 8-bit
-    numbers, and those of buffers and frozen parameters whose average is not finite. Raise
-    UsageError for a `decay` that is not from 0 to 1, for trained weights of 16 bits, and for a
-    model that FSDP2 has sharded.
+    Numbers that are no floating-point ones (counters, masks), or of 8 bits, are copied at each
+    update, and so are those of buffers and frozen parameters whose average is not finite. Raise
+    UsageError for a `decay` that is not from 0 to 1, for a model that FSDP2 has sharded, and, with
+    a `decay` between 0.5 and 1, for trained weights of 16 bits.
     """
     if not 0 <= decay <= 1:
         raise UsageError(f"decay is {decay}; accepted: a number from 0 to 1, such as 0.999")
@@ -121,10 +122,10 @@ def averaged(model: torch.nn.Module, decay: float) -> Average:
 
 
 class Average(AveragedModel):
-    """torch's averaged model, which here neither reads its count on a device, nor waits for one.
+    """torch's averaged model, with its count on the CPU: so an update does not wait for a device.
 
-    Tensors are averaged in as few calls as there are devices and types of them: DTensors and plain
-    ones, which tensor parallelism leaves side by side, go in no one call.
+    Tensors of one device and type are averaged in one call. DTensors and plain tensors, which
+    tensor parallelism leaves side by side, need separate calls.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -134,13 +135,14 @@ class Average(AveragedModel):
         self._begun_on = _device_of(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Move to the device of the model that it was copied from, unless it was moved itself."""
+        """Move to the device of `model`, from which it was copied, unless it was moved itself."""
         if _device_of(self.module) == self._begun_on:
             self.module.to(_device_of(model))
 
     @torch.no_grad()
     def update_parameters(self, model: torch.nn.Module) -> None:
-        """Average the weights, and the statistics, of a model in; the first time copy them.
+        """Average the weights and the buffers of a model in; the first call copies them. Both
+        models get their shards back if FSDP2 has sharded them.
 
         Raise ValueError for a model with another number of tensors; nothing is averaged then.
         """
@@ -174,8 +176,9 @@ def _replace_non_finite(means: Sequence[torch.Tensor], news: Sequence[torch.Tens
     """Overwrite averages that are not finite with the new numbers, on their device.
 
     A mask of infinities is a buffer, or a frozen parameter: its average would be NaN, for which no
-    one looks. Frozen ones are not just copied: a GAN may have its generator without gradients at
-    the moment of the average. Numbers that stay as they are keep their bits in an average.
+    check looks. Frozen parameters are not just copied: a GAN may have its generator without
+    gradients at the moment of the average. Numbers that stay as they are keep their bits in an
+    average.
     """
     for mean, new in zip(means, news, strict=True):
         mean.copy_(torch.where(torch.isfinite(mean), mean, new))

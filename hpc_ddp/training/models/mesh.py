@@ -9,11 +9,11 @@ from hpc_ddp.core.errors import UsageError
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The ranks as an array of shape (`pp`, `dp`, `tp`), the last one fastest.
+    """The ranks as an array of shape (`pp`, `dp`, `tp`), whose last index changes fastest.
 
-    So the ranks of a tensor parallel group, which talk most, are neighbours on a node. A stage
-    is one plane of it: its `dp` x `tp` ranks have the same part of the model. `dp` is `replicas` x
-    `shards`: a sharded model lies on the neighbours of one replica.
+    So the ranks of a tensor parallel group, which talk most, are neighbours on a node. A stage is
+    one plane of the array: its `dp` x `tp` ranks have the same part of the model. `dp` is
+    `replicas` x `shards`: a sharded model lies on the neighbours of one replica.
     """
 
     rank: int = 0
@@ -63,12 +63,13 @@ class ParallelDims:
 
     @property
     def stage_rank(self) -> int:
-        """This rank's place among those of its stage; the first one writes what all have."""
+        """This rank's number in its stage, from 0; the stage's first rank writes what all of its
+        ranks have alike."""
         return self.rank % self.stage_size
 
     @property
     def stage_first(self) -> int:
-        """The first rank of this rank's stage."""
+        """The first rank of this rank's stage, counted over all ranks."""
         return self.pp_rank * self.stage_size
 
     @property
@@ -79,6 +80,6 @@ class ParallelDims:
 
     @property
     def stream(self) -> int:
-        """The number of this rank's random generators, the same for all of a tensor parallel
-        group, so that what they hold in common is computed alike."""
+        """The number of this rank's random generators. All ranks of a tensor parallel group have
+        the same number, so that they compute alike what they hold in common."""
         return self.pp_rank * self.dp + self.dp_rank

@@ -15,12 +15,13 @@ NEITHER = 2  # as a boolean's byte: not False, not True
 
 
 def materialize(module: nn.Module, device: torch.device, init: Init | None = None) -> None:
-    """Give the ``meta`` tensors of a module memory on a device, and their first numbers.
+    """Replace the ``meta`` tensors of a module by tensors on a device, and fill them.
 
     The numbers are those of a module that is made on the device: each submodule's
-    ``reset_parameters`` draws them from the global generators, as its constructor would, and then
-    `init`, called with the submodule. They are whole tensors, so they do not depend on the number
-    of ranks that will share them. Submodules without ``meta`` tensors of their own are left alone.
+    ``reset_parameters`` draws them from the global generators, as its constructor would. Then
+    `init`, if given, is called with the submodule. Whole tensors are filled, so the numbers do not
+    depend on the number of ranks that will share them. Submodules without ``meta`` tensors of their
+    own are left alone.
 
     Raises
     ------
@@ -73,7 +74,7 @@ def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _lacks_numbers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor still has a number of `_allocate`'s."""
+    """Return whether a tensor still has a number with which `_allocate` has filled it."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.detach().isnan().any())
     if tensor.dtype is torch.bool:

@@ -39,11 +39,11 @@ SET_TIMEOUT = ("_set_default_timeout", "set_timeout")
 
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """Return the ranks as torch's mesh; all ranks make it at the same time.
+    """Return torch's mesh of the run's ranks; all ranks make it at the same time.
 
-    `timeout` is that of the run's collectives, which the mesh's groups and the default one get;
-    rank 0 prints a message where a backend takes none. On accelerators DTensor's random generator
-    is set, too, for the process.
+    The mesh's groups and the default group get the `timeout` of the run's collectives; rank 0
+    prints a message where a backend takes none. On accelerators DTensor's random generator is
+    replaced for the process.
     """
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
     if dims.replicas > 1:
@@ -78,8 +78,9 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
 
 
 class _Stage(PipelineStage):
-    """torch's stage, whose backward is not under the autocast of its forward, as torch recommends,
-    and averages gradients in the last micro-batch of a step alone (`set_averaging`)."""
+    """torch's stage of a pipeline. Its backward is not under the autocast of its forward, as torch
+    recommends, and averages gradients in the last micro-batch of a batch alone, if the batch ends a
+    step (`set_averaging`)."""
 
     def backward_maybe_with_nosync(
         self, kind: Any, options: Any, last_backward: bool = False
@@ -94,8 +95,8 @@ class _Stage(PipelineStage):
 
 
 class _Tracker(_random.OffsetBasedRNGTracker):
-    """torch's tracker of random numbers, of this rank's device: torch takes the device that the
-    global rank would have."""
+    """torch's tracker of random numbers, on this rank's device: torch's own would take the device
+    with the number of the global rank."""
 
     def __init__(self, device: torch.device) -> None:
         super(_random.OffsetBasedRNGTracker, self).__init__(device)
@@ -111,8 +112,8 @@ def share_layers(
     """Split the layers in a plan among the ranks of `mesh`, in place; see `Run.parallelize`.
 
     One module of the plan after the other comes to the device. All ranks call it. Raise UsageError
-    for a name that no module has, a plan that cuts one of several names of a parameter in another
-    way, and as `materialize`.
+    for a name in the plan that no module has, for a parameter with several names that the plan cuts
+    in different ways, and as `materialize`.
     """
     tied = _tied_names(model)
     for pattern, style in plan.items():
@@ -138,8 +139,8 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, names: Sequence[str]) -> None:
-    """Let a parameter's other names have what the first has; raise UsageError for those that are
-    cut in another way."""
+    """Set all `names` of a parameter to the tensor of the first name; raise UsageError if the
+    tensors are cut in different ways."""
     first = model.get_parameter(names[0])
     for name in names[1:]:
         tensor = model.get_parameter(name)
@@ -154,13 +155,13 @@ def _tie_again(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _layout_of(tensor: Any) -> Any:
-    """Return on which mesh and how a tensor is cut, None for a whole one."""
+    """Return the mesh and the placements of a DTensor, None for a plain tensor."""
     return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None
 
 
 def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise UsageError for a parameter that has several names, of different units: each of them
-    would have one of its own."""
+    """Raise UsageError for a parameter with several names in different units: each unit would make
+    a parameter of its own."""
     for names in _tied_names(model):
         modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
         homes = [[module in unit.modules() for unit in units] for module in modules]
@@ -175,8 +176,8 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
 
 
 def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
-    """Yield the modules whose name matches a pattern part by part between the dots, each as by
-    `fnmatchcase`: so ``*`` stands for text without a dot."""
+    """Yield the modules whose name matches a pattern. The parts between the dots are compared one
+    by one, by `fnmatchcase`: so ``*`` stands for text without a dot."""
     parts = pattern.split(".")
     for name, module in model.named_modules():
         names = name.split(".")
@@ -197,16 +198,16 @@ def shard_fully(
     """Shard a model over ranks, in place, by torch's FSDP2, which averages gradients over ranks: in
     fp32 where `dtype` is given, else in the type of the parameters.
 
-    torch moves each unit to the device as it shards it, so a device never has the whole model.
-    Replicas begin with the first one's numbers. All ranks call it.
+    torch moves each unit to the device as it shards the unit, so a device never has the whole
+    model. Replicas get the numbers of the first one. All ranks call it.
 
     Parameters
     ----------
     units
         parts of the model, of which one at a time is gathered: its blocks
     dp_mesh
-        the ranks that share each parameter: the mesh's dimension ``dp``; or the two that replicate
-        and that share it
+        the ranks that share each parameter: the mesh's dimension ``dp``; or two dimensions, over
+        which it is replicated and shared
     device
         of this rank
     dtype
@@ -216,13 +217,13 @@ def shard_fully(
     init
         as in `materialize`, for parts on ``meta``
     options
-        of torch's ``fully_shard``
+        of torch's ``fully_shard``; ``mp_policy`` replaces that of `dtype`
 
     Raises
     ------
     UsageError
-        nothing gives numbers to a tensor that is on ``meta``; or units part a parameter that has
-        several names
+        nothing gives numbers to a tensor that is on ``meta``; or a parameter has several names, in
+        different units
     """
     units = list(units)
     _check_units(model, units)
@@ -266,8 +267,8 @@ class Pipeline:
         self._schedules: dict[Any, Any] = {}  # torch's, by the shape of a batch
 
         def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            """Return a micro-batch's share of the batch's loss, with its weight, and keep the plain
-            loss for `step`."""
+            """Return a micro-batch's loss, with its weight, divided by the number of micro-batches;
+            keep the plain loss for `step`."""
             loss = loss_fn(output, target)
             self._losses.append(loss.detach())
             return run._weighted(loss) / self._count
@@ -275,8 +276,8 @@ class Pipeline:
         self._loss_fn = weighted
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of a batch, as `Run.backward` would; return its mean loss, a
-        scalar, the same on all ranks of the pipeline.
+        """Run forward and backward of a batch, as `Run.backward` would; return the batch's mean
+        loss, a scalar in fp32, the same on all ranks of the pipeline.
 
         Raises
         ------
@@ -321,7 +322,8 @@ class Pipeline:
         return output
 
     def _make_schedule(self, inputs: torch.Tensor) -> Any:
-        """Return torch's schedule for micro-batches like `inputs`; it is a collective."""
+        """Return torch's schedule for micro-batches like `inputs`, which is one of them; a
+        collective."""
         between = self._boundaries(inputs)
         stage = _Stage(
             self.stage,
@@ -339,11 +341,11 @@ class Pipeline:
         return schedule(stage, self._count, loss_fn=self._loss_fn, scale_grads=False)
 
     def _boundaries(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Return what goes into the first stage and what comes out of each, on ``meta``, for inputs
-        like these; a collective for a new shape.
+        """Return the first stage's input and each stage's output, on ``meta``, for inputs of the
+        shape of `inputs`; it is a collective for a new shape.
 
-        torch would find out by training steps on made-up numbers, which draw random ones: then a
-        resumed run would not be the undisturbed one.
+        torch would find them out by training steps on made-up numbers, which draw random ones: then
+        a resumed run would not be the undisturbed one.
         """
         key = tuple(inputs.shape)
         if key not in self._shapes:
