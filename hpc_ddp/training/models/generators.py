@@ -12,8 +12,8 @@ from hpc_ddp.training.models.rng import GeneratorState
 
 
 class Generators:
-    """The global generators, with those of the worker's `devices`, and those that the script
-    tracks, by name.
+    """The random generators of a rank: the global ones, those of the worker's `devices`, and those
+    that the script tracks, by name.
 
     A checkpoint has their states as of its step and, since a resume runs the script's lines at the
     top of an epoch a second time, as of the begin of the epoch.
@@ -31,20 +31,22 @@ class Generators:
         self._tracked = {n: t for n, t in objects.items() if isinstance(t, GeneratorState)}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Take the entries of `values` from a checkpoint. They are put back by `begin_loop`;
-        tracked ones have loaded their present states already."""
+        """Keep the states in `values`, the entries of a checkpoint, until `begin_loop` puts them
+        back; tracked generators have loaded theirs as of the checkpoint's step already."""
         self._stored, self._at_epoch = values["rng"], values.get("rng_at_epoch", {})
 
     def values(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint: the states, or those that are not yet put back."""
+        """Return the entries of a checkpoint: the present states, or loaded ones that are not yet
+        put back."""
         return {"rng": self._stored or rng.snapshot(self._devices), "rng_at_epoch": self._at_epoch}
 
     def begin_loop(
         self, seed: int, *, is_checkpoints: bool, is_over: bool, is_in_epoch: bool
     ) -> None:
-        """Give the generators the states that the checkpoint has, if it is of this loop, or of its
-        end; else seed the global ones by `seed`, unless the loop `is_over`. If the checkpoint
-        `is_in_epoch`, they are as of the epoch's begin until `end_beginning`.
+        """Seed the global generators by `seed`, unless the loop `is_over`. Then, if
+        `is_checkpoints` (the loaded checkpoint is of this loop, or of its end), put back the states
+        of its step; if it also `is_in_epoch` of a loop that goes on, those of the epoch's begin
+        until `end_beginning`.
 
         So what the script draws before its loop makes no difference to a resume. No collective.
         """
@@ -59,15 +61,16 @@ class Generators:
         self._restore(self._at_epoch["global"], self._at_epoch["tracked"])
 
     def begin_epoch(self) -> None:
-        """Note the states at the begin of an epoch."""
+        """Note the present states of all generators as those of the begin of an epoch."""
         self._at_epoch = {
             "global": rng.snapshot(self._devices),
             "tracked": self._states_of_tracked(),
         }
 
     def end_beginning(self) -> Callable[[], None]:
-        """Put the states of the checkpoint's step back: the lines at the top of the epoch have run
-        again. Return what undoes it, for a batch that is only looked at there."""
+        """If a checkpoint within an epoch was loaded, put its step's states back, once: the
+        script's lines at the top of the epoch have run again by now. Return a function that undoes
+        this, for a look at the epoch's first batch before its loop."""
         stored, later = self._stored, self._later
         before = rng.snapshot(self._devices), self._states_of_tracked()
         self._put_back()
@@ -79,14 +82,15 @@ class Generators:
         return undo
 
     def _put_back(self) -> None:
-        """Put all into the states of the checkpoint's step, the first time."""
+        """Put all generators into the loaded states of the checkpoint's step; do nothing after the
+        first time."""
         if self._stored is not None:
             self._restore(self._stored, self._later)
         self._stored, self._later = None, {}
 
     def _restore(self, globals: dict[str, Any], tracked: Mapping[str, dict[str, Any]]) -> None:
-        """Put the global generators into a state, and the tracked ones into theirs, by name, or
-        into those that they have loaded."""
+        """Put the global generators into the states `globals`, and the tracked ones into those that
+        `tracked` has by name, or else into the ones that they have loaded."""
         rng.restore(globals, self._devices)
         for name in tracked.keys() & self._tracked.keys():
             self._tracked[name].load_state_dict(tracked[name])

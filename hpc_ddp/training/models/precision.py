@@ -35,7 +35,7 @@ class Precision:
     def __init__(
         self, kind: str, device: torch.device, stop_on_nan: bool, dims: ParallelDims | None = None
     ) -> None:
-        """Take a `kind` of `DTYPES`; without `dims`, this rank is alone. `stop_on_nan` switches
+        """`kind` is a key of `DTYPES`; without `dims` this rank is alone. `stop_on_nan` switches
         `look` on.
 
         Rank 0 prints a message for bf16 on a device that emulates it. Raise UsageError for fp16 on
@@ -74,19 +74,19 @@ class Precision:
         return torch.autocast(self._device.type, self.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward of a scalar loss, scaled with fp16."""
+        """Run backward of a scalar loss, which is scaled first with fp16."""
         self._left_scaled = self._scaler is not None
         torch.autograd.backward(self._scaler.scale(loss) if self._scaler else loss)
 
     def update(
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scheduler: Any
     ) -> torch.Tensor | None:
-        """Clip the gradients, step, and set them to None; step the scheduler, if there is one,
-        unless fp16's scaler skips the step. Return the norm before clipping, a scalar, None without
-        `clip_norm`.
+        """Step the optimizer, unless fp16's scaler skips that, and set the gradients to None. With
+        `clip_norm` clip them first, and return their norm before, a scalar; else None. Step the
+        scheduler, if there is one and the optimizer's step was not skipped.
 
-        With `clip_norm` and parameters over several ranks it is a collective; with such as each
-        rank has its own of, also with fp16.
+        It is a collective with `clip_norm` and parameters over several ranks. With parameters of
+        which each rank has its own it is one with `clip_norm` or fp16.
         """
         norm, parameters = None, parameters_of(optimizer)
         private = self._private_parameters(optimizer, parameters)
@@ -110,8 +110,9 @@ class Precision:
     def _private_parameters(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
     ) -> Set[int]:
-        """Return the ids of an optimizer's `parameters` of which each rank has its own, beside
-        others whose gradients are averaged: experts that DDP ignores, and tensors of no module."""
+        """Return the ids of those of an optimizer's `parameters` of which each rank has its own:
+        experts that DDP ignores, and tensors of no model that is watched. The set is empty where
+        there is one copy of the model, or where none of the parameters' gradients is averaged."""
         count, private = self._private.get(id(optimizer), (0, frozenset()))
         if count != len(parameters) and self._dims.dp > 1:  # some may have been added
             modules = {str(number): module for number, module in enumerate(self._watched)}
@@ -124,12 +125,12 @@ class Precision:
         return private
 
     def _step(self, optimizer: torch.optim.Optimizer, is_asked: bool) -> bool:
-        """Step the optimizer; if `is_asked`, return whether it did, and was not skipped by the
-        scaler: else the result may be True for a step that was skipped.
+        """Step the optimizer; return whether it did, and was not skipped by the scaler. Unless it
+        `is_asked`, the result may be True also for a skipped step.
 
         The scaler's flags lie on the device, behind the kernels of the step: to read them is to
-        wait for those. Whether an ordinary optimizer was called shows on the host; a fused one is
-        always called, and skips on the device.
+        wait for the kernels. Whether an ordinary optimizer was called shows on the host; a fused
+        one is always called, and skips on the device.
         """
         if self._scaler is None:
             optimizer.step()
@@ -148,7 +149,7 @@ class Precision:
         return bool(calls)
 
     def _choose_scale(self) -> None:
-        """Choose fp16's next scale, once all optimizers of a step have unscaled by this one; lower
+        """Choose fp16's next scale, once all optimizers of a step have used the present one. Lower
         it also for an overflow before an optimizer's second update in the step. With another
         precision, or without an update, do nothing."""
         if self._scaler is None or not self._updated:
@@ -162,7 +163,8 @@ class Precision:
 
     def end_step(self) -> None:
         """End a step, and choose fp16's next scale. Raise UsageError if `backward` scaled gradients
-        and no `update` followed: the script's own ``optimizer.step()`` may have taken them."""
+        and no `update` followed: the script's own ``optimizer.step()`` may have used them as they
+        were."""
         if self._left_scaled:
             raise UsageError(
                 "with precision='fp16' the gradients are scaled, and run.update was not called",
@@ -176,18 +178,18 @@ class Precision:
             self._watched.append(model)
 
     def watch_trained(self, trained: TrainedParameters) -> None:
-        """Have `look` read also what optimizers train while it needs no gradients, as a GAN's
-        discriminator; on all ranks."""
+        """Have `look` read also those weights of the models that optimizers train though they need
+        no gradients now, as a GAN's discriminator; all ranks call it."""
         self._trained = trained
 
     def look(self) -> None:
-        """Begin to read whether training has left the finite numbers; every rank must call it, at
-        one step.
+        """Begin to find out whether the weights of the watched models are finite; all ranks must
+        call it at the same step.
 
-        It reads the weights, not each step's gradients: what is not finite there ends up in the
-        weights and stays. That costs the device the time of reading them once. The host waits for
-        nothing: `has_non_finite` takes the answer, some steps later. Nothing is read without
-        `stop_on_nan`, or without a model to watch.
+        It reads the weights, not each step's gradients: a gradient that is not finite ends up in
+        the weights and stays. That costs the device the time of reading them once. The host waits
+        for nothing: `has_non_finite` returns the answer, some steps later. Without `stop_on_nan`,
+        or without a model to watch, nothing is read.
         """
         if not (self._stop_on_nan and self._watched):
             return
@@ -200,11 +202,12 @@ class Precision:
             self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})
 
     def has_non_finite(self) -> bool:
-        """Take the answer of the last `look`: True for NaN or infinity, the same on all ranks.
+        """Return the answer of the last `look`, once: True for NaN or infinity, the same on all
+        ranks.
 
         It waits for the device. False without a `look` since the last call, and without
         `stop_on_nan`. With fp16 the scaler keeps the weights finite by skipping steps: True, at
-        each call, once it does nothing else.
+        each call, once its scale is below `LEAST_SCALE`, and so all steps are skipped.
         """
         if not self._stop_on_nan:
             return False
@@ -219,18 +222,18 @@ class Precision:
         return self._scaler.state_dict() if self._scaler else {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over the scale and counters of `state_dict`; those of another precision are passed
-        over."""
+        """Set fp16's scale and counters to those of `state_dict`; do nothing if they are of another
+        precision, or this one is."""
         if self._scaler and saved:
             self._scaler.load_state_dict(saved)
 
 
 def make_deterministic(rank: int) -> None:
-    """Have torch and NCCL use deterministic algorithms only, in the process; call it before
-    anything uses a GPU. Variables that are set stay; rank 0 prints a message for one of
-    `IN_SWITCHES`.
+    """Have torch and NCCL use deterministic algorithms only, in this process, by environment
+    variables and torch's switches. Call it before anything uses a GPU. Variables that are set stay;
+    rank 0 prints a message for one of `IN_SWITCHES` that is not 0.
 
-    Sources: https://docs.pytorch.org/docs/stable/notes/randomness.html, and of an NVSwitch's sums
+    Sources: https://docs.pytorch.org/docs/stable/notes/randomness.html, and on an NVSwitch's sums
     https://github.com/NVIDIA/nccl/issues/1497. torch itself sets ``NCCL_ALGO=^NVLS``, which leaves
     NVLSTree between nodes, and does nothing where NCCL_ALGO is set.
     """

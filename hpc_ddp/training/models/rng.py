@@ -18,11 +18,11 @@ from hpc_ddp.training.data.order import derive
 
 
 def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
-    """Seed python, torch's CPU generator, numpy, and the generators of a worker's own devices,
-    `places`.
+    """Seed the global generators of Python, torch's CPU and, if it is loaded, numpy, and those of a
+    worker's own devices, `places`.
 
-    Not `torch.manual_seed`, which would seed every GPU of the node. Each device has a seed of its
-    own: a layer on the second one must not draw what the same layer on the first one draws.
+    It does not call `torch.manual_seed`, which would seed every GPU of the node. Each device has a
+    seed of its own: a layer on the second one must not draw what the same layer on the first draws.
     """
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -33,8 +33,8 @@ def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
 
 
 def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Return the state of the generators, with those of the devices in `places`, in types that
-    ``torch.load`` with ``weights_only`` takes; `restore` puts it back."""
+    """Return the state of the global generators, with those of the devices in `places`, in types
+    that ``torch.load`` with ``weights_only`` reads; `restore` puts it back."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss],
@@ -53,7 +53,8 @@ def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], places: Sequence[torch.device] = ()) -> None:
-    """Put the generators into a state that `snapshot` returned, as far as it has them.
+    """Put the global generators into a state that `snapshot` returned, as far as the state has
+    them.
 
     Devices are paired in order; those without a state stay as they are.
     """
@@ -76,8 +77,8 @@ def _accelerators(places: Sequence[torch.device]) -> list[torch.device]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """At the end of the block, also after an error, put the CPU generators back as they were before
-    it; numpy's only if it was loaded then."""
+    """A context at whose end, also after an error, the CPU generators are as they were before it;
+    numpy's only if it was loaded then."""
     python, torch_state = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
@@ -91,25 +92,27 @@ def untouched() -> Iterator[None]:
 
 
 class GeneratorState:
-    """A random generator of the script as an object with a state dict, for a checkpoint. A
-    loaded state waits for `restore`, so that the script may draw from it before its loop."""
+    """A random generator of the script as an object with a state dict, for a checkpoint. A loaded
+    state waits for `restore`, so that the script may draw from the generator before its loop."""
 
     def __init__(self, generator: Any) -> None:
-        """Take one for which `is_generator` is true."""
+        """`generator` is one for which `is_generator` is true."""
         self._generator = generator
         self._loaded: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state in types that ``torch.load`` with ``weights_only`` takes."""
+        """Return the generator's state, or a loaded one that waits for `restore`, in types that
+        ``torch.load`` with ``weights_only`` reads."""
         state = raw_state(self._generator) if self._loaded is None else self._loaded
         return {"state": _with_tensors(state)}
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Take a state of `state_dict`; raise KeyError for that of another kind of generator."""
+        """Keep a state from `state_dict` for `restore`; raise KeyError if it lacks an entry that
+        this generator's state has."""
         self._loaded = _like(raw_state(self._generator), stored["state"])
 
     def restore(self) -> None:
-        """Put the generator into the state that was loaded, the first time after that."""
+        """Put the generator into the loaded state, once; do nothing if no state waits."""
         generator, state, self._loaded = self._generator, self._loaded, None
         if state is None:
             return
@@ -148,7 +151,7 @@ def raw_state(generator: Any) -> Any:
 
 
 def _with_tensors(state: Any) -> Any:
-    """Return a state with tensors in place of numpy's arrays, and numbers for its numbers."""
+    """Return a state with int64 tensors in place of numpy's arrays and numbers."""
     if isinstance(state, dict):
         return {key: _with_tensors(part) for key, part in state.items()}
     if hasattr(state, "dtype") and not isinstance(state, torch.Tensor):
@@ -157,7 +160,8 @@ def _with_tensors(state: Any) -> Any:
 
 
 def _like(current: Any, stored: Any) -> Any:
-    """Undo `_with_tensors` of a `stored` state, by a `current` one of the same kind."""
+    """Undo `_with_tensors` of a `stored` state, by a `current` one of the same kind; raise KeyError
+    if it lacks an entry of the current one."""
     if isinstance(current, dict):
         return {key: _like(part, stored[key]) for key, part in current.items()}
     if hasattr(current, "dtype") and not isinstance(current, torch.Tensor):

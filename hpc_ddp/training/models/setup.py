@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class ModelSetup(Worker):
-    """The methods of a `Run` on models. `stop_on_nan` looks at the weights of those that went
+    """The methods of a `Run` on models. `stop_on_nan` looks at the weights of models that went
     through `wrap`, `parallelize` or `fully_shard`."""
 
     def __init__(self, options: Options) -> None:
@@ -84,22 +84,22 @@ class ModelSetup(Worker):
         """Move a model to the device and wrap it in DistributedDataParallel; return the wrapper.
 
         `options` go to DDP as they are. A model with nothing to train is returned without a
-        wrapper; one over several devices of the worker stays where it is. A pipeline's `model` is
-        this rank's stage. All ranks call it.
+        wrapper; one over several devices of the worker stays where it is. Averages from `ema` move
+        along. A pipeline's `model` is this rank's stage. All ranks call it.
 
         Parameters
         ----------
         sync_batchnorm
             takes batch norm's statistics over the global batch; on CPUs it is off, with a message
         compile
-            compiles the model in place, so that the keys of its state stay as they are; once for
-            each shape of a batch, of which there should be few
+            compiles the model in place, so that the keys of its state stay; once for each shape of
+            a batch, of which there should be few
 
         Raises
         ------
         UsageError
-            the run is tensor parallel, or has replicas of a sharded model; or torch would lose what
-            a batch norm of the model's own class does
+            the run is tensor parallel, or has replicas of a sharded model; a batch norm's own class
+            would be lost; or sparse gradients can't be averaged
         """
         dims = self._dims
         if dims.tp > 1:
@@ -129,8 +129,8 @@ class ModelSetup(Worker):
         return self._in_ddp(model, {"process_group": group, **options})
 
     def _in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-        """Wrap a model in DDP with its options, which may get ``device_ids``, and note it; every
-        rank must call it. Raise UsageError for sparse gradients that can't be averaged."""
+        """Wrap a model in DDP with `options`, to which ``device_ids`` may be added, and note the
+        wrapper; all ranks call it. Raise UsageError for sparse gradients that can't be averaged."""
         if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
@@ -144,7 +144,7 @@ class ModelSetup(Worker):
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks as torch's mesh with the dimensions "pp", "dp", "tp"; with replicas, "dp" is
-        made of "replica" and "shard". Every rank must ask for it: the first time makes groups."""
+        made of "replica" and "shard". All ranks must ask for it: the first time makes groups."""
         if self._mesh is None:
             from hpc_ddp.training.models.sharding import make_mesh
 
@@ -162,7 +162,7 @@ class ModelSetup(Worker):
         the model.
 
         `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
-        what the plan does not name stays where it is until then. Without such ranks it comes to
+        layers outside of the plan stay where they are until then. Without such ranks they come to
         the device here. All ranks call it.
 
         Parameters
@@ -176,8 +176,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            no module of the model has a name in the plan; it parts tied weights; or nothing gives
-            numbers to a tensor that is on ``meta``
+            no module of the model has a name in the plan; tied weights are cut in different ways;
+            or nothing gives numbers to a tensor that is on ``meta``
         """
         from hpc_ddp.training.models.sharding import share_layers
 
@@ -197,12 +197,12 @@ class ModelSetup(Worker):
         init: Init | None = None,
         **options: Any,
     ) -> torch.nn.Module:
-        """Shard a model over the data parallel ranks (FSDP2), or over those of each of the run's
-        replicas (HSDP), each part of it on its device; return it.
+        """Shard a model, in place and on the device, over the data parallel ranks (FSDP2), or over
+        the ranks of each of the run's replicas (HSDP); return the model.
 
-        In place, and in the run's precision: with "bf16" computing gathers the weights in bf16, and
-        the optimizer sees fp32. One unit after the other comes to the device, so the model may be
-        larger than that. If it is made on ``torch.device("meta")``, it does not need the CPU's
+        It computes in the run's precision: with "bf16" it gathers the weights in bf16, and the
+        optimizer sees fp32. One unit after the other comes to the device, so the model may be
+        larger than the device's memory. A model on ``torch.device("meta")`` does not need the CPU's
         memory either: its numbers are drawn here, on all ranks the same. All ranks call it.
 
         Parameters
@@ -220,8 +220,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            the precision is fp16; the units part tied weights; or nothing gives numbers to a tensor
-            that is on ``meta``
+            the precision is fp16; tied weights are in different units; or nothing gives numbers to
+            a tensor that is on ``meta``
         """
         from hpc_ddp.training.models.sharding import shard_fully
 
@@ -245,17 +245,17 @@ class ModelSetup(Worker):
         schedule: str = "GPipe",
         n_microbatches: int = 4,
     ) -> Pipeline:
-        """Return what trains a model whose stages lie on the ranks of ``run.mesh["pp"]``. All ranks
-        call it.
+        """Return a `Pipeline`, which trains a model whose stages lie on the ranks of
+        ``run.mesh["pp"]``. All ranks call it.
 
         Parameters
         ----------
         stage
             this rank's part of the model, wrapped (`wrap`); one tensor goes in, one comes out. Its
-            parts have the names that they have in the whole model, so that a checkpoint is one
-            of the whole model
+            parts have the names that they have in the whole model, so that a checkpoint is one of
+            the whole model
         loss_fn
-            the mean loss of outputs and targets
+            returns the mean loss of outputs and targets
         schedule
             torch's name of the order in which micro-batches pass: "GPipe" or "1F1B"
         n_microbatches
@@ -276,21 +276,20 @@ class ModelSetup(Worker):
         return loss if self._micro_batch.weight == 1.0 else loss * self._micro_batch.weight
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> Average:
-        """Return a copy of the model, without its wrappers, whose weights follow it: an exponential
-        moving average. Name it in `track`, and call its ``update_parameters(model)`` after each
-        optimizer step. Raise UsageError as `averaged`."""
+        """Return a copy of the model, without its wrappers, whose weights become an exponential
+        moving average of the model's. Name it in `track`, and call its ``update_parameters(model)``
+        after each optimizer step. Raise UsageError as `averaged`."""
         average = averaged(unwrap(model), decay)
         self._averages.append((average, model))
         return average
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
-        """Return this rank's part of an evaluation set, every sample on exactly one rank.
+        """Return this rank's part of an evaluation set, in order, every sample on exactly one rank.
 
-        In order. An iterable data set is read by every rank. `batch_size` counts samples per rank.
-        `options`: ``num_workers``, ``collate_fn``, and others of torch's DataLoader; and
-        ``even=True``, with which all ranks get the same number of batches, for a forward with
-        collectives, as FSDP's has (see `Shard`). Ranks that share a model's layers or stages get
-        the same batches.
+        An iterable data set is read by every rank. `batch_size` counts samples per rank. `options`:
+        ``num_workers``, ``collate_fn``, and others of torch's DataLoader; and ``even=True``, with
+        which all ranks get the same number of batches, for a forward with collectives, as FSDP's
+        has (see `Shard`). Ranks that share a model's layers or stages get the same batches.
 
         Raises
         ------
@@ -310,13 +309,13 @@ class ModelSetup(Worker):
 
     @contextmanager
     def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:
-        """Give the plain model inside the block, in eval mode and without gradients, the same on
-        all ranks; of a `Pipeline`, itself.
+        """A context for an evaluation: gives the model without DDP (a `Pipeline` as it is), in eval
+        mode and without gradients. At the end its parts are in their former modes.
 
-        The plain one, since DDP may have collectives in every forward, and ranks fewer batches; a
-        compiled one stays so. Persistent buffers (running means of batch norm, say) become those of
-        rank 0, or of the stage's first rank, as in a checkpoint. All ranks must enter. A sharded
-        model's forward, or a pipeline's, has collectives: give it ``run.shard(..., even=True)``.
+        All ranks must enter. Persistent buffers (running means of batch norm, say) become those of
+        rank 0, or of the stage's first rank, and stay so. The time does not count as training. With
+        collectives in the forward (a sharded model, a pipeline), all ranks need as many batches:
+        ``run.shard(..., even=True)``.
         """
         plain = unwrap(model if isinstance(model, torch.nn.Module) else model.stage)
         # In a pipeline rank 0's are another stage's.
@@ -326,13 +325,14 @@ class ModelSetup(Worker):
             yield without_ddp(model) if isinstance(model, torch.nn.Module) else model
 
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
-        """Raise UsageError for tracked `objects`, as `check_models` and `check_copies` do."""
+        """Raise as `check_models` and `check_copies` do; warn as `warn_of_stateless` does."""
         check_models(objects, self._wrapped, self._dims.pp > 1)
         warn_of_stateless(objects, self._say)
         check_copies(objects.values(), self._wrapped, self._dims)
 
     def _begin_loop(self, is_over: bool) -> None:
-        """Set the random generators, journal the begin, start the clocks. Raises as `epochs`."""
+        """Set random generators, note models' flags, undo what lines of the script have changed
+        since the checkpoint, journal the begin, start the clocks. Raises as `epochs`."""
         calls, position = self._calls, self.position
         loader = self._loader if calls.loop == "epochs" else None
         if self._loader is not None:
@@ -357,8 +357,8 @@ class ModelSetup(Worker):
         self._timer.start_step()
 
     def _end_beginning(self) -> Callable[[], None]:
-        """Called at the first batch after a resume within an epoch: have generators, settings and
-        models as the checkpoint has them; return what undoes it for the generators."""
+        """At the first batch after a resume within an epoch, put generators, settings and models
+        into the checkpoint's state; return a function that undoes this for the generators."""
         undo = self._manager.generators.end_beginning()
         self._resume.put_back()
         return undo
@@ -373,8 +373,8 @@ class ModelSetup(Worker):
 
         All ranks call it. Behind the loop the last state is saved first, so a run that is stopped
         from here on starts behind the loop, and can be given more epochs later. In a loop nothing
-        is saved: a run that is stopped there goes on from its last checkpoint. Between two loops it
-        does nothing at a resume in the second one.
+        is saved: a run that is stopped there goes on from its last checkpoint. Between two loops,
+        at a resume in the second one, it loads nothing and prints a message.
 
         Raises
         ------

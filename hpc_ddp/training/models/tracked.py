@@ -28,15 +28,15 @@ OF_WEIGHTS = ("state", "param_groups")  # of an optimizer, an entry for each wei
 def check_models(
     objects: Mapping[str, Any], wrapped: Iterable[torch.nn.Module], is_stage: bool = False
 ) -> None:
-    """Refuse tracked `objects` with an optimizer, but without the model it trains, or an optimizer
-    inside it: checkpoints would lack their state. `wrapped` went through `Run.wrap` and others;
-    with `is_stage` they belong to one stage of a pipeline.
+    """Refuse tracked `objects` if a checkpoint would lack what an optimizer among them trains, or
+    an optimizer inside it. `wrapped` are the models that went through `Run.wrap` and others; with
+    `is_stage` the objects belong to one stage of a pipeline.
 
     Raises
     ------
     UsageError
-        an optimizer has a parameter of such a model, or another optimizer, or, in a stage, a
-        tensor of no tracked object
+        an optimizer trains a model that is not tracked, has another optimizer that is not tracked,
+        or trains, in a stage, a tensor of no tracked object
     HpcDdpError
         the state of an object can't be saved
     """
@@ -101,9 +101,9 @@ def check_copies(
 
 
 def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
-    """Return the attribute by which an optimizer has another one, as SAM has it, that is not
-    `tracked`, and whose state is its own; '' without one, and where the outer one's class has a
-    ``state_dict`` that may have that state."""
+    """Return the name of the attribute by which an optimizer has another one, as SAM has it, that
+    is not `tracked` and has a state of its own. Return '' if there is none, and if the outer one's
+    class has a ``state_dict`` of its own, which may have that state."""
     if type(outer).state_dict is Optimizer.state_dict:
         for key, inner in vars(outer).items():
             is_apart = isinstance(inner, Optimizer) and inner.state is not outer.state
@@ -114,7 +114,7 @@ def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
 
 def add_hook_tables(optimizer: Optimizer) -> None:
     """Give an optimizer that has left out ``Optimizer.__init__``, as Lookahead of torch_optimizer,
-    the tables that hooks are registered in. Its steps call none."""
+    the tables that hooks are registered in, empty. Its steps call no hooks."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         vars(optimizer).setdefault(name, OrderedDict())
 
@@ -122,10 +122,11 @@ def add_hook_tables(optimizer: Optimizer) -> None:
 def warn_of_untracked(
     objects: Iterable[Any], warn: Callable[[str], None], remedy: str = "name it in run.track(…)"
 ) -> None:
-    """Warn, by calls of `warn` with the text, of schedulers of a tracked optimizer, optimizers with
-    a state for a tracked model, averages of models, and scalers of gradients, that are neither
-    among the tracked `objects` nor within one: a resume begins them anew. Called after a step; it
-    looks at all objects, as `find_living` does."""
+    """Call `warn` with a text, which ends in `remedy`, for each object that is neither among the
+    tracked `objects` nor within one, so that a resume begins it anew: schedulers of a tracked
+    optimizer, optimizers with a state for a tracked model, averages of models, and enabled scalers
+    of gradients. Called after a step; it looks at all objects of the process, as `find_living`
+    does."""
     within = list(_objects_within(objects))
     if any(_find_untracked(within)):
         gc.collect()  # one that the script has replaced may wait for it
@@ -134,8 +135,8 @@ def warn_of_untracked(
 
 
 def warn_of_stateless(objects: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    """Warn, by `warn`, of metrics of torchmetrics whose state dicts have nothing, as theirs are
-    made: each attempt begins them anew."""
+    """Call `warn` with a text for each metric of torchmetrics among `objects` whose state dict is
+    empty, as it is by default: each attempt begins it anew."""
     for name, thing in objects.items():
         is_metric = isinstance(thing, torch.nn.Module) and hasattr(thing, "persistent")
         if is_metric and not thing.state_dict():
@@ -150,9 +151,11 @@ _EARLY = 64
 
 
 class GradientWatch:
-    """Warns, once, of gradients in the tracked `objects` that a script accumulates by hand over
-    ``run.step``: an early step of a loop without an optimizer's update, behind one that had it. A
-    ``capturable`` optimizer's may be replays of a CUDA graph, which are not seen."""
+    """Warns, once, of gradients that a script accumulates by hand over ``run.step``: one of the
+    first `_EARLY` steps has gradients and no optimizer's update, after a step that had one.
+    `has_updated` is set, from outside, at each update. Optimizers among the tracked `objects` that
+    are ``capturable`` are left out: their updates may be replays of a CUDA graph, which are not
+    seen."""
 
     def __init__(self, objects: Iterable[Any] = (), warn: Callable[[str], None] = print) -> None:
         optimizers = (thing for thing in objects if isinstance(thing, Optimizer))
@@ -164,7 +167,8 @@ class GradientWatch:
         self._had_update = False  # in a step before
 
     def end_step(self) -> None:
-        """Called behind each step."""
+        """Note whether the step had an update, and call `warn` if gradients are kept over it.
+        Called behind each step."""
         if not self._steps_left:
             return
         self._steps_left -= 1
@@ -183,8 +187,8 @@ class GradientWatch:
 
 
 def _find_untracked(within: Collection[Any]) -> list[str]:
-    """Return the kinds of what `warn_of_untracked` warns of; `within` are the tracked objects and
-    what they have."""
+    """Return the kinds and class names of the objects that `warn_of_untracked` warns of; `within`
+    are the tracked objects and what they have."""
     numbers = set(map(id, within))
     modules = [thing for thing in within if isinstance(thing, torch.nn.Module)]
     numbers |= {id(part) for module in modules for part in module.modules()}
@@ -208,8 +212,9 @@ def _find_untracked(within: Collection[Any]) -> list[str]:
 
 
 def find_living(*kinds: type) -> list[Any]:
-    """Return the objects of this process that are of some classes, by their type: a proxy that is
-    asked for its class may warn. It takes 0.1 s for a million objects."""
+    """Return the objects of this process whose class is one of `kinds` or derived from one. Their
+    type decides, since a proxy that is asked for its class may warn. It takes 0.1 s for a million
+    objects."""
     classes: list[type] = list(kinds)
     for kind in classes:  # it grows
         classes += type.__subclasses__(kind)
@@ -218,7 +223,8 @@ def find_living(*kinds: type) -> list[Any]:
 
 
 def _module_of(parameters: Collection[torch.Tensor]) -> torch.nn.Module | None:
-    """Return a module that has one of some parameters itself, None without one."""
+    """Return a module of this process that has one of some parameters itself, not by a submodule;
+    None if there is none."""
     numbers = set(map(id, parameters))
     modules: list[torch.nn.Module] = find_living(torch.nn.Module) if numbers else []
     for module in modules:
@@ -234,8 +240,9 @@ def _parameters_of(things: Iterable[Any]) -> set[int]:
 
 
 def _objects_within(objects: Iterable[Any]) -> Iterator[Any]:
-    """Yield objects, their attributes, what these hold, and so on, some levels deep; not what is
-    within a module or a tensor."""
+    """Yield objects, without wrappers, and what they hold: attributes, entries of dicts and lists,
+    and so on, `LEVELS` deep and up to `MOST_PARTS` at a level. Modules are yielded without their
+    parts; tensors are not."""
     level, visited = list(map(unwrap, objects)), set[int]()
     for _ in range(LEVELS):
         parts: list[Any] = []

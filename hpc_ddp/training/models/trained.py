@@ -14,8 +14,8 @@ class TrainedParameters:
 
     A GAN ends each step with a discriminator without gradients, which is trained all the same. But
     a frozen model below an adapter is often in an optimizer, too, which then never has a state for
-    it. So those count that an optimizer has a state for, or that have needed a gradient at a call
-    of `add`: plain SGD has no states.
+    it. So a parameter counts as trained if an optimizer has a state for it, or if it needed a
+    gradient at a call of `add`: plain SGD has no states.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,8 @@ class TrainedParameters:
         self._as_made: dict[int, bool] = {}
 
     def add(self, objects: Iterable[Any]) -> None:
-        """Add the optimizers and modules among a script's objects; others are passed over."""
+        """Note the optimizers among a script's objects, with their settings and the parameters that
+        need gradients now, and the flags of the modules among them; others are passed over."""
         for thing in objects:
             if isinstance(thing, Optimizer):
                 self._optimizers.append(thing)
@@ -41,33 +42,35 @@ class TrainedParameters:
                 self.note_flags(thing)
 
     def note_flags(self, module: torch.nn.Module) -> None:
-        """Take the flags of a module for those that the script has made."""
+        """Note which parameters of a module need gradients, and which of its parts are in training
+        mode, as the flags that the script has made, in place of those noted before."""
         self._as_made |= {id(p): p.requires_grad for p in module.parameters()}
         self._as_made |= {id(part): part.training for part in module.modules()}
 
     def as_made(self, thing: object, flag: bool) -> bool:
-        """Return the flag of a module's part or parameter as the script has made it; `flag`, which
-        it has now, for one of a module that was not added."""
+        """Return the flag of a parameter or a part of a module as the script has made it; if none
+        was noted, return `flag`, which it has now."""
         return self._as_made.get(id(thing), flag)
 
     def settings(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the plain settings of an optimizer's groups as the script had made them by `add`;
-        [] of one that was not added."""
+        """Return the plain settings of each of an optimizer's groups, as they were at `add`; [] for
+        an optimizer that was not added."""
         return self._settings.get(id(optimizer), [])
 
     def changes_of(self, module: torch.nn.Module) -> dict[str, bool]:
-        """Return whether parameters of a module need gradients, by name, for those of which the
-        loop has changed that, as it unfreezes layers."""
+        """Return, by name, whether parameters of a module need gradients, for those alone for which
+        the loop has changed this, as it unfreezes layers."""
         flags = module.named_parameters(remove_duplicate=False)
         return self._changed((key, id(p), p.requires_grad) for key, p in flags)
 
     def modes_of(self, module: torch.nn.Module) -> dict[str, bool]:
-        """Return whether parts of a module are in training mode, by name, for those of which the
-        loop has changed that, as it stops the means of batch norm."""
+        """Return, by name, whether parts of a module are in training mode, for those alone for
+        which the loop has changed this, as it stops the means of batch norm."""
         return self._changed((key, id(m), m.training) for key, m in module.named_modules())
 
     def _changed(self, flags: Iterable[tuple[str, int, bool]]) -> dict[str, bool]:
-        """Return those of some flags, as name, id and flag, by name that are not as made."""
+        """Return, by name, those of the flags (each a name, an id and a flag) that are not as
+        made."""
         return {key: flag for key, number, flag in flags if self._as_made.get(number, flag) != flag}
 
     def ids(self) -> set[int]:
@@ -81,7 +84,7 @@ class TrainedParameters:
 
 
 def _is_plain(setting: Any) -> bool:
-    """Return whether a setting is a number or some of them, as most are."""
+    """Return whether a setting is a number or a tuple of numbers, as most are."""
     parts = setting if isinstance(setting, tuple) else (setting,)
     return all(isinstance(part, (int, float)) for part in parts)
 
