@@ -92,7 +92,7 @@ class LibraryCheckpoints(Checkpoints):
     def _damage_of(self, folder: Path) -> str | None:
         """Return what is damaged in a checkpoint, or which part of it belongs to another user; None
         for a good one. It is a collective. Raise HpcDdpError if other users can write the
-        checkpoint, and as the base's."""
+        checkpoint, DiskError if a disk does not answer."""
         if fault := on_first(self.control, partial(self._owner_fault, folder)):
             return f"{fault}, and can run code (to use it, make a copy, {folder.name}: cp -r)"
         return super()._damage_of(folder)

@@ -164,9 +164,9 @@ class CheckpointManager:
 
     def put_back(self, accepts_settings: bool) -> list[str]:
         """Load models and optimizers anew where they differ from the checkpoint that `track` has
-        loaded. Do nothing without such a checkpoint, or after the first save. With
-        `accepts_settings` a change of optimizers' settings alone is left. Return a line of text for
-        each object that differed. It is no collective: each rank reads by itself. Raises as
+        loaded, and set models' flags as in it; do nothing without one, or after the first save.
+        With `accepts_settings` a change of optimizers' settings alone is left. Return a line of
+        text for each object that differed. No collective: each rank reads by itself. Raises as
         `put_back.put_back`."""
         return self._loaded.put_back(self._dims.pp > 1, accepts_settings) if self._loaded else []
 

@@ -50,7 +50,7 @@ def put_back(
     HpcDdpError
         the checkpoint is of other objects (the error names keys and shapes that differ); or the
         files lack a part of a tensor; or a ``load_state_dict`` raises ValueError, RuntimeError or
-        KeyError (its other errors come through, and those of a device)
+        KeyError (any other error comes through, and so does a device's)
     UnreadableError
         the disk does not answer
     RuntimeError

@@ -96,7 +96,7 @@ def inventory_of(
     """Return a rank's inventory, without checksums; `stage` is the number of its pipeline stage (0
     without one).
 
-    `tensors` has, by name, those that it saves together with other ranks; `parts` has the parts
+    `tensors` has, by name, those that the rank saves together with others; `parts` has the parts
     that it writes, of which private ones do not count; `objects` are the names of the tracked
     objects.
     """

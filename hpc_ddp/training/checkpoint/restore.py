@@ -76,7 +76,7 @@ class Loaded:
         """Load models and optimizers anew where their tensors have changed since the load; put back
         all flags of models. With `accepts_settings` a change of optimizers' settings alone does not
         count. Return a line of text for each object in which something was otherwise. `is_stage` is
-        the `stage` of `put_back.put_back`; raises as that. It is no collective."""
+        the `stage` of `put_back.put_back`, whose errors are raised. It is no collective."""
         with torch.inference_mode(False), torch.no_grad():  # a look may be in another mode
             changed, modules = self._put_tensors_back(is_stage, accepts_settings)
         lines = [

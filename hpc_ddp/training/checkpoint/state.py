@@ -143,7 +143,7 @@ def collect(
     UsageError
         an object has no state_dict or load_state_dict, or has its state on one rank alone
     HpcDdpError
-        names an entry that ``weights_only`` would refuse to load again
+        ``weights_only`` would refuse to load an entry again, which the error names
     """
     for plain in map(unwrap, objects.values()):
         if isinstance(plain, torch.nn.Module):

@@ -1,6 +1,6 @@
 """DTensors, as FSDP2 and tensor parallelism shard them, and norms over ranks.
 
-Importing it takes a second, so that is done only where a script has loaded it already.
+Importing DTensor takes a second: it is used only where a script has loaded it already.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
 
     Buffers that no checkpoint has (masks and tables) are alike on all ranks, and stay as they are;
     so do DTensors. The buffers travel on `device`, whose tensors the group carries, those of one
-    type of number together, in broadcasts of about `TOGETHER` bytes. The host waits only for
-    buffers that lie on other devices.
+    type of number together (`_in_parcels`). The host waits only for buffers that lie on other
+    devices.
     """
     unique: dict[int, torch.Tensor] = {}
     for module in model.modules():

@@ -35,7 +35,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """The number of copies of the model, each of which takes its own samples."""
+        """The number of copies of the model, each of which is trained on samples of its own."""
         return self.world_size // (self.tp * self.pp)
 
     @property

@@ -173,7 +173,8 @@ class Precision:
         self._choose_scale()
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Add a model to those whose weights `look` reads, on all ranks; twice is once."""
+        """Have `look` read the weights of a model, too; all ranks call it. A second call does
+        nothing."""
         if not any(watched is model for watched in self._watched):
             self._watched.append(model)
 

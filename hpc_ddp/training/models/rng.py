@@ -107,8 +107,8 @@ class GeneratorState:
         return {"state": _with_tensors(state)}
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Keep a state from `state_dict` for `restore`; raise KeyError if it lacks an entry that
-        this generator's state has."""
+        """Keep a state from `state_dict` for `restore`. The state of another kind of generator
+        raises an error, here (KeyError, IndexError) or in `restore` (ValueError, TypeError)."""
         self._loaded = _like(raw_state(self._generator), stored["state"])
 
     def restore(self) -> None:

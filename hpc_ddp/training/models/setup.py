@@ -331,8 +331,8 @@ class ModelSetup(Worker):
         check_copies(objects.values(), self._wrapped, self._dims)
 
     def _begin_loop(self, is_over: bool) -> None:
-        """Set random generators, note models' flags, undo what lines of the script have changed
-        since the checkpoint, journal the begin, start the clocks. Raises as `epochs`."""
+        """Set random generators, note models' flags, undo what lines that run a second time have
+        changed, journal the begin, start the clocks. Raises as `epochs`."""
         calls, position = self._calls, self.position
         loader = self._loader if calls.loop == "epochs" else None
         if self._loader is not None:

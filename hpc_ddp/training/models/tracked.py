@@ -77,10 +77,11 @@ def check_models(
 def check_copies(
     objects: Iterable[Any], wrapped: Iterable[torch.nn.Module], dims: ParallelDims
 ) -> None:
-    """Refuse to train copies of a model whose gradients nothing averages.
+    """Refuse optimizers among `objects` that train copies of a model whose gradients nothing
+    averages.
 
-    Only optimizers among `objects` are checked, and only where some ranks share a copy and
-    others have another one: with one copy, or one on each rank, nothing is refused.
+    They are refused only where some ranks share a copy and others have another one: with one copy,
+    or one on each rank, nothing is.
 
     Raises
     ------

@@ -162,16 +162,16 @@ def _files_of(nodes: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Index:
-    """The parts of a checkpoint, as one rank has read them for all.
+    """The index of a checkpoint, as one rank has read it for all.
 
     Attributes
     ----------
     shared
         the plain values that the ranks shared
     parts
-        of the ranks that wrote it, by rank
+        those of the ranks that wrote the checkpoint, by rank
     layouts
-        of the parts
+        those of the parts, by number
     objects
         names of the objects of which each rank had its own
     """
@@ -183,7 +183,7 @@ class Index:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that wrote it."""
+        """The number of ranks that wrote the checkpoint."""
         return len(self.parts)
 
     def first_of_stream(self, stream: int) -> int | None:
