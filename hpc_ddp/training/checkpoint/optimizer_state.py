@@ -198,9 +198,9 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Copy the settings that torch has loaded into the `groups` that an optimizer had before, and
-    give it these groups again, and so an optimizer inside it that shares them. Do nothing where
-    their number differs."""
+    """Copy the settings that torch has loaded into the `groups` that an optimizer had before. The
+    optimizer, and one inside it that shares its groups, get these again. Do nothing where the
+    numbers of groups differ."""
     loaded = optimizer.param_groups
     if loaded is groups or len(loaded) != len(groups):
         return

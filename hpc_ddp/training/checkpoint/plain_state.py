@@ -31,11 +31,12 @@ def take_apart(
     devices: Sequence[torch.device] = (),
 ) -> Any:
     """Return a copy of `value`, a state dict or an entry of one, with a mark in place of each
-    tensor, which is added to `tensors` by its place: `where` and the keys below it, joined by dots.
+    tensor. The tensor is added to `tensors` by its place: `where` and the keys below it, joined by
+    dots.
 
-    The mark is `TENSOR`, or `ON_DEVICE` with the tensor's index in this worker's `devices` (0 if
-    its accelerator is not in them). Other subclasses of dict than `_DICTS`, and those of list and
-    tuple, become plain; numbers of numpy that compute as Python's become these.
+    The mark is `TENSOR`, or `ON_DEVICE` with the index of the tensor's accelerator in this worker's
+    `devices` (0 if it is not in them). Other subclasses of dict than `_DICTS`, and those of list
+    and tuple, become plain; numbers of numpy that compute as Python's become these.
 
     Raise HpcDdpError for an entry that ``weights_only`` would refuse to load again; the tensors
     before it are in `tensors`.

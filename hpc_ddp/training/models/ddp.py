@@ -146,8 +146,8 @@ def fix_bucket_order(
     arriving: Sequence[torch.nn.Parameter] = (),
 ) -> None:
     """Run one forward and backward of `ddp`, by which DDP packs gradients in a given order from
-    then on: they are zero, and arrive in the order of `arriving`, which has all the parameters that
-    `ddp` was made with; without these in the reverse order of definition.
+    then on. Its gradients are zero, and arrive in the order of `arriving`, which has all the
+    parameters that `ddp` was made with; without `arriving` in the reverse order of definition.
 
     All ranks must call it. Parameters, buffers and generators stay as they are, gradients are None
     afterwards, and no hooks of parameters are called. Does nothing under ``static_graph``.

@@ -48,8 +48,8 @@ def fsdp_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let a model that FSDP2 has sharded have its shards for parameters again; others stay as they
-    are.
+    """Let a model that FSDP2 has sharded have its shards for parameters again; any other model
+    stays as it is.
 
     After a forward without a backward, as in an evaluation, the outermost module has the gathered
     parameters, which no optimizer knows.
@@ -124,8 +124,8 @@ def place_among_copies(tensor: Any, dims: ParallelDims) -> tuple[int, int] | Non
 
 
 def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
-    """Return whether this rank is the first one that holds its part of a DTensor, and the part
-    counts. Raises as `place_among_copies`."""
+    """Return whether this rank is the first of those that hold its part of a DTensor; False if the
+    part does not count. Raises as `place_among_copies`."""
     place = place_among_copies(tensor, dims)
     return place is not None and place[0] == 0
 

@@ -98,8 +98,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            the run is tensor parallel, or has replicas of a sharded model; a batch norm's own class
-            would be lost; or sparse gradients can't be averaged
+            the run is tensor parallel, or has replicas of a sharded model; the forward of a batch
+            norm's own class would be lost; or sparse gradients can't be averaged
         """
         dims = self._dims
         if dims.tp > 1:

@@ -102,9 +102,9 @@ def check_copies(
 
 
 def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
-    """Return the name of the attribute by which an optimizer has another one, as SAM has it, that
-    is not `tracked` and has a state of its own. Return '' if there is none, and if the outer one's
-    class has a ``state_dict`` of its own, which may have that state."""
+    """Return the name of the attribute by which an optimizer has another one, as SAM has it, if the
+    other one is not `tracked` and has a state of its own. Return '' if there is none, and if the
+    outer one's class has a ``state_dict`` of its own, which may have that state."""
     if type(outer).state_dict is Optimizer.state_dict:
         for key, inner in vars(outer).items():
             is_apart = isinstance(inner, Optimizer) and inner.state is not outer.state
