@@ -366,14 +366,14 @@ class CheckpointManager:
         put_back.put_back(objects, tree, checkpoint.reader, step, is_stage, added)
 
     def settle(self) -> bool:
-        """Wait for the save under way. Return False if it has failed; True if it has succeeded, or
-        if no save has begun since the last call. After a failure the next `save` writes again, and
-        a best value that was to get the failed checkpoint has none again. Raises as
-        `Checkpoints.settle`."""
-        done = self._checkpoints.settle()
-        if not done:
-            self._written = None
-            if self._names_best:  # it is not there, so the next one is the best checkpoint
+        """Wait for the save under way, if there is one. Return False if it has failed, else True.
+        After a failure the next `save` writes again. Raises as `Checkpoints.settle`."""
+        done = False
+        try:
+            done = self._checkpoints.settle()
+        finally:
+            self._written = self._written if done else None
+            if self._names_best and not done:  # it is not there: the next one is the best
                 self.best.step, self._names_best = None, False
         return done
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -180,7 +180,7 @@ class Retention:
     every: int | None = None
 
 
-def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
+def prune(folder: Path, keep: Retention, pinned: Collection[int] = ()) -> None:
     """Remove the checkpoints in `folder` that `keep` does not name, and all `.old-` ones; call it
     after a newer checkpoint is durable.
 

@@ -164,6 +164,32 @@ def test_a_save_that_fails_is_tried_again(
     assert (slept, checkpoint_names(run)) == ([1.0], ["step-1"])
 
 
+def test_a_save_that_has_failed_for_good_counts_for_nothing(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script may catch the error, and call `finish`: then the run is not done."""
+    saver = make()
+    manager = make_manager(saver, Position(step=1))
+    manager.track({"count": Holds(0)}, {})
+    manager.judge(1.0, higher=True)
+    break_publishing(saver, OSError("away"))
+    manager.save()
+    settle = saver.settle
+
+    def fail() -> bool:
+        settle()
+        raise HpcDdpError("the third failure")
+
+    monkeypatch.setattr(saver, "settle", fail)
+    with pytest.raises(HpcDdpError, match="third failure"):
+        manager.settle()
+    assert manager.best.step is None
+    monkeypatch.setattr(saver, "settle", settle)
+    break_publishing(saver, None)
+    manager.save_surely()
+    assert checkpoint_names(run) == ["step-1"]
+
+
 def test_the_best_weights_come_back(make: Make) -> None:
     model, position = torch.nn.Linear(2, 2), Position(step=1)
     manager = make_manager(make(), position)
