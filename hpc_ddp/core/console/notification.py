@@ -25,6 +25,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import open_data
 
 LIMIT_S = 5.0  # for all ways together
+KILL_S = LIMIT_S - 0.5  # for a program: before `send` returns, after which this process may end
 NO_ANSWER = "no answer in time"
 _EXAMPLE = "mail = me@example.org"
 _FORMS = {"mail": r"[^\s,;:<>]+", "webhook": r"https?://\S+", "command": r".+"}
@@ -68,10 +69,10 @@ def read_addresses(path: Path) -> Addresses:
         if not (text := line.strip()) or text.startswith("#"):
             continue
         key, _, value = map(str.strip, text.partition("="))
-        if key not in _FORMS or not re.fullmatch(_FORMS[key], value):
+        if key not in _FORMS or key in values or not re.fullmatch(_FORMS[key], value):
             raise UsageError(  # without the value: it may be a secret
-                f"notify: line {number} of {path} is not understood; accepted: mail = ADDRESS,"
-                " webhook = URL, command = LINE",
+                f"notify: line {number} of {path} is not understood; accepted, each once: mail ="
+                " ADDRESS, webhook = URL, command = LINE",
                 hint=f"as in: {_EXAMPLE}",
             )
         values[key] = value
@@ -150,7 +151,7 @@ def _post(url: str, text: str) -> str:
 
 def _run(argv: list[str], text: str, subject: str) -> str:
     """Run a program with a text on its stdin and the subject as ``HPC_DDP_SUBJECT``, and wait for
-    its end; return why it failed, else "". After `LIMIT_S` the program and its children are killed.
+    its end; return why it failed, else "". After `KILL_S` the program and its children are killed.
     Raise OSError where it can't be started."""
     with subprocess.Popen(
         argv,
@@ -161,7 +162,7 @@ def _run(argv: list[str], text: str, subject: str) -> str:
         start_new_session=True,
     ) as process:
         try:
-            process.communicate(text.encode(), timeout=LIMIT_S)
+            process.communicate(text.encode(), timeout=KILL_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -36,8 +36,12 @@ def test_a_file_names_the_ways(tmp_path: Path) -> None:
     [
         ("", "names no way to reach you"),
         ("mail = a@b, c@d", "line 1 of .* is not understood"),
+        ("mail = a@b\nmail = c@d", "line 2 of .* accepted, each once"),
         ("# x\nwebhook = file:///etc/passwd", "line 2 of"),
-        ("slack = secret-token", "accepted: mail = ADDRESS, webhook = URL, command = LINE"),
+        (
+            "slack = secret-token",
+            "accepted, each once: mail = ADDRESS, webhook = URL, command = LINE",
+        ),
         ("mail", "line 1 of"),
     ],
 )
@@ -127,6 +131,7 @@ def test_a_way_that_does_not_answer_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     monkeypatch.setattr(notification, "LIMIT_S", 0.2)
+    monkeypatch.setattr(notification, "KILL_S", 0.1)
     began = time.monotonic()
     pid = tmp_path / "pid"
     command = f"sleep 600 & echo $! > {pid}; wait"
