@@ -56,12 +56,12 @@ TEARDOWN_S = 300.0  # what a user's lines after the training may take
 
 
 def queue_next(environ: dict[str, str]) -> None:
-    """Queue a chain's next job before this one's set-up lines, unless this one is not to start; if
-    `begin` finds a further reason for that, it cancels the next one.
+    """Queue a chain's next job before this job's set-up lines, unless this job is not to start; if
+    `begin` then finds a further reason for that, it cancels the next job.
 
-    Nothing for a finished run, and for a job that Slurm has restarted: that has queued its link
-    already. This job may get recorded as a link (`chain.record_late_link`), and the mark
-    ``cancelled`` deleted (`chain.check_wanted`). A refused sbatch is printed.
+    Nothing is queued for a finished run, or in a job that Slurm has restarted, which has queued its
+    next one at its first start. This job may get recorded as a link (`chain.record_late_link`), and
+    the mark ``cancelled`` deleted (`chain.check_wanted`). A refusal of sbatch is printed.
 
     Raise HpcDdpError as `chain.check_wanted` and `check_budget`, or for a broken job.json; OSError
     if the run's folder can't be read or written.
@@ -78,8 +78,8 @@ def queue_next(environ: dict[str, str]) -> None:
 
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
-    """Take the next attempt's number and return its variables, or None, with the effects and errors
-    of `_begin`; after an HpcDdpError the link of `queue_next` is cancelled."""
+    """Begin the next attempt and return its variables, or None, as `_begin` does, with its effects
+    and errors; after an HpcDdpError the job that `queue_next` has queued is cancelled."""
     try:
         return _begin(environ)
     except HpcDdpError:
@@ -89,15 +89,15 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
 
 
 def _begin(environ: dict[str, str]) -> dict[str, str] | None:
-    """Take the next attempt's number and return the variables for its supervisors, of `AttemptEnv`
-    and `tracker_env`; None where the run is finished, and this job was requeued or queued by
+    """Begin the next attempt; return the variables of `AttemptEnv` and `tracker_env` for its
+    supervisors. None where the run is finished, and this job was restarted by Slurm or queued by
     another job.
 
-    It makes the attempt's folder, journals `Started`, links the job to the run, queues a chain's
+    This makes the attempt's folder, journals `Started`, links the job to the run, queues a chain's
     next job, and may delete the mark ``cancelled``. Raise HpcDdpError if the run is finished,
     cancelled, given up, over its budget, too often silent or runs already (Slurm is asked, and may
-    refuse to answer), its job.json is broken, or Slurm does not expand the node list; OSError if
-    the run's folder can't be used, or no port is free.
+    refuse to answer), if its job.json is broken, or if Slurm does not expand the node list; OSError
+    if the run's folder can't be used, or no port is free.
     """
     run, job_id = run_of_job(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
@@ -165,11 +165,12 @@ def least_cpus(counts: str) -> int:
 def attempt_env(
     run: RunFolder, attempt: AttemptFolder, nnodes: int, end_time: float | None, spec: JobSpec
 ) -> AttemptEnv:
-    """Return the values for the supervisors of any attempt; `nnodes` is the number of its nodes.
+    """Return the values for the supervisors that do not depend on Slurm; `nnodes` is the number of
+    nodes.
 
     `end_time` is in unix seconds, None without a limit. Nodes are warned ``warn_s`` seconds before
     it, or a tenth of the time from now on, if that is less. The caller adds host, port, restarts
-    and CPUs. The id of the rendezvous is the run's with the attempt: an allocation may have two
+    and CPUs. The id of the rendezvous is made of run and attempt, since one allocation may have two
     runs. Raise OSError where the journal can't be read.
     """
     warn_s = min(spec.warn_s, (end_time - time.time()) / 10) if end_time else spec.warn_s
@@ -200,9 +201,10 @@ def _own_job(environ: dict[str, str]) -> JobRef:
 def warned(environ: dict[str, str]) -> None:
     """Write the attempt's notice after Slurm's warning signal, for the supervisors of all nodes.
 
-    Slurm may send the signal up to a minute early, so this waits until the warning is due, and
-    keeps ``end-time`` up to date; not at a preemption, which some sites announce by the signal too,
-    or where Slurm does not say the end. Raise OSError if the notice can't be written.
+    Slurm may send the signal up to a minute early: this waits until the warning is due, and
+    meanwhile keeps ``end-time`` up to date. It does not wait at a preemption, which some sites
+    announce by the signal too, or where Slurm does not say the end. Raise OSError if the notice
+    can't be written.
     """
     job = ask(environ["SLURM_JOB_ID"])
     while job and not job.preempted and (end_time := _end_of(job)) is not None:
@@ -217,11 +219,11 @@ def warned(environ: dict[str, str]) -> None:
 
 
 def watch(environ: dict[str, str]) -> None:
-    """Keep the attempt's ``end-time`` file as Slurm has it, until the nodes are due to be warned or
-    a preemption begins.
+    """Keep the attempt's ``end-time`` file up to date with Slurm; return once the nodes are due to
+    be warned, or a preemption begins.
 
-    An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
-    more often towards the end: some 54 times in a day. Where it does not answer, the last end
+    An operator may extend or shorten a limit, and a job that was suspended ends later. Slurm is
+    asked more often towards the end, some 54 times in a day. Where it does not answer, the last end
     counts.
     """
     end_time = _end_time(environ)
@@ -236,7 +238,7 @@ def watch(environ: dict[str, str]) -> None:
 
 def _watch_to_the_end(environ: dict[str, str]) -> None:
     """Run `watch`, and `end_step.guard` in a thread, until the batch shell ends this process.
-    Return only where `guard` does, as it can't use job.json."""
+    Return only if `guard` returns, because job.json can't be used."""
     guard = threading.Thread(target=end_step.guard, args=(environ, os.getppid()), daemon=True)
     guard.start()
     watch(environ)
@@ -251,7 +253,7 @@ def _end_of(job: Job | None) -> float | None:
 
 def note_end_time(environ: dict[str, str], end_time: float) -> None:
     """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, if it is more than
-    `SAME_S` from the last one. A disk that refuses is passed over: the nodes keep the last one."""
+    `SAME_S` from the noted one. An OSError is passed over: the nodes go on with the noted one."""
     path = attempt_of(environ).end_time
     noted = read_seconds(path) or _end_time(environ)
     if abs(end_time - noted) > SAME_S:
@@ -260,8 +262,8 @@ def note_end_time(environ: dict[str, str], end_time: float) -> None:
 
 
 def _await_warning(environ: dict[str, str], end_time: float) -> bool:
-    """Sleep for a part of the time before the nodes' warning and return True; return False at once
-    when the warning is due. `end_time`, that of the job's time, is in unix seconds, or inf."""
+    """Sleep for a share of the time until the nodes' warning is due, and return True; if it is due,
+    return False at once. `end_time` is the end of the job's time in unix seconds, or inf."""
     early_s = end_time - AttemptEnv.from_env(environ).warn_s - time.time()
     if early_s <= 0:
         return False
@@ -270,10 +272,11 @@ def _await_warning(environ: dict[str, str], end_time: float) -> bool:
 
 
 def next_port(environ: dict[str, str]) -> int:
-    """Clear away a start whose port was taken, and return another port to try.
+    """Clear away a start of the attempt that failed as its port was taken; return another port to
+    try.
 
-    Empties ``failed``, deletes the nodes' records and ``port-taken``. Raise OSError if the folder
-    can't be changed, there is no ``port-taken``, or no port is free.
+    This empties ``failed``, and deletes the nodes' records and ``port-taken``. Raise OSError if the
+    folder can't be changed, there is no ``port-taken``, or no port is free.
     """
     attempt = attempt_of(environ)
     attempt.failed.write_text("")
@@ -297,11 +300,11 @@ def _end_time(environ: dict[str, str]) -> float:
 
 
 def verdict(environ: dict[str, str]) -> int:
-    """Decide how the run continues, journal it, do it (`go_on`), and send the user's messages of
-    it; return the exit code for the batch script.
+    """Decide how the run continues, journal the verdict, carry it out (`go_on`), and send the
+    user's messages about it. Return the exit code for the batch script.
 
-    First waits while the job is suspended. Slurm's refusals are printed, and show in the code.
-    Raises as `judge`, and OSError for a run folder that can't be used.
+    While the job is suspended, this waits first. Refusals of Slurm are printed, and show in the
+    code. Raises as `judge`, and OSError for a run folder that can't be used.
     """
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
@@ -314,10 +317,11 @@ def verdict(environ: dict[str, str]) -> int:
 
 
 def teardown_time(environ: dict[str, str]) -> int:
-    """Return how many seconds, 1 to `TEARDOWN_S`, the user's lines after the training may take.
+    """Return how many seconds, 1 to `TEARDOWN_S`, the user's lines after the training may take. A
+    time that is cut short is printed.
 
-    They have to end `VERDICT_S` before the job's time, or a preemption's grace time, is over: Slurm
-    would end the batch shell, and with it the verdict. A time that is cut short is printed.
+    The lines have to end `VERDICT_S` before the job's time, or a preemption's grace time, is over:
+    Slurm would end the batch shell, and with it the verdict.
     """
     job = ask(environ["SLURM_JOB_ID"])
     end_time = job.end_time if job and job.preempted else _end_of(job)
@@ -329,11 +333,11 @@ def teardown_time(environ: dict[str, str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run one part of the batch script, see `_call`; return its exit code.
+    """Run one command of the batch script, see `_call`; return its exit code.
 
-    After a ``begin`` or ``verdict`` whose code is not 0, and for ``failed CODE`` of set-up lines,
-    with which the batch shell ends, Slurm is kept from holding the job and from a requeue of its
-    own, by another code if need be.
+    The batch shell ends with this code after a ``begin`` or ``verdict`` that is not 0, and after
+    ``failed CODE``, which set-up lines call. Then Slurm is kept from holding the job and from a
+    requeue of its own (`requeue.end_as_failed`), if need be by another code.
     """
     environ = dict(os.environ)
     code = int(argv[1]) if argv[:1] == ["failed"] else _call(argv, environ)
@@ -343,14 +347,14 @@ def main(argv: list[str]) -> int:
 
 
 def _call(argv: list[str], environ: dict[str, str]) -> int:
-    """Run the part of the batch script that `argv` names; return its exit code.
+    """Run the command of the batch script that `argv` names; return its exit code.
 
-    The batch shell gets an `answer`: of ``begin`` bash lines (``exit 0`` where there is nothing to
-    do), of ``teardown-time`` and ``next-port`` a number. ``interrupted`` writes the notice, and an
-    end time ``warn_s`` from now, unless an earlier one is noted. With ``warned`` and ``watch`` this
-    process ignores SIGTERM, and dies with the batch shell. ``verdict`` has a code of its own.
-    HpcDdpErrors and OSErrors are printed on stderr: their codes are the HpcDdpError's own and
-    `CAN_GO_ON`; 2 is that of an unknown name.
+    Some print an answer for the batch shell: ``begin`` bash lines (``exit 0`` where there is
+    nothing to do), ``teardown-time`` and ``next-port`` a number. ``interrupted`` writes the notice,
+    and an end time ``warn_s`` from now, unless an earlier one is noted. In ``warned`` and ``watch``
+    this process ignores SIGTERM, and dies with the batch shell. ``verdict`` returns its own code;
+    an HpcDdpError or OSError is printed on stderr, and gives the error's own code or `CAN_GO_ON`;
+    an unknown name gives 2.
     """
     try:
         match argv:

@@ -28,7 +28,7 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.peer_links import Task
 from hpc_ddp.node.workers.worker import after_setup, started_by
 
-NODE_SETUP = "HPC_DDP_NODE_SETUP"  # the lines that come before it
+NODE_SETUP = "HPC_DDP_NODE_SETUP"  # the variable with the set-up lines that run before the child
 AGENT_WORDS = 4  # python -u node.py elastic_agent
 MOST_FILES = 1 << 16  # some programs close each descriptor that there might be
 # Beginnings of an MPI's variables of a task: Open MPI; Intel MPI and MPICH; MVAPICH.
@@ -39,16 +39,18 @@ NO_GROUP = "no-group"  # a file of the first node: its workers have formed no pr
 def ignore_notices() -> None:
     """Ignore the `NOTICE_SIGNALS` in this process, a fork that is to become a supervisor's child.
 
-    A wrapper of Python (``--python``) inherits it: a site may signal each process of the step, and
-    a wrapper's death would end its child. torchrun's agent and a worker take them over themselves.
+    A wrapper of Python (``--python``) inherits this: a site may signal each process of the step,
+    and a wrapper's death would end its child. torchrun's agent and a worker set handlers of their
+    own.
     """
     for number in NOTICE_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def warn_of_wrapper(environ: Mapping[str, str]) -> None:
-    """Print a warning if Slurm's task (SLURM_TASK_PID) is a process above this one that would die
-    of SIGTERM, a preemption's signal; none if that process can't be seen from this container."""
+    """Print a warning if Slurm's task (SLURM_TASK_PID) is another process, above this one, that
+    would die of SIGTERM, a preemption's signal. Print nothing if that process can't be seen from
+    this container."""
     with suppress(ValueError):
         task = int(environ.get("SLURM_TASK_PID") or os.getpid())
         if task != os.getpid() and (name := mortal_name(task)):
@@ -60,11 +62,11 @@ def warn_of_wrapper(environ: Mapping[str, str]) -> None:
 
 
 def note_missing_variable(name: str) -> str:
-    """Return why a supervisor that lacks the job's variable `name` can't work; record that, too, as
-    this node's failure in the newest attempt: the verdict sees that it would come again.
+    """Return why a supervisor that lacks the job's variable `name` can't work. Also record this as
+    the node's failure in the newest attempt, so that the verdict gives no further attempt.
 
-    The run is that of this file, ``<run>/lib``: without variables it is not known otherwise. A
-    record that can't be written is left out.
+    The run is found by the path of this file, ``<run>/lib/…``, since its variable may be missing,
+    too. A record that can't be written is left out.
     """
     text = (
         f"this Python does not get the job's variables ({name} is missing): a wrapper or container"
@@ -80,8 +82,8 @@ def note_missing_variable(name: str) -> str:
 
 
 def raise_file_limit() -> None:
-    """Raise this process's soft limit of open files, which its children inherit, to the hard one,
-    at most `MOST_FILES`.
+    """Raise this process's soft limit of open files to the hard one, at most to `MOST_FILES`; its
+    children inherit it.
 
     Slurm passes on the limit of the shell that submitted, 1,024 by default; a rank of a job with
     512 ranks has more connections than that.
@@ -95,19 +97,19 @@ def raise_file_limit() -> None:
 def split(words: list[str]) -> tuple[list[str], list[str]]:
     """Split torchrun's words into its options, ``--name=value``, and the script with its arguments.
 
-    The script is the first word without a dash. Raise StopIteration without one.
+    The script is the first word without a dash. Raise StopIteration where there is none.
     """
     script = next(i for i, word in enumerate(words) if not word.startswith("-"))
     return words[:script], words[script:]
 
 
 def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return a command of torchrun with the ``$`` variables of its options filled in: under
-    submitit and locally no shell has done it.
+    """Return a command of torchrun with the ``$`` variables of its options filled in from
+    `environ`: under submitit and locally no shell does it.
 
-    `command` is as `torchrun_launch` has it. The words before the options stay as they are, and so
-    do the script's arguments: they are the user's. Raise UsageError for a variable that `environ`
-    lacks, or a ``$`` without a name; StopIteration without a script.
+    `command` has the form that `torchrun_launch` describes. The words before the options and the
+    script's arguments stay as they are. Raise UsageError for a variable that `environ` lacks, or a
+    ``$`` without a name; StopIteration without a script.
     """
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
     return [*start, *(_fill_option(word, environ) for word in options), *script]
@@ -129,29 +131,29 @@ def _fill_option(option: str, environ: Mapping[str, str]) -> str:
 class Launch:
     """The child process of a supervisor: a node's torchrun, or one worker.
 
-    `peers` are the record files of all supervisors for the first one, whose exit code fails the
-    step; [] for the others. torchrun, for which `rank` is None, reports its workers in
-    ``folder.failures``.
+    `peers` are the record files of all supervisors; they are given to the first supervisor alone,
+    whose exit code fails the step, and are [] for the others. `rank` is None for torchrun, which
+    reports its workers in ``folder.failures``.
     """
 
-    name: str  # of the supervisor among those of the attempt: the node's, and a worker's rank
-    task: Task  # its number among them
+    name: str  # of the supervisor, in the attempt: the node, and for one worker also its rank
+    task: Task  # the supervisor's number among those of the attempt
     folder: NodeFolder  # the files of the supervisor
     command: Sequence[str]
-    env: Mapping[str, str]  # the child's variables beside those of every launch
+    env: Mapping[str, str]  # the child's variables besides those of every launch
     peers: Sequence[Path]
     rank: int | None = None  # of the one worker
     store_port: int = 0  # not 0: this worker hosts the store; the script tries another if taken
     reports_fabric: bool = True  # one supervisor of each node does
-    is_elastic: bool = False  # torchrun of the other nodes continues without a lost one
+    is_elastic: bool = False  # the other nodes' torchrun continues without a lost node
 
 
 def torchrun_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of a node's torchrun, with the options that differ between nodes added.
 
     `command` is python, -u, node.py, ``elastic_agent``, torchrun's options, and the script with its
-    arguments: Python is started as for a worker, which may be forked from it. The lines of
-    NODE_SETUP come before it. Raise StopIteration without a script.
+    arguments: workers may be forked from this Python, so it has a worker's options. The set-up
+    lines of NODE_SETUP run before it. Raise StopIteration without a script.
 
     torchrun would guess the store's host and this node's name from host names: wrong with several
     interfaces, aliases, or a name that /etc/hosts maps to loopback (pytorch issue 73656).
@@ -174,11 +176,11 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
 
 def worker_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of this task's worker; `command` is python and the script with its
-    arguments. The lines of NODE_SETUP come before it.
+    arguments. The set-up lines of NODE_SETUP run before it.
 
     Ranks are in blocks, node by node, as --distribution has it. Rank 0 has the records of all
-    workers for `peers`, and the port of the store. Raise KeyError outside of a task, OSError where
-    an MPI has ordered the ranks in another way.
+    workers for `peers`, and the port of the store. Raise KeyError where the launcher's variables of
+    a task are missing, OSError where an MPI has ordered the ranks in another way.
     """
     rank, size = _rank_and_size()
     per_node = size // len(place.nodes)

@@ -10,9 +10,10 @@ import sys
 
 
 def refuse_old_python() -> None:
-    """Exit with 1 and print the reason. As a supervisor or torchrun's agent, write it first into
-    the file of the node's folder by which the verdict finds it: that would otherwise see a lost
-    node, again and again. Raise KeyError or OSError where that is not possible."""
+    """Print that this Python is too old, and exit with code 1. A supervisor, or torchrun's agent,
+    first writes the reason into a file of its node's folder, where the verdict finds it; without
+    that file the verdict would see a lost node again and again. Raise KeyError where a variable of
+    the job is missing, OSError where the file can't be written."""
     import json
     import time
 

@@ -5,10 +5,9 @@
 
 The second form is for ``--launcher srun``: a task, and so a supervisor, for each worker.
 
-Slurm signals only the task, or every process of the step, depending on the site's proctrack
-plugin. The supervisor is the task, so every signal reaches it. It alone decides whether that is a
-notice, writes the notice into a file, and signals the workers. A worker that gets SIGTERM without
-that file is being torn down after a failure of a peer.
+Slurm signals the task alone, or every process of the step, as the site's proctrack plugin has it.
+The supervisor, which is the task, decides whether that is a notice, writes the notice into a file,
+and signals the workers. SIGTERM without that file tells a worker that a peer has failed.
 """
 
 from __future__ import annotations
@@ -64,26 +63,26 @@ LEAD_S = 10.0  # what workers have after a notice, however late it is: KillWait 
 
 @dataclass
 class Supervisor:
-    """One node's part of one attempt; with ``--launcher srun`` one worker's. Without `signals` it
-    handles those of this process from now on."""
+    """The supervisor of one node in one attempt; with ``--launcher srun``, of one worker. Without
+    `signals` it handles the signals of this process from now on."""
 
     place: Place
     launch: Launch
     signals: Signals = field(default_factory=Signals)
     notice: str | None = None  # the source of the notice that the workers got
-    torn_down: str | None = None  # the failed peer, or later attempt, for which they were ended
-    killed: bool = False  # the workers, by this supervisor: they did not end when asked to
-    _has_warned: bool = False  # that they will be killed
-    _kill_at: float = 0.0  # 0: not yet; this and the next by `time.monotonic()`
+    torn_down: str | None = None  # the failed peer, or later attempt, for which the workers were ended
+    killed: bool = False  # this supervisor has killed the workers, which did not end
+    _has_warned: bool = False  # that the workers will be killed
+    _kill_at: float = 0.0  # 0: not set; this and the next by `time.monotonic()`
     _noticed_at: float = 0.0
     _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
-    _woke_at: float = -math.inf  # after it had stood still
+    _woke_at: float = -math.inf  # when this loop last went on after it had stood still
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
-        """Make the folder and an empty file of failures, and delete pid files of an earlier start;
-        raise OSError if that fails."""
+        """Make the launch's folder with an empty file of failures, and delete pid files of an
+        earlier start. Raise OSError if that fails."""
         self.end_time, self.folder = self.place.end_time, self.launch.folder
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
         for stale in self.folder.pids():
@@ -96,11 +95,11 @@ class Supervisor:
         self.local_notice = LocalNotice()
 
     def run(self) -> int:
-        """Run the child to its end, or until Slurm has lost an elastic job's first node; return the
-        task's exit code, as `_end`: 0 also after a notice.
-
-        Where a peer has failed already, no child starts, and only the first supervisor's code is 1.
-        A child that can't be started counts as failed with 127. Raise OSError as `_end`."""
+        """Run the child to its end; return the task's exit code, see `_end` (0 also after a
+        notice). Where a peer has failed already, no child starts, and the code is 1 for the first
+        supervisor, 0 for the others. A child that can't be started counts as failed with 127. Where
+        Slurm has lost an elastic job's first node, the child is killed. Raises OSError as
+        `_end`."""
         if read_word(self.place.attempt.failed):  # a peer failed before this one was up
             return 1 if self.launch.peers else 0
         try:
@@ -119,8 +118,9 @@ class Supervisor:
         return self._end(child.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the child in a session of its own, with its output in the agent log; raise OSError
-        if it can't be started, as `_env`, or if the first node's name leads nowhere for 30 s."""
+        """Start the child in a session of its own, with its output in the agent log, and return it;
+        `_env` has further effects. Raise OSError if the child can't be started, or if the first
+        node's name can't be looked up for 30 s. Raises further what `_env` raises."""
         check_resolves(self.place.host_of(0))
         with open(self.folder.agent_log, "ab") as log:
             return subprocess.Popen(
@@ -134,8 +134,8 @@ class Supervisor:
             )
 
     def _env(self) -> dict[str, str]:
-        """Return this process's environment with the variables of node, network and launch; report
-        the interconnect and begin to look up trackers. Raise OSError as `Place.store_env`."""
+        """Return the child's environment. Also report the interconnect, and begin to look up
+        trackers. Raise OSError where the attempt's secret can't be read."""
         return {
             **os.environ,
             "HPC_DDP_NODE": self.place.node,
@@ -180,8 +180,8 @@ class Supervisor:
             child.kill()
 
     def _end_late_workers(self, now: float) -> None:
-        """Have `_poll` kill workers that still run `LEAD_S` after a notice, once the job's time is
-        over. The first supervisor prints that, and once before then that it will happen."""
+        """If the job's time is over, have `_poll` kill the workers, which still run `LEAD_S` after
+        a notice. The first supervisor prints so, and at the first call before then a warning."""
         if self._time_is_over():
             # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
             self._kill_at = now
@@ -197,7 +197,7 @@ class Supervisor:
             say(text)
 
     def _look_at_attempt(self, child: subprocess.Popen[bytes]) -> None:
-        """Tear down or give notice, as ``failed`` and ``notice`` have it; read ``end-time``."""
+        """Read the attempt's ``failed``, ``notice`` and ``end-time``, and act on them."""
         if peer := self._failed_peer():
             self._tear_down(peer)
         elif word := read_word(self.place.attempt.notice):
@@ -215,23 +215,23 @@ class Supervisor:
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
     def _time_is_over(self, in_s: float = 0.0) -> bool:
-        """Return whether the job ends within some seconds; False without a limit. Before it says
-        True, it reads `end_time` anew from the attempt's file."""
+        """Return whether the job's time ends within `in_s` seconds; False without a limit. Before
+        True is returned, `end_time` is read anew from the attempt's file."""
         time_s = time.time() + in_s
         if self.end_time and time_s >= self.end_time:
             self._read_end_time()
         return self.end_time is not None and time_s >= self.end_time
 
     def _read_end_time(self) -> None:
-        """Set `end_time` to what the batch script has written, if anything; tell the workers."""
+        """Set `end_time` to a new one that the batch script has written, and tell the workers."""
         end_time = read_seconds(self.place.attempt.end_time)
         if end_time and end_time != self.end_time:
             self.end_time = end_time
             self.local_notice.write(end_time=end_time)
 
     def _end_if_superseded(self, now: float) -> None:
-        """Have `_poll` kill the rest of an attempt once a later one runs: behind a cut link, or
-        beside a dead slurmd, it would wait for its peers until the watchdog comes."""
+        """Have `_poll` kill the workers and the child once a later attempt runs: behind a cut link,
+        or where slurmd is dead, they would wait for their peers until the watchdog ends them."""
         if not self.torn_down and self._is_superseded():
             self.torn_down = "a later attempt"
             self._kill_at = now
@@ -248,11 +248,12 @@ class Supervisor:
         return "" if name == self.launch.name else name
 
     def _give_notice(self, source: str, child: subprocess.Popen[bytes]) -> None:
-        """Give the workers notice that the attempt must end soon; without any yet, kill the child.
+        """Tell the workers that the attempt must end soon; where none has started yet, kill the
+        child.
 
-        The first `source`, a signal's name or a `NoticeSource`, counts; none after a tear-down. The
-        notice is journalled. The time limit's without workers is passed to all other supervisors.
-        """
+        Only the first call has an effect, and none after a tear-down. `source`, a signal's name or
+        a `NoticeSource`, is journalled. Without workers a time limit is passed on to all
+        supervisors."""
         if self.notice or self.torn_down:
             return
         self.local_notice.write(source=source)
@@ -276,8 +277,8 @@ class Supervisor:
             self._kill_at = time.monotonic() + TEARDOWN_S
 
     def _signal_workers(self, number: int) -> int:
-        """Signal every worker that has started and still runs; return how many there were, 1 where
-        the disk refuses: there may be some, which read the notice's file by themselves."""
+        """Send signal `number` to all workers that run; return their number, 1 where the disk
+        refuses: there may be some, and they read the notice's file by themselves."""
         with suppress(OSError):
             return signal_recorded(self.folder.pids(), number)
         return 1
@@ -285,14 +286,12 @@ class Supervisor:
     # --- the end ---------------------------------------------------------------------------
 
     def _end(self, code: int) -> int:
-        """Record the child's end for peers and verdict; return the task's exit code.
-
-        It is 0 without a failure, after a notice, and in an attempt that a later one supersedes.
-        After another failure ``failed`` ends the peers, and their records are waited for, up to
-        `PEERS_S`; the code is 1 for the supervisor with `peers`, 0 for others. A node that an
-        elastic job has lost waits for the job's end instead, which it may have to decide: 1. Raise
-        OSError as `head_failover.decide`, or where a file can't be looked up.
-        """
+        """Record the child's end, its exit code `code`, for peers and verdict; return the task's
+        exit code. That is 0 without a failure, after a notice, and where a later attempt runs.
+        After another failure the file ``failed`` ends the peers; the supervisor with `peers` waits
+        for their records, up to `PEERS_S`, and returns 1, the others 0. A node that has left an
+        elastic job waits for the job's end, which it may have to decide, and returns 1. Raise
+        OSError as `head_failover.decide`, or where a file can't be looked up."""
         failures = [] if code == 0 else self._failures(code)
         # Its workers did not fail themselves: the rendezvous on the first node was lost.
         is_without_worker = any(failure["rank"] is None for failure in failures)
@@ -329,11 +328,10 @@ class Supervisor:
             say(f"{self.launch.name} can't record how it ended: {error}")
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
-        """Return rank, code, time, error and last line of each worker that failed; without one, a
-        failure of torchrun with rank None and the `code` of the child.
-
-        A worker whose store's port was taken makes the attempt's ``port-taken``; raise OSError.
-        """
+        """Return rank, code, time, error and last line of each worker that has failed; where none
+        has, one failure of torchrun with rank None and the child's `code`. If the port of this
+        worker's store was taken, make the attempt's file ``port-taken``; raise OSError where that
+        fails."""
         launch, noted = self.launch, read_json(self.folder.failures)
         failures: list[dict[str, Any]] = noted.get("failures", [])
         if launch.rank is not None and not noted:  # else the worker's Python could not be started
@@ -350,7 +348,7 @@ class Supervisor:
         return failures
 
     def _wait_for_peers(self) -> None:
-        """Wait up to `PEERS_S` for the peers' records, before srun kills them; raise OSError."""
+        """Wait, `PEERS_S` at most, until all record files `peers` are there. May raise OSError."""
         give_up, waiting = time.monotonic() + PEERS_S, list(self.launch.peers)
         while time.monotonic() < give_up and waiting:
             while waiting and waiting[-1].exists():  # each record is looked for until it is there
@@ -359,9 +357,10 @@ class Supervisor:
 
 
 def main(argv: list[str]) -> int:
-    """Supervise a launch: a name in `LAUNCHES`, then its command, which begins with the job's
-    Python; in a step of the batch script, and with ``--stage``, this process's own takes its place.
-    Return the code of `Supervisor.run`, or 1 after a printed error, once `leave_tree` is done."""
+    """Supervise the launch of `argv`: a name in `LAUNCHES`, then a command that begins with the
+    job's Python (in a step of the batch script, and with ``--stage``, this process's Python
+    replaces it). Return the code of `Supervisor.run`, or print an OSError and return 1; call
+    `leave_tree` at the end."""
     kind, *command = argv
     is_by_script = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
     if (is_by_script or "HPC_DDP_NEAR" in os.environ) and sys.executable:
@@ -387,9 +386,10 @@ def main(argv: list[str]) -> int:
 
 
 def submitit_main(kind: str, command: list[str]) -> None:
-    """Be submitit's task: supervise a launch, as `main`, with the script's arguments from job.json
-    (one file with `command` serves all tasks of an array). Exit with the supervisor's code, where
-    submitit's own is always 0; with 1 and a message if job.json is broken or `expand` refuses."""
+    """Run as submitit's task: supervise a launch, as `main`, with the script's arguments from
+    job.json (a file with `command` serves all tasks of an array). Exit with the supervisor's code,
+    or with 1 and a message if job.json is broken or `expand` refuses; submitit's own exit code
+    would always be 0."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
     try:
         job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
