@@ -41,9 +41,9 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def worker_of(pid_file: Path) -> int:
-    """Return the process id of the worker that a file ``rank-<r>.pid`` names. Where that waits for
-    a command (``--no-python``), it is the id of the nearest process below it that has called
-    `start`, else of the command.
+    """Return the process id of the worker that a file ``rank-<r>.pid`` names. Where that process
+    only waits for a command (``--no-python``), return the id of the nearest process below it that
+    has called `start`, or of the command if none has.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def worker_of(pid_file: Path) -> int:
 
 
 def _below(pid: int) -> list[int]:
-    """Return the ids of the processes below one, its children first."""
+    """Return the ids of all processes below the process `pid`, its children first."""
     children = children_by_parent()
     below = list(children.get(pid, []))
     for process in below:  # it grows meanwhile
@@ -82,7 +82,7 @@ def run(pid: int, command: list[str]) -> None:
     """Replace this process by `command`, in a worker's working directory and environment, with the
     user's umask; never return.
 
-    Variables that make a process a rank of the training are left out, and all of hpc-ddp's but
+    Left out are the variables that make a process a rank of the training, and all of hpc-ddp's but
     HPC_DDP_RUN and HPC_DDP_CODE; TERM is that of this process. Raise HpcDdpError if the command
     can't be started, OSError if the worker has ended or is another user's.
     """
@@ -98,15 +98,14 @@ def run(pid: int, command: list[str]) -> None:
 
 
 def stacks(pid: int) -> None:
-    """Print to stdout where each thread of a worker stands: by py-spy, else by the worker itself.
-
-    For the latter the worker gets the signal `SHOW_STACKS`, but only if it handles that.
+    """Print to stdout the place in the code where each thread of a worker is: by py-spy, or else by
+    the worker itself, which gets the signal `SHOW_STACKS` if it handles that.
 
     Raises
     ------
     HpcDdpError
-        there is no py-spy that may look, and the script has not called hpc_ddp's start; or the
-        worker did not answer within `ANSWER_S`
+        no py-spy may look, and the script has not called hpc_ddp's start; or the worker did not answer
+        within `ANSWER_S`
     OSError
         the worker has ended or is another user's
     """
@@ -154,8 +153,8 @@ def _stacks_file(pid: int) -> Path | None:
 def main(words: list[str]) -> int:
     """Attach to the worker of `words`: its pid file, then ``stacks``, or ``run`` and a command.
 
-    Return 0, or 1 after an HpcDdpError or OSError, which is printed to stderr. With ``run`` a
-    command that starts replaces this process.
+    Return 0, or 1 after an HpcDdpError or OSError, which is printed to stderr. With ``run`` this
+    does not return if the command starts: it replaces this process.
     """
     pid_file, mode, *command = words
     try:

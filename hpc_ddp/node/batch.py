@@ -335,9 +335,10 @@ def teardown_time(environ: dict[str, str]) -> int:
 def main(argv: list[str]) -> int:
     """Run one command of the batch script, see `_call`; return its exit code.
 
-    The batch shell ends with this code after a ``begin`` or ``verdict`` that is not 0, and after
-    ``failed CODE``, which set-up lines call. Then Slurm is kept from holding the job and from a
-    requeue of its own (`requeue.end_as_failed`), if need be by another code.
+    ``failed CODE`` is for set-up lines that have ended with CODE. The batch shell ends with it, and
+    with the code of ``begin`` or ``verdict`` if that is not 0. In these cases Slurm is kept from
+    holding the job and from a requeue of its own (`requeue.end_as_failed`), if need be by another
+    code.
     """
     environ = dict(os.environ)
     code = int(argv[1]) if argv[:1] == ["failed"] else _call(argv, environ)

@@ -56,8 +56,8 @@ class DryRun:
     """Plays attempts of one run, one after the other."""
 
     def __init__(self, run: RunFolder, command: list[str]) -> None:
-        """Read the run's job; from now on the signals of `NOTICES` to this process are notices,
-        also those that have come since its start, where it was started with them blocked.
+        """Read the run's job. From now on the signals of `NOTICES` to this process are notices; so
+        are those that have come before, if this process was started with them blocked.
 
         `command` is torchrun's or python's command line with the script. Raise UsageError for a
         broken job.json, OSError for one that can't be read.
@@ -77,9 +77,9 @@ class DryRun:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
 
     def _notify(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first one is passed on as SIGTERM, a notice; after the second
-        `_supervise` has the workers torn down; the third kills the supervisors. One that comes
-        within `AGAIN_S` of the last one has no effect."""
+        """Handle a signal. The first one, a notice, is passed on to the supervisors as SIGTERM;
+        after the second `_wait` has the workers torn down; the third kills the supervisors. A
+        signal within `AGAIN_S` of the last one has no effect."""
         if self.notified and time.monotonic() < self._noticed_at + AGAIN_S:
             return
         for supervisor in self.supervisors:
@@ -91,9 +91,9 @@ class DryRun:
         self._noticed_at = time.monotonic()
 
     def play(self) -> int:
-        """Run attempts while the verdict is a requeue, and return the exit code of the last one.
+        """Run attempts while the verdict is a requeue; return the exit code of the last one.
 
-        After a notice no other attempt begins: the code is `CAN_GO_ON` where the verdict is a
+        After a notice no further attempt begins: the code is `CAN_GO_ON` where the verdict is a
         requeue. Raises as `attempt`.
         """
         while True:
@@ -104,9 +104,9 @@ class DryRun:
                 return CAN_GO_ON
 
     def attempt(self) -> Verdict:
-        """Run one attempt to its end, with its preflight and the parcel of ``--stage``, if the job
-        has them; return the verdict, which is journalled, printed, and, where `notify_of_end` has a
-        message of it, sent to the addresses of the job.
+        """Run one attempt to its end and return its verdict, which is journalled and printed. If
+        the job has them, the parcel of ``--stage`` is unpacked and the preflight made before; and
+        if the job has addresses, `notify_of_end` sends its message.
 
         Raises
         ------
@@ -138,9 +138,10 @@ class DryRun:
         return decided
 
     def _bring(self, environ: dict[str, str]) -> str:
-        """Unpack the parcel of ``--stage``, for `BRING_S` at most, or until a notice; return the
-        value of HPC_DDP_BROUGHT: the name of the parcel's part, ``no`` where it could not be
-        unpacked, '' where the run has no parcel, or is to do without (`unstaged`)."""
+        """Unpack the parcel of ``--stage``, for `BRING_S` seconds at most, or until a notice.
+        Return the value of HPC_DDP_BROUGHT: the name of the parcel's file that was unpacked; ``no``
+        where it could not be; '' where the run has no parcel, or is marked to do without one
+        (`unstaged`)."""
         label = self.run.parcel / "label"
         if self.run.unstaged.exists() or not label.exists():
             return ""
@@ -173,8 +174,8 @@ class DryRun:
         return driver.conclude(self.run, attempt, fields)
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
-        """Return this process's environment with the attempt's variables; raise OSError without a
-        free port, and where the journal can't be read."""
+        """Return this process's environment with the attempt's variables. Raise OSError if no port
+        is free, or the journal can't be read."""
         end = time.time() + self.spec.time_s if self.spec.time_s else None
         env = attempt_env(self.run, attempt, len(self.nodes), end, self.spec)
         return {
@@ -184,9 +185,9 @@ class DryRun:
         }
 
     def _train(self, attempt: AttemptFolder, environ: dict[str, str]) -> None:
-        """Run `_supervise`, with its errors; where another process has taken the attempt's port
-        since it was looked up, run it again with another one, `PORT_TRIES` times in all, as the
-        batch script does. Raise OSError as `next_port`, too."""
+        """Run `_supervise`. Where another process has taken the attempt's port since it was looked
+        up, run it again with another port, `PORT_TRIES` times in all, as the batch script does.
+        Raise OSError as `next_port`. Raises further as `_supervise`."""
         self._supervise(environ)
         for _ in range(PORT_TRIES - 1):
             if self.notified or not attempt.port_taken.exists():
@@ -196,12 +197,14 @@ class DryRun:
             self._supervise(environ)
 
     def _supervise(self, environ: dict[str, str]) -> None:
-        """Run the supervisors of all nodes, or of all workers without torchrun, until they end.
+        """Run the supervisors of all nodes, or of all workers without torchrun, until they have
+        ended.
 
-        Like Slurm, kill those that run `KILL_WAIT_S` after the time limit, or after the `warn_s`
-        that a notice leaves. The end of the parent process, the user's command, is a notice. After
-        a second signal ``failed`` has the supervisors end their workers. Raise OSError if a
-        supervisor can't be started, after those before it were killed, and UsageError as `expand`.
+        Like Slurm, kill the supervisors that still run `KILL_WAIT_S` after the time limit, or after
+        the `warn_s` that a notice leaves. The end of the parent process, the user's command, is a
+        notice. After a second signal the file ``failed`` makes the supervisors end their workers.
+        Raise OSError if a supervisor can't be started, once those before it were killed; UsageError
+        as `expand`.
         """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
         start = [sys.executable]
@@ -215,8 +218,8 @@ class DryRun:
         self._wait(environ)
 
     def _start(self, argv: list[str], environ: dict[str, str], tasks: int) -> None:
-        """Start a supervisor for each of the `tasks` of each node. Raise OSError if one can't be
-        started, after those before it were killed."""
+        """Start a supervisor for each of the `tasks` tasks of each node. Raise OSError if one can't
+        be started, once those before it were killed."""
         self.supervisors = []
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # until a supervisor can handle them
         try:
@@ -234,7 +237,9 @@ class DryRun:
                 supervisor.terminate()
 
     def _wait(self, environ: dict[str, str]) -> None:
-        """Wait until all supervisors have ended; pass notices and the end of the time on."""
+        """Wait until all supervisors have ended. Meanwhile note a notice's new end time, tear the
+        workers down after a second signal, and kill the supervisors `KILL_WAIT_S` after the end of
+        the time."""
         attempt = AttemptEnv.from_env(environ)
         end = math.inf if attempt.end_time is None else attempt.end_time
         is_timed = is_torn_down = False
@@ -270,18 +275,19 @@ class DryRun:
 
 
 def _is_live(info: dict[str, Any]) -> bool:
-    """Tell whether another process of this host plays the attempt with the attempt.json `info`."""
+    """Return whether another process of this host plays the attempt whose attempt.json has
+    `info`."""
     return info.get("pid") != os.getpid() and process.is_live(info)
 
 
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
-    """Run the tasks of a sweep one after the other; return the first of their codes that is not 0,
-    or 0.
+    """Run the tasks of a sweep one after the other; return the first exit code that is not 0, else
+    0.
 
     Finished tasks are passed over; the mark ``cancelled`` of a task that starts is removed. Where a
-    notice, or that mark of the whole sweep, keeps the next task from starting, the code is the
-    highest so far, `CAN_GO_ON` if that is 0. Raises as `DryRun.attempt` and `task_of`: an error
-    ends the sweep.
+    notice, or the mark ``cancelled`` of the whole sweep, keeps the next task from starting, return
+    the highest code so far, or `CAN_GO_ON` if that is 0. An error ends the sweep. Raises as
+    `DryRun.attempt` and `task_of`.
     """
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]

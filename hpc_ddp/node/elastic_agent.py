@@ -54,8 +54,9 @@ def escape(script_args: list[str]) -> list[str]:
 
 
 def replace_signal_handler() -> None:
-    """Patch torchrun: the handler that it installs when it starts its workers does nothing for the
-    signals of a notice; torchrun's own would raise SignalException, as it still does for others.
+    """Patch torchrun's handler of signals, which it installs when it starts its workers: a signal
+    of a notice has no effect any more, where torchrun would raise SignalException. Other signals
+    still do.
 
     Newer torchruns have ``--signals-to-handle`` for this; the handler's name is older, and in all.
     """
@@ -71,15 +72,16 @@ def replace_signal_handler() -> None:
 
 
 class EndingError(RuntimeError):
-    """The workers have ended, and so does the attempt: they are not started again."""
+    """The workers have ended, and are not started again, because the attempt has to end."""
 
 
 def end_after_notice(node: NodeFolder) -> None:
     """Patch torchrun: it starts no workers again once the supervisor has written the node's notice.
 
-    The grace time is over before new workers would be at work, and a peer's agent may be gone. Such
-    a restart, and one that finds the rendezvous closed, raises torchrun's ChildFailedError with the
-    workers that failed here; without any, EndingError or RendezvousClosedError.
+    The grace time would be over before new workers are at work, and a peer's agent may be gone.
+    Where torchrun then wants to restart workers, or finds the rendezvous closed, it raises its
+    ChildFailedError with the workers that have failed here; where none has failed here, EndingError
+    or RendezvousClosedError.
     """
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -89,13 +91,14 @@ def end_after_notice(node: NodeFolder) -> None:
     restart, monitor = Agent._restart_workers, LocalElasticAgent._monitor_workers
 
     def monitor_and_keep(self: Any, group: Any) -> Any:
-        """Return torchrun's result on its workers; keep which of them have failed."""
+        """Return torchrun's result on its workers; keep its failed workers in `failures`."""
         result = monitor(self, group)
         self.failures = result.failures
         return result
 
     def restart_or_end(self: Any, group: Any) -> None:
-        """Start the workers again, or raise; a notice that can't be read counts as none."""
+        """Start the workers again; after a notice, or if the rendezvous is closed, raise as
+        described above. A notice that can't be read counts as none."""
         try:
             if read_word(node.notice):
                 raise EndingError("the workers failed after a notice")
@@ -113,8 +116,8 @@ def note_missing_group(folder: Path) -> None:
     """Patch torchrun: once all workers have ended well, the first node's agent looks whether they
     have formed a process group, and touches ``no-group`` in `folder` if not.
 
-    A group leaves keys in torchrun's store. One that its script forms by other means leaves none.
-    No file is made for a lone worker, nor where the store does not tell.
+    A group leaves keys in torchrun's store; a group that a script forms by other means leaves none.
+    No file is made for a single worker, nor where the store can't be asked.
     """
     from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
@@ -122,7 +125,7 @@ def note_missing_group(folder: Path) -> None:
     wait: Any = Agent._exit_barrier
 
     def look_and_wait(self: Any) -> None:
-        """Look at the store, then wait for the other agents, which may close it afterwards."""
+        """Look at the store, then wait for the other agents: the store may be gone after that."""
         group = self._worker_group
         with contextlib.suppress(Exception):  # no reason to fail: the training is done
             if group.group_rank == 0 and group.workers[0].world_size > 1:
@@ -152,14 +155,15 @@ def read_options(options: list[str]) -> Any:
 
 
 def fork_workers(server: ForkServer) -> None:
-    """Patch torchrun: its workers come from the fork server, unless that refuses, or torchrun
-    redirects their output or wraps their command."""
+    """Patch torchrun: its workers come from the fork server, unless the server refuses, or torchrun
+    redirects a worker's output or wraps its command."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     start_new: Any = SubprocessHandler._popen
 
     def fork_or_start(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        """Return the process of a worker with this command line and environment."""
+        """Return the process of a worker with this command line and environment: forked, else
+        started."""
         if self._stdout is None and self._stderr is None:
             process = server.fork(args, env)
             if process is not None:
@@ -172,14 +176,14 @@ def fork_workers(server: ForkServer) -> None:
 def launch(
     argv: list[str], place: Place, server: ForkServer | None = None
 ) -> dict[str, Any] | None:
-    """Run torchrun with its command line `argv` until all workers have ended; they come from the
-    fork server, if there is one.
+    """Run torchrun with its command line `argv` until all workers have ended; they are forked by
+    `server`, if that is given.
 
-    Patches torchrun in this process, as the module has it. Return None when all exited 0, else
-    ``{"failures": [{"rank", "code", "time"}, …]}``. Raise ValueError for a wrong option,
-    StopIteration without a script, OSError for a secret that can't be read, EndingError where the
-    workers ended after a notice and none of this node failed, and any error of torchrun that is no
-    worker's, such as those of its rendezvous.
+    This patches torchrun in this process, as the module says. Return None when all workers exited
+    with 0, else ``{"failures": [{"rank", "code", "time"}, …]}``. Raise ValueError for a wrong
+    option, StopIteration without a script, OSError for a secret that can't be read, and EndingError
+    where the workers ended after a notice and none of this node has failed. Raises further any
+    error of torchrun itself, such as those of its rendezvous.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -214,13 +218,15 @@ def launch(
 
 
 def _failure(rank: int, failure: Any) -> dict[str, Any]:
-    """Return torchrun's record as JSON: rank, exit code, negative for a signal, and unix time."""
+    """Return torchrun's record of a failed worker as JSON: its rank, its exit code (negative for a
+    signal), and the unix time."""
     return {"rank": rank, "code": failure.exitcode, "time": failure.timestamp}
 
 
 def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
-    """Import torch, and start the fork server for the script of torchrun's command line. Returns as
-    `fork_server.start`, also in workers; None for a job with ``--no-warm-start``."""
+    """Import torch, and start the fork server for the script of torchrun's command line. Return
+    what `fork_server.start` returns, in a forked worker a ForkedScript; None for a job with
+    ``--no-warm-start``, for which nothing is imported."""
     if not AttemptEnv.from_env(os.environ).warm_start:
         return None
     with paused_collector():
@@ -230,14 +236,14 @@ def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
 
 
 def main(argv: list[str]) -> ForkedScript:
-    """Run torchrun with its command line `argv`; exit with 0, or 1 when a worker has failed. Return
-    in forked workers alone, with their script.
+    """Run torchrun with its command line `argv`; exit with 0, or with 1 when a worker has failed.
+    Only in a forked worker this returns, with the worker's script.
 
-    Failed workers, or an exception as ``{"agent": text}``, are written to ``failures.json`` of the
-    node's folder; the exception is raised. A taken port also makes the attempt's ``port-taken``.
-    Raise OSError if these can't be written. From now on the `NOTICE_SIGNALS` have no effect on this
-    process, it dies with its parent, HPC_DDP_AGENT_PID is its id, by which workers see its death,
-    and variables of torchrun's options (PET_) are gone.
+    Failed workers are written to ``failures.json`` of the node's folder. So is an exception, as
+    ``{"agent": text}``, which is then raised; if a port was taken, the attempt's ``port-taken`` is
+    made, too. Raise OSError if these files can't be written. From now on the `NOTICE_SIGNALS` have
+    no effect on this process, it dies with its parent, HPC_DDP_AGENT_PID is its id, by which
+    workers see its death, and the variables of torchrun's options (PET_) are removed.
     """
     for number in NOTICE_SIGNALS:
         signal.signal(number, lambda *_: None)

@@ -27,9 +27,9 @@ class FabricComparison:
         """Return the variables of this node's interconnect; {} where ``--fabric`` is not auto, or
         the job has one node.
 
-        With `is_reported` it is journalled; the first node also prints it if there is one, and
-        writes it into the attempt's folder, unless the disk refuses; other nodes keep theirs, for
-        `compare`.
+        With `is_reported` the interconnect is journalled. The first node then also writes it into
+        the attempt's folder, unless the disk refuses, and prints it if there is one; another node
+        keeps it for `compare`.
         """
         place = self._place
         if not place.seeks_fabric:
@@ -50,7 +50,8 @@ class FabricComparison:
         return variables
 
     def compare(self) -> None:
-        """Print a warning, once, if this node's interconnect differs: NCCL would hang, or crawl.
+        """Print a warning, once, if this node's interconnect differs from the first node's: NCCL
+        would fail, hang, or be slow.
 
         Does nothing on the first node, before `choose` has reported this node's interconnect, and
         until the first node's file ``fabric`` is there.

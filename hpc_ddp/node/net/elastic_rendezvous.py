@@ -1,9 +1,10 @@
 """torchrun's own rendezvous, with what an elastic job needs changed: `patch`.
 
-Its state is a pickle in a store that whoever reaches the port may write to, and torchrun would load
-any: here it carries a signature with the attempt's secret. Nodes have Slurm's order, a node that is
-lost counts, but no suspension of the job does, and no source files are looked at while the workers
-run. A job of fixed size has `fixed_rendezvous`.
+Its state is a pickle in a store that everyone who reaches the port may write to, and torchrun would
+load any pickle: here the state carries a signature with the attempt's secret. Nodes have Slurm's
+order; a lost node makes the others start again, while a suspension of the job makes no node count
+as lost; and no source files are looked at while the workers run. A job of fixed size has
+`fixed_rendezvous`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ LAST_CALL_S = 15
 
 
 def patch(hosts: Sequence[str], secret: bytes) -> None:
-    """Patch torchrun with all of this module's changes: for a node of a job whose nodes have the
-    addresses `hosts`, by rank, and whose attempt has the `secret`."""
+    """Patch torchrun with all of this module's changes. `hosts` are the addresses of the job's
+    nodes, by rank; `secret` is the attempt's."""
     leave_sources_alone()
     rank_in_order(hosts)
     sign_state(secret)
@@ -51,8 +52,8 @@ def sign_state(secret: bytes) -> None:
         return hmac.digest(secret, backend._key.encode() + b"\0" + state, hashlib.sha256)
 
     def decode_signed(backend: Any, stored: bytes) -> Any:
-        """Return torchrun's (state, token) of `stored` bytes without the signature, None for an
-        empty store. Raise RendezvousStateError for another signature, and for bytes of another
+        """Return torchrun's (state, token) of the `stored` bytes, without the signature; None for
+        an empty store. Raise RendezvousStateError for another signature, and for bytes of another
         form."""
         decoded = decode(backend, stored)
         if decoded is None:
@@ -64,12 +65,10 @@ def sign_state(secret: bytes) -> None:
         return state, token
 
     def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
-        """Store a state with its signature; return torchrun's (state, token, was stored), of what
-        the store has then, or None where it is empty.
-
-        The store is changed only if it still has `token`, of an earlier answer (None: if it is
-        empty). Raises as `decode_signed` for the state that the store has then.
-        """
+        """Store a state with its signature, if the store still has `token`, of an earlier answer
+        (None: if the store is empty). Return torchrun's (state, token, was stored) of the state
+        that the store has then, or None where it is empty. Raises as `decode_signed` for that
+        state."""
         stored = set_state(backend, signature(backend, state) + state, token)
         return stored and (*stored[:2], stored[0] == state)
 
@@ -98,7 +97,7 @@ def count_lost_nodes() -> None:
 
     torchrun drops such a node from the rendezvous, but restarts the workers only where
     `num_nodes_waiting` is above 0, for new nodes: workers whose peer has lost its link would stay
-    in their collective. Lost nodes are added to that number.
+    in their collective. So lost nodes are added to that number.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
         DynamicRendezvousHandler as Handler,
@@ -124,8 +123,8 @@ def count_lost_nodes() -> None:
 
 
 def forgive_suspensions() -> None:
-    """Patch torchrun: an agent that has stood still, with the whole job in a suspension of Slurm's,
-    counts no node as lost before the others have had time for a heartbeat, 15 s.
+    """Patch torchrun: an agent that has stood still, as in a suspension of the job by Slurm, counts
+    no node as lost before the others have had 15 s, the time for a heartbeat.
 
     torchrun's first look at the state after the suspension finds all heartbeats older than that.
     """
@@ -149,9 +148,10 @@ def forgive_suspensions() -> None:
 
 
 def leave_sources_alone() -> None:
-    """Patch torchrun: it names the method that calls it without a look at source files. Each time
-    it reads or writes the rendezvous, Python would look at those of all callers, for an event that
-    is not kept: 30 to 50 stats a second and node of the environment's disk (torch 2.15)."""
+    """Patch torchrun: it names a calling method without a look at source files. At each read or
+    write of the rendezvous, torchrun names it for an event that is not kept, and Python would look
+    at the files of all callers: 30 to 50 stats a second and node on the environment's disk (torch
+    2.15)."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def name_of_method(depth: int = 2) -> str:

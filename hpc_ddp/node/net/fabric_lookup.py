@@ -33,8 +33,8 @@ NOTHING = "none"
 class Found:
     """A node's interconnect.
 
-    `name` is that of the fabric, '' where there is none that we know, `cards` are the devices that
-    tell of it, and `trouble` is what keeps NCCL from them, '' where nothing does.
+    `name` is that of the fabric, '' where there is none that we know. `cards` are the devices by
+    which it was found. `trouble` is the reason why NCCL can't use it, '' where it can.
     """
 
     name: str = ""
@@ -49,8 +49,8 @@ class Found:
         return f"{text}, but {self.trouble}" if self.trouble else text
 
     def is_like(self, peer: Found) -> bool:
-        """Return whether NCCL will work here as it does there: by the same fabric, and with a
-        `trouble` on both nodes or on neither."""
+        """Return whether NCCL can work alike on this node and on `peer`'s: by the same fabric, and
+        with a `trouble` on both nodes or on neither."""
         return self.name == peer.name and bool(self.trouble) == bool(peer.trouble)
 
 
@@ -64,13 +64,13 @@ class Port(NamedTuple):
 
 
 def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found:
-    """Return the interconnect of this node: the first one of the module's table that is there.
-    Files that can't be read count as absent.
+    """Return the interconnect of this node: the first one of the module's table that is there, with
+    its devices and its trouble. Files that can't be read count as absent.
 
     Parameters
     ----------
     root
-        where ``sys`` and ``dev`` lie
+        the folder that has ``sys`` and ``dev``
     loads
         tells whether a shared library, by its name, can be loaded (default: loads it here)
     """
@@ -96,13 +96,13 @@ def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found
 def settings(
     interconnect: Found, lib: Path, environ: Mapping[str, str], root: Path = ROOT
 ) -> dict[str, str]:
-    """Return the variables of an interconnect that are set neither in `environ` nor in NCCL's
+    """Return the variables for an interconnect that are set neither in `environ` nor in NCCL's
     files.
 
-    `lib` has the table of fabrics; {} where that can't be read or lacks this one. NCCL_NET is left
-    out, too, where other variables have chosen NCCL's network: they switch its verbs off, or name
-    or lead to (LD_LIBRARY_PATH) a plugin, whose own network NCCL takes before its verbs. `root` is
-    where NCCL's files lie.
+    `lib` is the folder with the table of fabrics; {} where the table can't be read or lacks this
+    fabric. `root` is the folder below which NCCL's files lie. NCCL_NET is left out, too, where
+    other variables have chosen NCCL's network: those that switch its verbs off, name a plugin, or
+    lead to one (LD_LIBRARY_PATH), since NCCL prefers a plugin's network to its verbs.
     """
     configured_env = {**configured(environ, root), **environ}
     fabrics: dict[str, dict[str, str]] = {}
@@ -150,7 +150,8 @@ def _read(path: Path) -> str:
 
 
 def _loads(library: str) -> bool:
-    """Load a library by its name into this process; return whether the dynamic linker can."""
+    """Return whether the dynamic linker can load a library by its name; this process then has
+    it."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -159,9 +160,10 @@ def _loads(library: str) -> bool:
 
 
 def _trouble_of_verbs(root: Path, loads: Callable[[str], bool]) -> str:
-    """Return why verbs can't be used here, '' if they can: a container may lack a part of them.
+    """Return why verbs can't be used here, '' if they can: a container may lack their devices or
+    library.
 
-    `root` and `loads` as `look` has them.
+    `root` and `loads` are those of `look`.
     """
     devices = [path for path in _entries(root / "dev/infiniband") if path.name.startswith("uverbs")]
     if not any(os.access(path, os.R_OK | os.W_OK) for path in devices):
@@ -170,11 +172,11 @@ def _trouble_of_verbs(root: Path, loads: Callable[[str], bool]) -> str:
 
 
 def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """Return the variables that NCCL's and RCCL's configuration files below `root` set, by name; a
-    file that can't be read sets none.
+    """Return the variables that the configuration files of NCCL and RCCL below `root` set, by name.
+    A file that can't be read sets none.
 
-    `environ` has the home folder and perhaps NCCL_CONF_FILE, one more file; its own variables are
-    not in the result.
+    `environ` gives the home folder (HOME) and perhaps one more file (NCCL_CONF_FILE); its own
+    variables are not in the result.
     """
     home = environ.get("HOME", "/").lstrip("/")
     paths = [root / f"etc/{name}.conf" for name in ("nccl", "rccl")]
@@ -187,12 +189,12 @@ def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
 
 
 def _without_verbs(variables: Mapping[str, str]) -> bool:
-    """Whether NCCL_IB_DISABLE keeps NCCL from verbs."""
+    """Return whether NCCL_IB_DISABLE keeps NCCL from verbs."""
     return variables.get("NCCL_IB_DISABLE", "0") != "0"
 
 
 def _has_plugin(variables: Mapping[str, str]) -> bool:
-    """Whether a network plugin of NCCL or RCCL lies in a folder of LD_LIBRARY_PATH."""
+    """Return whether a network plugin of NCCL or RCCL lies in a folder of LD_LIBRARY_PATH."""
     folders = filter(None, variables.get("LD_LIBRARY_PATH", "").split(":"))
     names = ("libnccl-net.so", "librccl-net.so")
     return any(os.path.exists(os.path.join(folder, name)) for folder in folders for name in names)

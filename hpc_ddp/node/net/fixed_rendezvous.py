@@ -41,10 +41,10 @@ class FixedRendezvous:
     """Has the methods of torch's ``RendezvousHandler`` that its agent calls.
 
     `store` is the c10d store, `rank` this node's, `hosts` the addresses of all nodes by their
-    ranks, `id` unique among the attempts; a join takes `join_s` seconds at most.
+    ranks, `id` is unique among the attempts; a join takes `join_s` seconds at most.
 
-    All methods raise torch's RendezvousConnectionError where the store does not answer, and
-    RendezvousStateError for a key that was not written by an agent of this attempt.
+    All methods that ask the store raise torch's RendezvousConnectionError where it does not answer,
+    and RendezvousStateError for a key that was not written by an agent of this attempt.
     """
 
     store: Any
@@ -59,9 +59,9 @@ class FixedRendezvous:
 
     @classmethod
     def create(cls, parameters: Any, rank: int, hosts: Sequence[str], secret: bytes) -> Any:
-        """Return the rendezvous for torchrun's ``RendezvousParameters``, and connect to its store,
-        which the first node opens. Raise torch's RendezvousConnectionError where the port is in
-        use, or the store does not answer."""
+        """Connect to the store of torchrun's ``RendezvousParameters``, which the first node opens,
+        and return the rendezvous. Raise torch's RendezvousConnectionError where the port is in use,
+        or the store does not answer."""
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
         _, store = create_backend(parameters)
@@ -77,15 +77,17 @@ class FixedRendezvous:
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers use a store of their agents, as with torchrun's own rendezvous."""
+        """Whether the workers use a store of their agents, as torchrun's own rendezvous decides
+        it."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def next_rendezvous(self) -> Any:
-        """Wait until all nodes have joined the next round; return torch's ``RendezvousInfo``.
+        """Join the next round, wait until all nodes have joined it, and return torch's
+        ``RendezvousInfo``.
 
-        Raise RendezvousTimeoutError after `join_s` (on other nodes than the first, which can name
-        the missing ones, `GRACE_S` later), and RendezvousClosedError where a node has ended for
-        good.
+        Raise RendezvousTimeoutError on the first node after `join_s` seconds, and on the others
+        `GRACE_S` later, since only the first can name the missing ones; RendezvousClosedError where
+        a node has ended for good.
         """
         from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it untyped
         from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -116,11 +118,13 @@ class FixedRendezvous:
         return self._read("outcome", BEGUN, CLOSED) == CLOSED
 
     def set_closed(self) -> None:
-        """Have each node end that joins the next round, unless that round has begun."""
+        """Write that there is to be no next round, unless it has begun: each node that joins it
+        ends."""
         self._decide(CLOSED)
 
     def shutdown(self) -> bool:
-        """As `set_closed`; return whether the store, which may be gone by now, has taken it."""
+        """Close the rendezvous, as `set_closed`; return whether that was written to the store,
+        which may be gone by now."""
         from torch.distributed.elastic.rendezvous import RendezvousError
 
         with suppress(RendezvousError):
@@ -131,8 +135,8 @@ class FixedRendezvous:
     # --- the parts of a join ---
 
     def _wait_for_others(self, end: float) -> None:
-        """Return once each node's key is there, or the round is closed, at which
-        `_wait_for_outcome` raises; raise RendezvousTimeoutError at `end`, by time.monotonic()."""
+        """Return once each node has written its key ``joined``, or the round is closed. Raise
+        RendezvousTimeoutError, which names missing nodes, at `end`, a time of time.monotonic()."""
         keys = [self._key(f"{JOINED}/{rank}") for rank in range(len(self.hosts))]
         while not self._call(self.store.check, keys):
             if self.is_closed():
@@ -147,8 +151,8 @@ class FixedRendezvous:
             self._word(f"{JOINED}/{rank}", content, (JOINED,))
 
     def _wait_for_outcome(self, end: float) -> None:
-        """Return once the round has begun. Raise RendezvousTimeoutError `GRACE_S` after `end`, by
-        time.monotonic(), and RendezvousClosedError where the round is not to begin."""
+        """Return once the round has begun. Raise RendezvousTimeoutError `GRACE_S` after `end`, a
+        time of time.monotonic(), and RendezvousClosedError where the round is not to begin."""
         from torch.distributed import DistStoreError
         from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
@@ -167,8 +171,8 @@ class FixedRendezvous:
 
     def _store_of_workers(self, store: Any) -> Any:
         """Return torch's ``RendezvousStoreInfo``: host and port of the store by which the workers
-        make their process group, which the first node's agent opens here if they use the agents'.
-        Other nodes learn both from `store`, the round's."""
+        make their process group. Where they use their agents', the first node's agent opens it
+        here. The other nodes learn host and port from `store`, the round's own."""
         from torch._C._distributed_c10d import TCPStore
         from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
@@ -191,21 +195,21 @@ class FixedRendezvous:
         self._call(self.store.set, self._key(name), self._signature(name, word))
 
     def _decide(self, word: str) -> None:
-        """Write the outcome of the next round, unless a node has written one."""
+        """Write `word` as the outcome of the next round, unless a node has already written one."""
         self._call(
             self.store.compare_set, self._key("outcome"), "", self._signature("outcome", word)
         )
 
     def _read(self, name: str, *words: str) -> str:
-        """Return which of the words a key stands for, '' where the store has no such key; raise
-        RendezvousStateError as `_word`."""
+        """Return which of `words` the key `name` of the next round stands for, '' where the store
+        has no such key. Raise RendezvousStateError as `_word`."""
         if not self._call(self.store.check, [self._key(name)]):
             return ""
         return self._word(name, self._call(self.store.get, self._key(name)), words)
 
     def _word(self, name: str, content: bytes, words: Sequence[str]) -> str:
-        """Return which of the words a key's content stands for; raise RendezvousStateError for any
-        other content."""
+        """Return which of `words` the `content` of the key `name` stands for; raise
+        RendezvousStateError for any other content."""
         from torch.distributed.elastic.rendezvous import RendezvousStateError
 
         for word in words:
@@ -214,8 +218,8 @@ class FixedRendezvous:
         raise RendezvousStateError(FORGED)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        """Call a function of the store, and return its result. Raise the function's DistStoreError,
-        where it has waited in vain, and RendezvousConnectionError for its other errors."""
+        """Call a function of the store, and return its result. Raise its DistStoreError, where it
+        has waited in vain; turn its other errors into RendezvousConnectionError."""
         from torch.distributed import DistStoreError
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
@@ -231,15 +235,15 @@ class FixedRendezvous:
 
 def patch(index: int, hosts: Sequence[str], secret: bytes) -> None:
     """Patch torchrun: this node, number `index` of `hosts`, meets the others by `FixedRendezvous`,
-    whatever the backend that torchrun is asked for. Once its workers have ended well, no other node
-    starts its own again: they would wait for this one's."""
+    with any backend that torchrun is asked for. Once this node's workers have ended well, the
+    rendezvous is closed: another node that started its workers again would wait for this one's."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
     from torch.distributed.elastic.rendezvous import registry
 
     wait: Any = Agent._exit_barrier
 
     def close_and_wait(self: Any) -> None:
-        """Close the rendezvous, then wait for the other agents."""
+        """Close the rendezvous, then wait for the other agents, as torchrun does."""
         self._worker_group.spec.rdzv_handler.shutdown()
         wait(self)
 

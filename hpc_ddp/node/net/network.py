@@ -21,26 +21,27 @@ FIRST_PORT, LAST_PORT = 10000, 32767  # below the range that Linux hands out by 
 
 
 def reach(nodes: Sequence[str], index: int, suffix: str) -> str:
-    """Return the name by which the nodes of an attempt reach ``nodes[index]``; on a node alone
-    loopback.
+    """Return the name by which the nodes of an attempt reach ``nodes[index]``; loopback's address
+    if there is one node.
 
-    `suffix` is appended to names for the interconnect, '' without one. By loopback a job of one
+    `suffix` is appended to the name, for the interconnect; '' for none. By loopback a job of one
     node works also where names of nodes can't be looked up, or lead elsewhere.
     """
     return nodes[index] + suffix if len(nodes) > 1 else LOOPBACK
 
 
 def first_port(job_id: str, run: str) -> int:
-    """Return the port to try first: the runs of all jobs are spread over the range, so that two on
-    one node, or in one allocation, rarely meet. `run` is the path of the run."""
+    """Return the port to try first, a number made of job id and `run`, the path of the run: so two
+    runs on one node, or in one allocation, rarely meet."""
     return FIRST_PORT + zlib.crc32(f"{job_id} {run}".encode()) % (LAST_PORT - FIRST_PORT)
 
 
 def free_port(start: int) -> int:
-    """Return the first TCP port from `start` on that has no listener here, from 10000 to 32767.
+    """Return the first TCP port from `start` on, between 10000 and 32767, that has no listener
+    here.
 
-    `start` is brought into the range first, and the search wraps around. Raise OSError where all
-    are taken. Another process may take the port right after.
+    A `start` outside of this range is brought into it, and the search wraps around. Raise OSError
+    where all ports are taken. Another process may take the port right afterwards.
     """
     count = LAST_PORT - FIRST_PORT + 1
     for step in range(count):
@@ -60,8 +61,8 @@ def listen_on_any_port() -> socket.socket:
 
 
 def check_resolves(host: str, wait_s: float = RESOLVE_S) -> None:
-    """Wait until the name of a node leads to an address; raise OSError where it does not within
-    `wait_s`. torchrun would look for it for minutes, without a word."""
+    """Wait until the name of a node can be looked up; raise OSError where that fails for `wait_s`
+    seconds. torchrun would try it for minutes, without a word."""
     give_up = time.monotonic() + wait_s
     while True:
         try:
@@ -77,12 +78,12 @@ def check_resolves(host: str, wait_s: float = RESOLVE_S) -> None:
 
 
 def interface_to(host: str) -> str | None:
-    """Return the name of the interface whose route leads to `host`, a name or an address; by its
-    IPv4 addresses, or else by those of IPv6.
+    """Return the name of the interface whose route leads to `host`, a name or an address. IPv4
+    addresses of the host are tried first, then those of IPv6.
 
-    None where the name does not resolve, there is no route, or the address is no interface's. NCCL
-    and Gloo would each pick one by themselves, Gloo from the address of this host's own name, which
-    on many systems is loopback.
+    None where the name can't be looked up, there is no route, or the route's address is no
+    interface's. NCCL and Gloo would each pick an interface by themselves, Gloo from the address of
+    this host's own name, which on many systems is loopback.
     """
     entries = []
     with contextlib.suppress(OSError, UnicodeError):  # no name
@@ -97,8 +98,8 @@ def interface_to(host: str) -> str | None:
 
 
 def _interface_with(family: int, address: Any) -> str | None:
-    """Return the name of the interface that has a socket's address, None where none has; raise
-    OSError for a scope that is no interface's."""
+    """Return the name of the interface with the `address`, as a socket of `family` gives it, None
+    where there is none. Raise OSError for a scope that is no interface's."""
     if family == socket.AF_INET:
         names = [name for _, name in socket.if_nameindex()]
         return next((name for name in names if address_of(name) == address[0]), None)
@@ -109,15 +110,15 @@ def _interface_with(family: int, address: Any) -> str | None:
 
 
 def has_ipv6(interface: str) -> bool:
-    """Return whether an interface has an IPv6 address beyond the link's own; False if Linux does
-    not say."""
+    """Return whether an interface has an IPv6 address apart from the link-local one; False if Linux
+    does not tell."""
     addresses = [digits for name, digits in _ipv6_addresses() if name == interface]
     return any(not digits.startswith("fe80") for digits in addresses)
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:
-    """Return the interfaces' names with their IPv6 addresses, as 32 hexadecimal digits each; []
-    if Linux does not say."""
+    """Return pairs of an interface's name and one of its IPv6 addresses, as 32 hexadecimal digits;
+    [] if Linux does not tell."""
     with contextlib.suppress(OSError):
         lines = IF_INET6.read_text(errors="replace").splitlines()
         return [(words[-1], words[0]) for words in map(str.split, lines)]
@@ -125,8 +126,8 @@ def _ipv6_addresses() -> list[tuple[str, str]]:
 
 
 def address_of(interface: str) -> str | None:
-    """Return an interface's IPv4 address, None where it has none, is absent, or this is no
-    Linux."""
+    """Return an interface's IPv4 address; None where it has none, there is no such interface, or
+    this is no Linux."""
     if sys.platform != "linux":
         return None
     import fcntl

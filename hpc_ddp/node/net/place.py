@@ -19,12 +19,12 @@ from hpc_ddp.node.net.network import LOOPBACK, interface_to, reach
 
 @dataclass(frozen=True)
 class Place:
-    """Where this supervisor runs, from the environment that the batch shell exported.
+    """The attempt and node of this process, from the environment that the batch shell exported.
 
-    `nodes` are all node names of the attempt, `index` this one's place among them; they are reached
-    by name + `suffix`. `end_time` is in unix seconds, None without a limit; `warn_s` before it the
-    workers get `notice_signal`. `interface` and `fabric` are the user's choices: a network
-    interface or None, and the value of ``--fabric``.
+    `nodes` are all node names of the attempt, `index` this node's among them; a node is reached by
+    its name + `suffix`. `end_time` is in unix seconds, None without a limit; `warn_s` seconds
+    before it the workers get `notice_signal`. `interface` and `fabric` are the user's choices: a
+    network interface or None, and the value of ``--fabric``.
     """
 
     run: RunFolder
@@ -40,7 +40,8 @@ class Place:
 
     @classmethod
     def from_env(cls, environ: dict[str, str], nodes: Sequence[str] = ()) -> Place:
-        """Read the `AttemptEnv` variables and, without `nodes`, the attempt's file of nodes.
+        """Return the place by the `AttemptEnv` variables; without `nodes`, the attempt's file of
+        nodes is read.
 
         Raises
         ------
@@ -81,30 +82,28 @@ class Place:
 
     @property
     def is_local(self) -> bool:
-        """Whether the nodes are processes of one machine: those of the local back-end. A cluster
-        hardly has a node of such a name in the same place."""
+        """Whether the nodes are processes of one machine, as in the local back-end. A node's name
+        tells: it is ``local-`` and its index, which hardly is a cluster's name of the same node."""
         return self.node == f"local-{self.index}"
 
     @property
     def peer(self) -> str:
-        """The host name of another node, by the route to which the interface is found: the first
-        node's, on the first node the second's; of a lone node its own."""
+        """The host name by whose route the interface is found: the first node's; on the first node
+        the second's; in a job of one node its own."""
         return self.nodes[0 if self.index else min(1, len(self.nodes) - 1)] + self.suffix
 
     @property
     def chosen_interface(self) -> str | None:
-        """The name of the interface to the other nodes: the user's choice, else that of the one
-        that leads there (on a node alone loopback's); None if none does."""
+        """The name of the interface to the other nodes: the user's choice, or else the one whose
+        route leads there (without other machines loopback's); None if there is no route."""
         inside = self.is_local or len(self.nodes) == 1
         return self.interface or interface_to(LOOPBACK if inside else self.peer)
 
     def interface_env(self) -> dict[str, str]:
         """Return the variables that name the interface to Gloo, NCCL, HCCL (Ascend) and oneCCL
-        (Intel), without those that this process's environment has; where the user has not chosen
-        the interface, also without those that NCCL's files have.
-
-        {} where no interface leads to the other nodes.
-        """
+        (Intel), {} where no interface leads to the other nodes. Variables that this process's
+        environment has are left out; where the user has not chosen the interface, so are those that
+        NCCL's files set."""
         name = self.chosen_interface
         if not name:
             return {}
@@ -124,9 +123,9 @@ class Place:
     def store_env(self) -> dict[str, str]:
         """Return the variable with the prefix of this attempt's keys in the store of its workers.
 
-        It is an HMAC of the attempt's secret: workers of another run that come to this store by its
-        port, as in a shared allocation, find no key of this one's. Raise OSError where the secret
-        can't be read.
+        The prefix is an HMAC with the attempt's secret: workers of another run that come to this
+        store by its port, as in a shared allocation, find no key of this attempt. Raise OSError
+        where the secret can't be read.
         """
         secret = patiently(self.attempt.secret.read_bytes)
         return {"HPC_DDP_STORE_PREFIX": hmac.new(secret, b"store", "sha256").hexdigest()}
@@ -138,17 +137,18 @@ class Place:
         return self.fabric == "auto" and len(self.nodes) > 1 and not self.is_local
 
     def fabric_env(self, interconnect: Found) -> dict[str, str]:
-        """Return the variables that name the interconnect to NCCL, without those that this
-        process's environment or NCCL's files have."""
+        """Return the variables that NCCL needs for the interconnect, without those that this
+        process's environment or NCCL's files set already."""
         return settings(interconnect, self.run.lib, os.environ)
 
 
 def node_index(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> int:
-    """Return this node's place among the attempt's `nodes`; where those are empty, they are read
-    from the attempt's file.
+    """Return this node's index among the attempt's `nodes`; if none are given, they are read from
+    the attempt's file.
 
-    By HPC_DDP_NODE_INDEX, or srun's SLURM_NODEID. Under another launcher, an MPI, which may count
-    in another order or pass on the first node's variables, by this host's name.
+    The index is that of HPC_DDP_NODE_INDEX, or of srun's SLURM_NODEID. Another launcher, an MPI,
+    may count in another order or pass on the first node's variables: there this host's name is
+    looked for.
 
     Raises
     ------

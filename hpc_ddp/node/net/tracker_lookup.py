@@ -2,7 +2,7 @@
 
 The first node's supervisor looks, once for each attempt, while torch is imported. The workers wait
 for the answer, variables as JSON in the attempt's file ``trackers`` (`worker.set_trackers`). Where
-none of the trackers is installed, nobody looks or waits.
+none of the trackers is installed, no process looks or waits.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ os._exit(0)
 
 def begin(place: Place, rank: int | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Start the look-ups in a thread of the attempt's first supervisor, if there is anything to
-    look up; return the variable by which all workers wait for the answer, {} where they need not.
+    look up. Return the variable that tells the workers to wait for the answer, {} if they need not.
 
     `rank` is that of the supervisor's one worker, None where it has all of the node. `environ` is
-    the attempt's; a variable of the answer that is set there is not looked up. The first supervisor
-    prints `NO_EXPERIMENT` where MLflow's run can't be created.
+    the attempt's; a variable that is set there is not looked up. The first supervisor prints
+    `NO_EXPERIMENT` where MLflow's run can't be created.
     """
     if environ.get(SET_HERE, "off") == "off":
         return {}
@@ -87,8 +87,8 @@ def begin(place: Place, rank: int | None, environ: Mapping[str, str]) -> dict[st
 
 
 def _is_installed(package: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the job's Python has a package; this process ignores some of its folders. The
-    package is not imported."""
+    """Return whether the job's Python has a package, without an import of it. Folders that this
+    process ignores (PYTHONPATH, the user's) are searched, too."""
     paths = [*environ.get("PYTHONPATH", "").split(":"), site.getusersitepackages(), *sys.path]
     spec = PathFinder.find_spec(package, [path for path in paths if path])
     return spec is not None and spec.origin is not None  # not a folder of the tracker's files
@@ -101,9 +101,10 @@ def _look_up(
     creates: bool,
     environ: Mapping[str, str],
 ) -> None:
-    """Try to reach the `servers` (rows of `SERVERS`), and create MLflow's run if `creates`; then
-    write the variables that follow into the file `answer`, also after a failure, which is printed
-    and fails no job. Where Comet is among the servers, its folder in the run is made."""
+    """Write the variables that the look-ups give into the file `answer`: it is tried to reach the
+    `servers` (rows of `SERVERS`), and MLflow's run is created if `creates`. If Comet is among the
+    servers, its folder in the run is made. A failure is printed, and ends no job; the file is
+    written after it, too."""
     variables: dict[str, str] = {}
     try:
         for package, name, default, switch, word in servers:
@@ -121,8 +122,8 @@ def _look_up(
 
 
 def _logged_in_at(package: str) -> str:
-    """Return the URL of the server of `wandb login --host`; '' without one, and for other packages
-    than wandb."""
+    """Return the server's URL that `wandb login --host` has noted; '' where it has none, and for
+    packages other than wandb."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     settings = read_word(Path(os.path.expanduser(folder)) / "settings")
     url = re.search(r"^base_url\s*=\s*(\S+)", settings, re.M)
@@ -130,8 +131,8 @@ def _logged_in_at(package: str) -> str:
 
 
 def _reaches(url: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the server of `url` accepts a connection within `CONNECT_S`, in which its name
-    is looked up, too; True where a proxy is set, which alone knows."""
+    """Return whether the server of `url` accepts a connection within `CONNECT_S`, with the look-up
+    of its name. True where a proxy is set, since only the proxy knows."""
     if any(environ.get(name) or environ.get(name.upper()) for name in PROXIES):
         return True
     server = urlsplit(url)
@@ -150,9 +151,9 @@ def _reaches(url: str, environ: Mapping[str, str]) -> bool:
 
 
 def _create_mlflow_run(run: RunFolder, environ: Mapping[str, str]) -> str:
-    """Create the run on MLflow's server by its own client, keep its id for later attempts, and
-    return it. Raise RuntimeError where no server answers, or the client fails or takes longer than
-    `CREATE_S`; OSError where the id can't be kept."""
+    """Create the run on MLflow's server by MLflow's own client, write its id to a file for later
+    attempts, and return it. Raise RuntimeError where no server answers, or the client fails or
+    takes longer than `CREATE_S`; OSError where the id can't be written."""
     uri = environ["MLFLOW_TRACKING_URI"]
     if uri.startswith("http") and not _reaches(uri, environ):
         raise RuntimeError(f"MLflow: {_without_password(uri)} does not answer")
@@ -175,5 +176,5 @@ def _create_mlflow_run(run: RunFolder, environ: Mapping[str, str]) -> str:
 
 
 def _without_password(text: str) -> str:
-    """Return a text whose URLs have neither user nor password."""
+    """Return `text` with user and password removed from its URLs."""
     return re.sub(r"://[^/@\s]*@", "://", text)
