@@ -149,7 +149,7 @@ def may_hide(path: Path) -> bool:
     return False
 
 
-def signal_recorded(paths: Iterable[Path], number: int) -> int:
+def signal_from_pid_files(paths: Iterable[Path], number: int) -> int:
     """Send signal `number` to each process that still runs of those that the pid files `paths`
     name; SIGKILL goes to the whole process group where the process leads it, as a shell does.
     Return how many of the files name a process that was signalled, or one that may run in a

@@ -104,8 +104,8 @@ def stacks(pid: int) -> None:
     Raises
     ------
     HpcDdpError
-        no py-spy may look, and the script has not called hpc_ddp's start; or the worker did not answer
-        within `ANSWER_S`
+        no py-spy may look, and the script has not called hpc_ddp's start; or the worker did not
+        answer within `ANSWER_S`
     OSError
         the worker has ended or is another user's
     """

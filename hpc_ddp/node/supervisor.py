@@ -31,7 +31,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
-from hpc_ddp.core.process import signal_recorded
+from hpc_ddp.core.process import signal_from_pid_files
 from hpc_ddp.node.child_process import (
     LAUNCHES,
     Launch,
@@ -70,7 +70,9 @@ class Supervisor:
     launch: Launch
     signals: Signals = field(default_factory=Signals)
     notice: str | None = None  # the source of the notice that the workers got
-    torn_down: str | None = None  # the failed peer, or later attempt, for which the workers were ended
+    torn_down: str | None = (
+        None  # the failed peer, or later attempt, for which the workers were ended
+    )
     killed: bool = False  # this supervisor has killed the workers, which did not end
     _has_warned: bool = False  # that the workers will be killed
     _kill_at: float = 0.0  # 0: not set; this and the next by `time.monotonic()`
@@ -280,7 +282,7 @@ class Supervisor:
         """Send signal `number` to all workers that run; return their number, 1 where the disk
         refuses: there may be some, and they read the notice's file by themselves."""
         with suppress(OSError):
-            return signal_recorded(self.folder.pids(), number)
+            return signal_from_pid_files(self.folder.pids(), number)
         return 1
 
     # --- the end ---------------------------------------------------------------------------

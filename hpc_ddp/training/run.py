@@ -163,7 +163,7 @@ class Run(ModelSetup):
                 yield self.position.epoch
                 self.position.begin_epoch()
                 if self._loader is not None and self._loader.clear():  # without any batch
-                    self._manager.generators.end_beginning()
+                    self._manager.generators.restore_step_states()
                 beat()
                 self._consensus.end_pause()
                 self._add_decision(self._consensus.decide_now())

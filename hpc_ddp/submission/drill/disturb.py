@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.process import signal_recorded
+from hpc_ddp.core.process import signal_from_pid_files
 from hpc_ddp.core.run_folder import RunFolder
 
 LEAST_STEPS = 8
@@ -102,7 +102,7 @@ def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
     for attempt in run.attempts()[-1:]:
-        signal_recorded(attempt.path.glob("*/rank-*.pid"), signal.SIGKILL)
+        signal_from_pid_files(attempt.path.glob("*/rank-*.pid"), signal.SIGKILL)
     process.wait()
 
 

@@ -23,7 +23,7 @@ from hpc_ddp.training.checkpoint.rank_comparison import (
 from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import Loaded, Restored
 from hpc_ddp.training.checkpoint.save import Checkpoints
-from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
+from hpc_ddp.training.checkpoint.state import State, merge_trees, my_parts, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.data.order import Position, derive
@@ -183,7 +183,7 @@ class CheckpointManager:
         if not index.objects:
             return tree
         if not checkpoint.is_resized:
-            tree = joined(tree, checkpoint.values_of(self._dims.rank).get("objects", {}))
+            tree = merge_trees(tree, checkpoint.values_of(self._dims.rank).get("objects", {}))
             return tree
         text = (
             f"each of the {index.world_size} ranks that wrote the checkpoint of step"

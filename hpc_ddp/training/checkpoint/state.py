@@ -347,7 +347,7 @@ def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tens
                     yield f"{name}.{plain_name(key)}", parameter
 
 
-def joined(first: Any, second: Any, key: object = None) -> Any:
+def merge_trees(first: Any, second: Any, key: object = None) -> Any:
     """Return one tree from two: those of two pipeline stages, or that of all ranks and what this
     rank has alone.
 
@@ -356,12 +356,12 @@ def joined(first: Any, second: Any, key: object = None) -> Any:
     both in their parents. Raise ValueError where lists of dicts differ in length.
     """
     if isinstance(first, dict):
-        common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}
+        common = {k: merge_trees(first[k], item, k) for k, item in second.items() if k in first}
         return type(first)({**first, **second, **common})
     if isinstance(first, list) and key == "params":
         return first + [entry for entry in second if entry not in first]
     if isinstance(first, list) and any(isinstance(entry, dict) for entry in first):
-        return [joined(*pair) for pair in zip(first, second, strict=True)]
+        return [merge_trees(*pair) for pair in zip(first, second, strict=True)]
     return first
 
 

@@ -71,6 +71,10 @@ class SampleSeeds:
         if epoch == self._epoch:
             return block()
         self._epoch, self._samples = epoch, 0
+        return self._fetch_first(block, repeat)
+
+    def _fetch_first(self, block: Callable[[], T], repeat: Callable[[], object] | None) -> T:
+        """Return an epoch's first samples, and search the data set; see `fetch`."""
         self._find()
         worker = get_worker_info()
         warns = self.warns and not (worker and worker.id)

@@ -46,7 +46,7 @@ class Generators:
         """Seed the global generators by `seed`, unless the loop `is_over`. Then, if
         `is_checkpoints` (the loaded checkpoint is of this loop, or of its end), put back the states
         of its step; if it also `is_in_epoch` of a loop that goes on, those of the epoch's begin
-        until `end_beginning`.
+        until `restore_step_states`.
 
         So what the script draws before its loop makes no difference to a resume. No collective.
         """
@@ -67,7 +67,7 @@ class Generators:
             "tracked": self._states_of_tracked(),
         }
 
-    def end_beginning(self) -> Callable[[], None]:
+    def restore_step_states(self) -> Callable[[], None]:
         """If a checkpoint within an epoch was loaded, put its step's states back, once: the
         script's lines at the top of the epoch have run again by now. Return a function that undoes
         this, for a look at the epoch's first batch before its loop."""

@@ -347,7 +347,7 @@ class ModelSetup(Worker):
         )
         self._manager.note_flags()
         if self._resume.begin_loop(calls, position, is_over) and is_in_epoch and loader is not None:
-            loader.on_first_batch = self._end_beginning
+            loader.on_first_batch = self._restore_step_states
         is_new = position.step == 0 or calls.number > 1
         self._is_unchecked = self.rank == 0 and not is_over and is_new
         if self.rank == 0:
@@ -356,10 +356,10 @@ class ModelSetup(Worker):
         self._consensus.restart_step()
         self._timer.start_step()
 
-    def _end_beginning(self) -> Callable[[], None]:
+    def _restore_step_states(self) -> Callable[[], None]:
         """At the first batch after a resume within an epoch, put generators, settings and models
         into the checkpoint's state; return a function that undoes this for the generators."""
-        undo = self._manager.generators.end_beginning()
+        undo = self._manager.generators.restore_step_states()
         self._resume.put_back()
         return undo
 

@@ -458,7 +458,7 @@ def put_back(fault: str) -> None:
     elif fault == "random":
         Generators.begin_loop = lambda *loop, **ways: None  # type: ignore[method-assign]
     elif fault == "top":
-        Generators.end_beginning = lambda self: lambda: None  # type: ignore[method-assign]
+        Generators.restore_step_states = lambda self: lambda: None  # type: ignore[method-assign]
     elif fault == "settings":
         Settings.put_back = lambda self, say: None  # type: ignore[method-assign]
     elif fault == "stage":

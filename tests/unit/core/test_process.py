@@ -52,7 +52,7 @@ def test_a_worker_in_a_pid_namespace_of_its_own_is_found(tmp_path: Path) -> None
         try:
             wait_until(lambda: process.live_pid(path), "the worker", ended=wrapper.poll)
             assert path.read_text().split()[0] == "1"
-            assert process.signal_recorded([path], signal.SIGKILL) == 1
+            assert process.signal_from_pid_files([path], signal.SIGKILL) == 1
             assert wrapper.wait()
             assert process.live_pid(path) is None
         finally:
@@ -65,11 +65,11 @@ def test_a_process_of_another_pid_namespace_may_run_without_being_seen(tmp_path:
     for namespace, count in (("pid:[1]", 1), (here, 0), ("", 0)):
         path.write_text(f"{os.getpid()} {began}0 {namespace}")
         assert process.live_pid(path) is None
-        assert process.signal_recorded([path, tmp_path / "none"], signal.SIGKILL) == count
+        assert process.signal_from_pid_files([path, tmp_path / "none"], signal.SIGKILL) == count
     for text in (f"{os.getpid()} {began} pid:[1]", "1 2 3 4", "1", "\xff"):
         path.write_text(text, encoding="latin-1")
         assert process.live_pid(path) is None
-    assert process.signal_recorded([path], signal.SIGKILL) == 0
+    assert process.signal_from_pid_files([path], signal.SIGKILL) == 0
     path.write_text(f"{os.getpid()} {began} {here}")
     assert process.live_pid(path) == os.getpid()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core.process import identity, mortal_name, signal_recorded
+from hpc_ddp.core.process import identity, mortal_name, signal_from_pid_files
 from hpc_ddp.node.attach import worker_of
 from hpc_ddp.node.workers import program
 from tests.waiting import pid_in, wait_until
@@ -139,7 +139,7 @@ def test_a_shell_that_ends_by_its_own_trap_leaves_the_training_its_time(tmp_path
 
 def test_a_kill_ends_the_training_below_a_shell(tmp_path: Path) -> None:
     with shell(tmp_path, f"{training(tmp_path)} & echo $! > {tmp_path}/pid; wait") as process:
-        assert signal_recorded([pid_file(tmp_path, process)], signal.SIGKILL) == 1
+        assert signal_from_pid_files([pid_file(tmp_path, process)], signal.SIGKILL) == 1
         program_file = Path(f"/proc/{pid_in(tmp_path / 'pid')}/exe")
         wait_until(lambda: not program_file.exists(), "the end of the training")
 

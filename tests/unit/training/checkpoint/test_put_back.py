@@ -551,7 +551,7 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
         trees.append(collected.tree)
         parts = state.my_parts(collected, ParallelDims(rank, 4, pp=2))
         files.append(write_buffer(tmp_path / f"tensors-{rank}", parts))
-    tree, reader = state.joined(trees[0], trees[2]), reader_of(files)
+    tree, reader = state.merge_trees(trees[0], trees[2]), reader_of(files)
 
     full = objects_of(range(4))
     put_back.put_back(full, tree, reader, step=1)

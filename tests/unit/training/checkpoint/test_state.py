@@ -53,8 +53,8 @@ def test_trees_of_stages_are_joined() -> None:
 
     joined = tree("a", 1, "a", "b", "c")
     joined["model"]["b"], joined["o"]["state"]["b"] = 3, 2
-    assert state.joined(tree("a", 1, "a", "b"), tree("b", 3, "b", "c")) == joined
-    assert state.joined([1, 2], [3, 4]) == [1, 2]
+    assert state.merge_trees(tree("a", 1, "a", "b"), tree("b", 3, "b", "c")) == joined
+    assert state.merge_trees([1, 2], [3, 4]) == [1, 2]
 
 
 def test_ranks_share_the_rows_and_keep_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_a_frozen_mask_of_infinities_counts_as_finite() -> None:
 def test_joined_trees_keep_equal_entries_once() -> None:
     tree = {"lrs": [0.1, 0.1], "groups": [{"params": ["a"], "lr": 0.1}], "names": {"a": 1}}
     second = {"lrs": [0.1, 0.1], "groups": [{"params": ["b"], "lr": 0.1}], "names": {"b": 2}}
-    assert state.joined(tree, second) == {
+    assert state.merge_trees(tree, second) == {
         "lrs": [0.1, 0.1],
         "groups": [{"params": ["a", "b"], "lr": 0.1}],
         "names": {"a": 1, "b": 2},
