@@ -30,8 +30,9 @@ exec "$python" -E -s "$@\""""
 def command(
     run: RunFolder, node: str | None, rank: int | None, words: Sequence[str], terminal: bool
 ) -> list[str]:
-    """Return the command that calls `node.attach` for a worker: by srun on its node and in another
-    container of the same kind, or, for a run without a job, on this machine.
+    """Return the words of the command that runs `node.attach` beside a worker. For a run with a
+    Slurm job it is an srun onto the worker's node, into another container of the same kind if the
+    job has one. For a run without a job it is this Python on this machine.
 
     Nothing is started; Slurm is asked whether the job runs.
 
@@ -51,8 +52,9 @@ def command(
         there is no such worker yet; the run is another user's; or its job.json or container's tool
         is broken
     HpcDdpError
-        the run has no attempt, does not run (a process: not here), or Slurm gives no answer for
-        two minutes; or the container's command has a variable that is not set here
+        the run has no attempt, or its job or process does not run (a process: not on this
+        machine); Slurm gives no answer for two minutes; or the container's command has a variable
+        that is not set here
     OSError
         the run's folder can't be read
     """
@@ -92,9 +94,9 @@ def command(
 
 
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:
-    """Return the pid file of a worker of the attempt: of `rank`, which has to be on `node` if that
-    is given; without a rank, of the lowest rank on `node`, or on any node. Raise UsageError where
-    no such worker has started."""
+    """Return the path of a worker's pid file in the attempt's folder. With `rank` the worker is
+    that rank, which has to be on `node` if `node` is given too; without `rank` it is the lowest
+    rank on `node` (None: on any node). Raise UsageError where no such worker has started."""
     pid_files = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
     on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
     chosen_rank = rank if rank is not None else min(on_node, default=0)

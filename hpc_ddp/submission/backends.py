@@ -1,7 +1,7 @@
-"""Back-ends: each takes a prepared run and starts it. One seam for all: `start`.
+"""Back-ends: each one starts a prepared run. Callers use `start`, which works for all of them.
 
-``slurm`` and ``submitit`` return as soon as the job is queued; ``salloc`` and ``local`` return a
-process, which the caller waits for: it ends with the attempt, or the run.
+``slurm`` and ``submitit`` return as soon as the job is queued. ``salloc`` and ``local`` return a
+process, which ends with the attempt, or with the run; the caller waits for its end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SRUN = """srun() {{
 
 @dataclass(frozen=True)
 class StartedRun:
-    """The result of a start: a queued job, or a process in the foreground."""
+    """The result of a start: a queued job, or a process in the foreground; the other is None."""
 
     job: JobRef | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -78,20 +78,20 @@ class Backend(Protocol):
         ...
 
     def write_further_files(self, prepared: PreparedRun) -> None:
-        """Write the files of the run that the batch script needs besides itself, once that is
-        written; most back-ends have none. Raise OSError where one can't be written."""
+        """Write the files that the batch script needs besides itself; it is written by then. Most
+        back-ends write none. Raise OSError where a file can't be written."""
         ...
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Start the run; a process in the foreground prints to `output` (None: to where this one
-        prints).
+        """Start the run, and return its queued job, or its process in the foreground. The process
+        prints to `output` (None: to where this process prints).
 
         Raises
         ------
         HpcDdpError
-            it could not be started
+            the run could not be started; UsageError where the request is wrong
         OSError
-            the process could not be started
+            the process could not be started, or the journal can't be read
         """
         ...
 
@@ -106,11 +106,13 @@ class SlurmBackend:
         pass
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Submit the script, and return the job with its cluster; `output` is not used.
+        """Submit the script, and return the job with its cluster ('' where Slurm does not say);
+        `output` is not used.
 
-        Where sbatch gives no answer, the queue is searched for a new job of the script. Raises as
-        `slurm.sbatch`, and OSError where the journal, which has the run's earlier jobs, can't be
-        read.
+        Where sbatch gives no answer, the queue is searched for a new job of the script. Raise
+        NoAnswerError where the job may be queued all the same, HpcDdpError where Slurm refuses it
+        (see `slurm.sbatch`), and OSError where the journal, which names the run's earlier jobs,
+        can't be read.
         """
         run = prepared.run
         job = slurm.sbatch(run.script, os.environ, earlier=run.jobs(run.events()))
@@ -121,10 +123,12 @@ class AllocationBackend(SlurmBackend):
     """The same script, run by a shell inside an allocation that is there already."""
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Start the batch script in a shell, and return its process; `output` as `Backend.start`
-        has it. Raise UsageError outside of an allocation, and in one whose number of nodes the
-        job does not ask for (for a job of one node any will do), and OSError if the shell can't be
-        started."""
+        """Start the batch script in a shell inside this allocation, and return the shell's process;
+        `output` is as in `Backend.start`.
+
+        Raise UsageError outside of an allocation, and in one with another number of nodes than the
+        job asks for (a job of one node runs in any). Raise OSError if the shell can't be started.
+        """
         if "SLURM_JOB_ID" not in os.environ:
             raise UsageError(
                 "the allocation back-end runs inside an allocation, and this shell is in none",
@@ -161,9 +165,9 @@ class LocalBackend(SlurmBackend):
         return StartedRun(process=self.launch(prepared, output))
 
     def launch(self, prepared: PreparedRun, output: Output) -> subprocess.Popen[bytes]:
-        """Start the run with all that it prints going to `output`, as Popen takes it, and return
-        its process, the leader of a session of its own. Raise UsageError as `_local_env`, OSError
-        where the process can't be started."""
+        """Start the run on this machine, and return its process, which leads a session of its own.
+        All that the run prints goes to `output`, the process's stdout. Raise UsageError as
+        `_local_env`, OSError where the process can't be started."""
         spec, run = prepared.spec, prepared.run
         env = {**clean_env(os.environ), **_local_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
@@ -189,13 +193,14 @@ class LocalBackend(SlurmBackend):
 
 
 def _local_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables of `job_env` and `node_env` for this machine, filled in, but for those
-    that each worker fills in (`worker_env`).
+    """Return the variables that `job_env` and `node_env` have for the job, as a run on this machine
+    needs them. Variables in the user's values (``env``) are filled in, but not in those values that
+    each worker fills in by itself (`worker_env`).
 
-    Variables of Slurm's in ``expand`` that are not set here are 0, or for SLURM_NNODES and
-    SLURM_JOB_NUM_NODES the number of nodes. The result has these numbers for the workers, as
-    ``HPC_DDP_DRY_NAME``, also of those that are set. Raise UsageError where a value of ``env`` has
-    another variable that is not set here, and as `job_env`.
+    A variable of Slurm's in ``expand`` that is not set here counts as 0; SLURM_NNODES and
+    SLURM_JOB_NUM_NODES count as the number of nodes. The result also has these numbers, for the
+    workers, as ``HPC_DDP_DRY_NAME``, also for those of Slurm's variables that are set. Raise
+    UsageError where a value of ``env`` has another variable that is not set here, and as `job_env`.
     """
     env, nodes = {**job_env(spec), **node_env(spec)}, str(spec.node_range[1])
     slurms = {name: "0" for name in spec.expand if name.startswith("SLURM_")}
@@ -212,16 +217,17 @@ def _local_env(spec: JobSpec) -> dict[str, str]:
 
 
 class SubmititBackend(SlurmBackend):
-    """submitit's submission file and its task: one per node, our supervisor as its function.
+    """Starts runs by submitit's submission file, whose tasks each call our supervisor.
 
-    The lines of our batch script before and after srun go into submitit's set-up and tear-down. Its
-    own time-out and requeue path never fires: the supervisor takes the signals. Its task looks for
-    a pickle that is named for the job. A link of that name is made by the job itself, so that the
-    same file serves each job of a chain, each task of an array, and a person's `sbatch`.
+    The lines of our batch script before and after srun go into submitit's set-up and tear-down.
+    submitit's own time-out and requeue path never fires, since the supervisor handles the signals.
+    submitit's task loads a pickle whose name has the job's id. The job itself makes a link of that
+    name, so that the same file serves each job of a chain, each task of an array, and a person's
+    `sbatch`.
     """
 
     def script(self, plan: Plan) -> str:
-        """Return submitit's submission file; raises as `_executor`.
+        """Return the text of submitit's submission file; raises as `_executor`.
 
         Its task is run by its path: with submitit's own ``python -m``, Python would look for
         modules in the working directory first, in which colleagues may write.
@@ -234,8 +240,8 @@ class SubmititBackend(SlurmBackend):
         return text + "\n"
 
     def write_further_files(self, prepared: PreparedRun) -> None:
-        """Write the pickle that submitit's task loads: the supervisor, and its command; raise
-        OSError."""
+        """Write the pickle that submitit's task loads, with the supervisor and its command, so that
+        only this user can change it. Raise OSError where it can't be written."""
         from submitit.core.utils import DelayedSubmission
 
         from hpc_ddp.node.supervisor import submitit_main
@@ -249,8 +255,9 @@ class SubmititBackend(SlurmBackend):
     def _executor(self, plan: Plan) -> Any:
         """Return submitit's executor, with our set-up and tear-down lines.
 
-        Raise UsageError for a container or a block of the template that submitit has no use for,
-        and for a run's path that it would change; HpcDdpError without a Slurm client.
+        Raise UsageError for a container, for a block of the user's template that submitit does not
+        use, and for a run's path of which submitit would replace a part; HpcDdpError without a
+        Slurm client.
         """
         import submitit
 
@@ -309,7 +316,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def render(prepared: PreparedRun) -> str:
-    """Write the run's script, and what its back-end needs besides; return the script's text.
+    """Write the run's script and its back-end's further files; return the script's text.
 
     Raises
     ------
@@ -327,18 +334,18 @@ def render(prepared: PreparedRun) -> str:
 
 
 def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
-    """Write a prepared run's script, start the run with its back-end, and journal it; `output` as
-    `Backend.start` has it.
+    """Write a prepared run's script, start the run with its back-end, and journal the start; return
+    the job or process. `output` is as in `Backend.start`.
 
-    The mark of an earlier cancel is removed, also that of each task that starts. In each case, also
-    after an error, the claim of `Plan.write` on the run is released. A disk that refuses the
-    journal is reported on stderr.
+    The mark of an earlier cancel is removed from the run, and from each task of an array that
+    starts. The claim of `Plan.write` on the run is released, also after an error. A disk that
+    refuses the journal is reported on stderr.
 
     Raises
     ------
     HpcDdpError, OSError
-        it could not be started, and is discarded (see `PreparedRun.discard`), except at a
-        NoAnswerError of Slurm: the job may be queued
+        the run could not be started. It is discarded then (see `PreparedRun.discard`), except
+        after a NoAnswerError of Slurm: the job may be queued
     """
     try:
         return _start(prepared, output)

@@ -75,9 +75,9 @@ class Plan:
     rerun_of
         for a rerun: the run that it repeats
     is_forced
-        the user's word that a job of the run is over which Slurm can't be asked for
+        the user states that the run's jobs are over for which Slurm can't be asked
     is_fresh
-        it begins at step 0, whatever checkpoints there are
+        the run is to begin at step 0, whatever checkpoints there are
     """
 
     spec: JobSpec
@@ -105,17 +105,17 @@ class Plan:
 
     def write(self) -> PreparedRun:
         """Write the run's folder, with all that the job needs, and return the run, ready to start.
-        A run that exists already is claimed, until `backends.start` or this process ends: no other
-        process can start it. With `is_forced` its jobs that can't be asked for are journaled as
+        An existing run is claimed first: no other process can start it before `backends.start` has
+        ended, or this process. With `is_forced` its jobs that can't be asked for are journaled as
         over.
 
         Raises
         ------
         UsageError
-            the folder can't be written, another submit has just made it, another process starts the
-            run just now, other users could replace it, its disk keeps no permissions, the code is
-            too large, git can't list it, a job works on the run, or may, or the newest checkpoint
-            is of another version of hpc-ddp; nothing of a new run is left behind
+            the folder can't be written, was just made by another submit, could be replaced by other
+            users, or is on a disk that keeps no permissions; another process starts the run just
+            now; a job works on it, or may; the code is too large; git can't list it; or the newest
+            checkpoint is of another version of hpc-ddp. A new run leaves nothing behind then
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         if not self.is_new:
@@ -152,8 +152,8 @@ class Plan:
         )
 
     def _claim(self) -> None:
-        """Claim an older run, and note what its files have in them. Raise UsageError and OSError as
-        `write` does, before anything is changed."""
+        """Claim an older run, look that no job works on it, and write the note by which this start
+        can be undone. Raise UsageError as `write`, and OSError where the disk refuses."""
         claim_start(self.run)  # `backends.start` releases it
         check_idle(self.run, self.is_forced)
         if not self.is_fresh:
@@ -162,7 +162,7 @@ class Plan:
 
     def _write_files(self) -> None:
         """Write the run's folder: the library, the code, the job and its limits. Raise UsageError
-        and OSError; what was written by then stays."""
+        as `write`, and OSError where the disk refuses; the files that are written by then stay."""
         check_folder(self.run)  # before anything is made, and again: a link may have come since
         run = self.run.make(self.is_new)  # and the folders above
         check_kept_modes(run)
@@ -188,8 +188,8 @@ class Plan:
 
 
 def _with_all_tasks(spec: JobSpec, run: RunFolder) -> JobSpec:
-    """Return the job of an array of which a part is started, with the tasks that the run has had so
-    far as well: those that have never begun are known by these indexes alone."""
+    """Return the job for ``job.json``: an array of which only a part is started has also the
+    indexes of the ``job.json`` that is there, which alone name the tasks that have never begun."""
     if not (spec.array and run.job_json.exists()):
         return spec
     earlier = JobSpec.from_json(run.job_json.read_bytes()).array
@@ -209,9 +209,9 @@ class PreparedRun(Plan):
     def discard(self) -> None:
         """Undo `write`, for a run that could not be started. Nothing is raised.
 
-        The folder of a new run is removed, and that of its name if no other run is there; what
-        can't be removed stays, and so does what lies behind a link of another user. For an older
-        run see `undo_start`; one that was refused before anything was written stays as it is.
+        The folder of a new run is removed, and that of its name if no other run is there. Files
+        that can't be removed stay, and so does a folder behind another user's link. An older run
+        gets its former files back, if `write` has changed any (see `undo_start`).
         """
         if not self.is_new:
             undo_start(self.run)
@@ -263,10 +263,10 @@ def make_plan(
     """Return the plan of a job; nothing is written.
 
     `run` is the job's folder, which does not exist yet if `is_new`. The code is a new snapshot, a
-    copy of the newest one of the run `source` where one is given, or with `keeps_code` the newest
-    one of `run`. It is the live code where `run` has none to keep, where the settings want no
-    snapshot, and for a command or an installed module. The job itself is `spec`: of `settings` only
-    those of the snapshot count, the limits, and where container-options come from.
+    copy of the newest one of the run `source` if that is given, or with `keeps_code` the newest one
+    of `run`. It is the live code where `run` has none to keep, where the settings want no snapshot,
+    and for a command or an installed module. The job itself is `spec`: `settings` only tell about
+    the snapshot, the limits, and where container-options come from.
 
     Raises
     ------
@@ -365,9 +365,8 @@ def _check_python(spec: JobSpec) -> None:
 
 
 def _check_formats(run: RunFolder) -> None:
-    """Raise UsageError where the newest checkpoint of a run, or of a task of it, is of another
-    version of hpc-ddp: this one's would end before its first step. One that can't be read passes.
-    """
+    """Raise UsageError where the newest checkpoint of a run, or of a task of it, has a format that
+    this version of hpc-ddp can't read. A checkpoint whose manifest can't be read passes."""
     for folder in (run, *run.tasks()):
         for path in checkpoints.published(folder.checkpoints)[:1]:
             with suppress(OSError, ValueError):

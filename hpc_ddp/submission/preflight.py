@@ -64,12 +64,13 @@ def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
 
 
 def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
-    """Write the run of a training that tries each feature once, on all nodes of this allocation,
-    or outside of one on this machine, and return it, ready to start.
+    """Write a run whose training tries each feature once, and return it, ready to start. It uses
+    all nodes of this allocation, or outside of an allocation this machine.
 
-    It has the GPUs of each node that the allocation names, else the settings, else (outside of an
-    allocation) all; without any, two workers per node train on the CPU. From then on runs of this
-    process may use accelerators (`SHOW_DEVICES`). `cwd` and `root` as `examine` has them.
+    The number of GPUs of a node is the allocation's, else the settings', else, outside of an
+    allocation, the number that this machine has. Without GPUs two workers per node train on the
+    CPU. The variable `SHOW_DEVICES` is set in this process: its later runs may use accelerators,
+    too. `cwd` and `root` are as in `examine`.
 
     Raises
     ------
@@ -93,8 +94,8 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
 
 
 def devices_here() -> int:
-    """Return the number of accelerators of this machine that the variables of this process do not
-    hide, of the vendor with most; 0 without any."""
+    """Return how many accelerators this machine has, of the vendor with most; 0 without any. Those
+    that a variable of this process hides (as CUDA_VISIBLE_DEVICES) do not count."""
     counts = [
         min([count, *visible(VENDORS[name], os.environ).values()])
         for name, count in device_files().items()
@@ -115,8 +116,8 @@ def table_of(prepared: PreparedRun) -> str:
 
 
 def _values(settings: Settings) -> dict[str, Any]:
-    """Return the settings by key, but for some that describe one job alone, as its arguments;
-    ``gpus-per-node`` is that of this allocation, else of the settings, else None."""
+    """Return the settings by key, without those that describe one job alone, as its arguments.
+    ``gpus-per-node`` is the number of this allocation, else of the settings, else None."""
     of_jobs = ("array", "args", "continue-by", "nodes", "template")
     values = {key: value for key, value in settings.values.items() if key not in of_jobs}
     gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")

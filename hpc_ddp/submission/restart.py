@@ -37,7 +37,8 @@ def plan_rerun(
     root: Path,
     same_code: bool,
 ) -> Plan:
-    """Return the plan of a new run below `root` that repeats the job of `run`; nothing is written.
+    """Return the plan of a new run below `root` that repeats the job of `run`; nothing of the new
+    run is written. A broken-off start of `run` is undone first (`undo_broken_start`).
 
     Parameters
     ----------
@@ -45,21 +46,22 @@ def plan_rerun(
         any run; an array or a sweep is repeated as a whole, a task of a sweep as a job of its own,
         and a task of another array as an array of its index alone
     changes
-        new values of the script's arguments, by name; of a sweep none of its parameters
+        new values of the script's arguments, by name; a sweep's parameters can't be changed
     options
         other new settings, by key; without ``dependency`` the new job waits for no other
     settings
-        the same, merged with those of files: for what a site puts before a job's, and for limits
+        `options` merged with the settings of files: a site's lines that come before the job's, and
+        the limits, are read from it
     cwd
         the folder that paths in `options` are relative to
     same_code
-        take the run's last snapshot, not the code as it is now
+        use the run's last snapshot, not the code as it is now
 
     Raises
     ------
     UsageError
         a change or an option is refused (also as `make_plan` does), the run's script or snapshot is
-        gone, or the run was started by hand or is another user's
+        gone, the run was started by hand or is another user's; or as `undo_broken_start`
     OSError
         the run's folder can't be read
     """
@@ -100,8 +102,9 @@ def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) 
 
 
 def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
-    """Return a script's arguments with ``--name value`` and ``--name=value`` as `changes` has it;
-    what is not among them comes at the end.
+    """Return a script's arguments with new values: each of `changes` (value by name, without
+    dashes) takes the place of ``--name value`` or ``--name=value``, and is added at the end where
+    the arguments do not have that name.
 
     The word behind ``--name`` counts as its value unless it begins with ``--``. A name that comes
     several times comes once in the result, at its first place.
@@ -140,14 +143,16 @@ def plan_continuation(
     `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
     that paths in `options` are relative to. With `new_code`, and for a script or ``snapshot`` in
     `options`, the code is copied anew, unless the settings want no snapshot. An array goes on with
-    its unfinished tasks, or those in `options`; a task of one alone. Nothing is written;
+    its unfinished tasks, or with those that `options` name; a task of an array goes on alone.
+
+    A broken-off start of the run is undone first (`undo_broken_start`); else nothing is written.
     `Plan.write` looks whether a job works on the run.
 
     Raises
     ------
     UsageError
         the run, or each task of it, is finished; it is another user's; its script is gone; or an
-        option is refused (also as `make_plan` does)
+        option is refused (also as `make_plan` does); or as `undo_broken_start`
     OSError
         the run's folder can't be read
     """
@@ -184,8 +189,9 @@ def plan_continuation(
 
 
 def _read_spec(run: RunFolder) -> JobSpec:
-    """Return a run's job, and print which of its settings this version of hpc-ddp does not know.
-    Raises as `JobSpec.from_json`, and OSError where it can't be read."""
+    """Return a run's job. Settings in its job.json that this version of hpc-ddp does not know are
+    left out, and named on stderr. Raises as `JobSpec.from_json`, and OSError where the file can't
+    be read."""
     text = run.job_json.read_bytes()
     spec = JobSpec.from_json(text)
     if unknown := sorted(parse_object(text).keys() - FIELDS):
@@ -202,10 +208,10 @@ def _fields_of(
     """Return the user's `options` (by key) as new values of an existing job's fields, by field.
 
     The paths of ``script``, ``chdir``, ``template`` and ``notify`` become absolute, by `cwd`;
-    variables go over those of `spec`. With a script, a flag of `NO_FILE` that was not given is
-    False, and another script has none of the arguments. A key of `JOINED` has its value from
-    `settings`, which begins with the site's. Raise UsageError for a working directory that does not
-    exist.
+    variables go over those of `spec`. If `options` have a script, flags of `NO_FILE` that they lack
+    are False, and a script that is another one than the job's has no arguments but theirs. A key of
+    `JOINED` has its value from `settings`, which begins with the site's. Raise UsageError for a
+    working directory that does not exist.
     """
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     # A site's own stand before those that were said: modules, the flags of its srun.
@@ -245,8 +251,9 @@ def _check_script(spec: JobSpec, hint: str) -> None:
 
 
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
-    """Return the indexes of the array's tasks that are not finished, with its bound, as ``0,3%2``.
-    Raise UsageError where all are finished, and OSError where a journal can't be read."""
+    """Return the indexes of the array's tasks that are not finished, followed by the array's limit
+    of tasks at once, as ``0,3%2``. Raise UsageError where all are finished, and OSError where a
+    journal can't be read."""
     indexes = spec.indexes(task.index for task in run.tasks())
     unfinished = [str(index) for index in indexes if not run.task(index).finished()]
     if not unfinished:
@@ -257,8 +264,8 @@ def _unfinished(run: RunFolder, spec: JobSpec) -> str:
 
 
 def set_aside(prepared: PreparedRun) -> list[Path]:
-    """Move the checkpoints of a continued run, or of those tasks of an array that go on, aside:
-    they begin at step 0. The journals note it.
+    """Move the checkpoints of a continued run aside, or those of the tasks of an array that go on,
+    so that these begin at step 0. The journals note it.
 
     Returns the folders where the checkpoints are now, [] where there were none; nothing is deleted.
 

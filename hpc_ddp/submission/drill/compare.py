@@ -75,8 +75,9 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether only the order of sums differs: a computed part does, not at a start, in that
-        step by `ROUNDING` at most (by `GROWN` if `drifted`), and at the end by `GROWN`."""
+        """Whether only the order of sums differs: the part that differs is a computed one, and not
+        right after a resume; in that step numbers differ by `ROUNDING` at most (by `GROWN` if
+        `drifted`), and at the end by `GROWN` at most."""
         return (
             not self.at_start
             and self.kind in _COMPUTED
@@ -99,14 +100,14 @@ def first_difference(
     base, disturbed
         the records of all ranks, of the undisturbed run and of one attempt of the disturbed one
     earlier
-        those of the attempts before it: one of them has saved the state that it begins with, which
-        differs from the undisturbed run's where sums were rounded in another way
+        the records of the attempts before that one. One of these has saved the state with which
+        it begins, and which differs from the undisturbed run's where sums were rounded otherwise
 
     Raises
     ------
     KeyError, ValueError
-        a record without its sizes; one of an unknown moment, or with an unknown kind of part: the
-        recorder writes none
+        a record has no sizes, an unknown moment, or an unknown kind of part: the recorder writes
+        no such record
     """
     pairs, has_drifted = _pairs(base, disturbed, earlier)
     # By the moment first, then by rank: later differences are consequences.
@@ -144,11 +145,12 @@ def first_difference(
 def _pairs(
     base: Sequence[DrillRecord], disturbed: Sequence[DrillRecord], earlier: Sequence[DrillRecord]
 ) -> tuple[list[Pair], bool]:
-    """Return the records of an attempt, each behind the one that it is compared with.
+    """Return the records of an attempt as pairs, each behind the record that it is compared with;
+    records without such a one are left out. Also return whether a state that an earlier attempt has
+    saved differs from the undisturbed run's.
 
-    The start is compared with the state that an earlier attempt has saved (the last one of that
-    step), where there is one. Also returns whether that state differs from the undisturbed run's.
-    Records without a counterpart are left out.
+    A record of the start is compared with the state that an earlier attempt has saved (the last one
+    of that step), where there is one; all others with the undisturbed run's.
     """
     base_of = _by_moment(base)
     saved = _by_moment(sorted(earlier, key=lambda record: -record.attempt))
@@ -194,8 +196,9 @@ def _by_moment(base: Sequence[DrillRecord]) -> dict[tuple[Any, ...], DrillRecord
 
 
 def _nearest(base: Sequence[DrillRecord], record: DrillRecord) -> DrillRecord | None:
-    """Return the undisturbed record to compare with a step or an end at another position: that of
-    the same step, or of the last one. None for another record, or without steps of its rank."""
+    """Return the undisturbed record to compare with `record`, which is at a position that the
+    undisturbed run never had: the rank's record of the same step, or else of its last step. None
+    for a record that is no step and no end, and for a rank without steps."""
     steps = [r for r in base if r.rank == record.rank and r.at == "step"]
     if record.at not in ("step", "end") or not steps:
         return None
@@ -213,7 +216,7 @@ def _values(record: DrillRecord) -> dict[str, str]:
 
 
 def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[str]:
-    """Yield the parts that differ, as `describe` takes them.
+    """Yield the parts that differ, as texts for `describe`.
 
     ``position`` alone where the records are of different positions. Else the key (``KIND NAME`` or
     ``gradients``) of each digest that both records have and that differs, and ``loss`` where the
@@ -231,10 +234,10 @@ def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[
 
 
 def _distance(pairs: Sequence[Pair], size: str) -> float | None:
-    """Return the largest difference, relative as in `_relative`, of the values that both records of
-    a pair have, and of one of their `sizes` (``gradients`` or ``weights``): inf where one number
-    alone is NaN or infinite, None without numbers. Raise KeyError for a record that lacks the
-    size."""
+    """Return the largest relative difference (see `_relative`) in some pairs of records: of the
+    values that both records have, and of their size of the name `size` (``gradients`` or
+    ``weights``). inf where only one number is NaN or infinite; None without numbers. Raise KeyError
+    for a record that lacks the size."""
     distances = []
     for a, b in pairs:
         numbers = [(a.values[name], v) for name, v in b.values.items() if name in a.values]
@@ -292,8 +295,8 @@ def rounding(difference: Difference) -> str:
 def explain(difference: Difference, is_steady: bool, before: str) -> tuple[str, str]:
     """Return which part differs first and why, in words, and what to do about it.
 
-    `is_steady` says that two undisturbed runs are equal; else these are the ones that differ.
-    `before` is the disturbance before the difference, as "killed (SIGKILL) at step 9".
+    With `is_steady` the difference is one to the undisturbed run; else it is one between two
+    undisturbed runs. `before` is the disturbance before it, as "killed (SIGKILL) at step 9".
     """
     part = describe(f"{difference.kind} {difference.name}".strip())
     if not is_steady:

@@ -50,8 +50,8 @@ def choose(total: int, epoch_ends: Sequence[int]) -> Points:
     an epoch.
 
     The stop comes in mid-epoch, after an epoch's end where there is an early one. The save is at
-    the next epoch's end, which is a place of its own to go on from, or else a quarter of the rest
-    later; the kill comes well after it.
+    the next epoch's end, from which a resume is a case of its own, or else after a quarter of the
+    steps that are left. The kill comes well after the save.
 
     Raises
     ------
@@ -76,8 +76,8 @@ def choose(total: int, epoch_ends: Sequence[int]) -> Points:
 
 
 def legs(points: Points, end: int | None) -> list[Leg]:
-    """Return the four attempts of the disturbed run, the last one undisturbed; all end at step
-    `end` (None: with the script)."""
+    """Return the four attempts of the disturbed run, of which the last one is not disturbed. With
+    `end` each attempt that gets there ends at that step; None: with the script."""
     plan = {} if end is None else {"end": end}
     to_stop = {**plan, "hold": "stop", "at": points.stop}
     to_kill = {**plan, "hold": "kill", "at": points.kill, "save": points.save}
@@ -96,9 +96,9 @@ def terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
 
 
 def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    """Kill all of a run at once, the launcher first, so that no process is left to react, then the
-    workers of the newest attempt; wait for the launcher's end. A process that has ended already is
-    no error. Raise OSError where the run's folder can't be read."""
+    """Kill all of a run at once, and wait for the end of its launcher. The launcher comes first, so
+    that no process is left to react, then the workers of the newest attempt. A process that has
+    ended already is no error. Raise OSError where the run's folder can't be read."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
     for attempt in run.attempts()[-1:]:
@@ -107,9 +107,9 @@ def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
 
 
 def flip(run: RunFolder) -> str:
-    """Flip a bit in the middle of the largest file of the newest published checkpoint, of those
-    that no other checkpoint shares if there are any; return the checkpoint's name. Raise IndexError
-    without a checkpoint, OSError where the disk refuses."""
+    """Flip a bit in the newest published checkpoint, and return the checkpoint's name. The bit is
+    in the middle of the largest file; files that another checkpoint shares count only if there are
+    no others. Raise IndexError without a checkpoint, OSError where the disk refuses."""
     newest = checkpoints.published(run.checkpoints)[0]
     facts = {path: path.stat() for path in newest.iterdir()}
     path = max(facts, key=lambda path: (facts[path].st_nlink == 1, facts[path].st_size))

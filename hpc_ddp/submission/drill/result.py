@@ -12,11 +12,11 @@ from hpc_ddp.submission.drill.compare import Difference
 
 @dataclass(frozen=True)
 class Row:
-    """A disturbance, in words (`done`), and its outcome.
+    """A disturbance, in words (`done`), and the outcome of the attempt after it.
 
-    `survived` says whether the attempt after it went as it has to; `resumed_from` is the step of
-    the checkpoint that this one loaded, None without, and `passed_over` are the damaged checkpoints
-    before that, as ``NAME: problem``.
+    `survived` says whether that attempt went as it has to. `resumed_from` is the step of the
+    checkpoint that it loaded, None where it loaded none; `passed_over` are the damaged checkpoints
+    that it did not load, as ``NAME: problem``.
     """
 
     done: str
@@ -28,12 +28,12 @@ class Row:
 
 @dataclass
 class DrillResult:
-    """The result of a drill of `script`, a path, with `folder` for its runs and the number of
-    `steps` of the undisturbed one.
+    """The result of a drill of `script`, a path; `folder` has the drill's runs, and `steps` is the
+    number of steps of the undisturbed one.
 
     `verdict` is ``right``, ``sums`` (right but for the order of sums), ``wrong``, ``unsteady`` (two
-    undisturbed runs differ already), or ``broken`` (it did not go on); `why` and `hint` are words
-    on it, `notes` sentences on what was not tried.
+    undisturbed runs differ already), or ``broken`` (the run did not go on). `why` and `hint`
+    explain the verdict; `notes` are sentences on what was not tried.
     """
 
     script: str

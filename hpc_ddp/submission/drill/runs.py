@@ -111,7 +111,8 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
 
 
 class _Drill:
-    """The runs of one drill, below `folder`, with the parameters of `drill`; `play` writes them."""
+    """The runs of one drill, below `folder`, with the parameters of `drill`. Making the object does
+    nothing; `play` makes and plays the runs."""
 
     _base: PreparedRun  # the undisturbed run; `play` sets both
     _result: DrillResult
@@ -175,7 +176,8 @@ class _Drill:
 
     def _disturb(self, base: list[DrillRecord], points: Points, end: int | None) -> None:
         """Play the attempts of the disturbed run until one is not as it has to be, and write the
-        outcome into the result: a row for each but the first, and a verdict.
+        outcome into the result: a row for each attempt but the first, and a verdict unless all is
+        equal.
 
         `base` are the undisturbed run's records; `end` is the step to end at, None: with the
         script. Raise UsageError and OSError as `drill`.
@@ -214,13 +216,14 @@ class _Drill:
                 before += f", and a byte flipped in {flip(run)}"
 
     def _judge(self, difference: Difference, base: list[DrillRecord], before: str) -> bool:
-        """Write the verdict on a difference into the result, with the reason and a hint; return
-        True where it is rounding, so that the drill can go on.
+        """Write the verdict on a difference into the result, with the reason and a hint. Return
+        whether the difference is only rounding, so that the drill can go on.
 
-        Before the first disturbance a difference is the script's own ("unsteady"), and at an
-        attempt's start the resume's ("wrong"); to tell for any other one, the undisturbed run is
-        played once more, until that step. `base` are the records of that run, `before` is the
-        disturbance before the difference, in words. Raise UsageError and OSError as `drill`.
+        A difference before the first disturbance is the script's own ("unsteady"); one right at an
+        attempt's start is the resume's ("wrong"). For any other one the undisturbed run is played
+        once more, until that step, to tell which of both it is. `base` are the undisturbed run's
+        records; `before` is the disturbance before the difference, in words. Raise UsageError and
+        OSError as `drill`.
         """
         report = self._result
         if difference.is_rounding:
@@ -244,10 +247,11 @@ class _Drill:
     def _find_fault(
         self, run: RunFolder, number: int, leg: Leg, events: list[JournalEvent], code: int
     ) -> str | None:
-        """Return what was wrong with an attempt, as the end of a sentence; None where it resumed
-        from where it has to (the last one past the damaged checkpoint), and ended as `leg` says.
+        """Return in what an attempt went wrong, as the end of a sentence; None where it went right:
+        it resumed from where it has to (the last one past the damaged checkpoint), and ended as
+        `leg` says.
 
-        `number` is the attempt's, from 0, `events` are its events, and `code` is its exit code, or
+        `number` is the attempt's, from 0; `events` are its events; `code` is its exit code, or
         `TOO_LONG`.
         """
         restored = last_event(events, CheckpointRestored)
@@ -278,12 +282,12 @@ class _Drill:
         plan: dict[str, Any],
         disturbance: Disturbance | None = None,
     ) -> int:
-        """Run the next attempt until it ends, disturb it when the recorder says that it is ready,
-        and say its step every `PRINT_EVERY_S`; return its exit code.
+        """Run the next attempt until it ends, and return its exit code. Once the recorder says that
+        it is ready, `disturbance` is called. Every `PRINT_EVERY_S` the attempt's step is said.
 
-        `plan` is the recorder's. An attempt that takes longer than `_limit_s`, or without a limit
-        longer than `START_S` to its call of start(), is killed, and has the code `TOO_LONG`. One
-        that runs when an error comes is killed, too.
+        `plan` is the recorder's. An attempt that takes longer than `_limit_s` is killed, and has
+        the code `TOO_LONG`; while no limit is known, so has one that takes longer than `START_S` to
+        its call of start(). After an error an attempt that still runs is killed, too.
 
         Raise UsageError once the script makes steps without a call of start(), and as
         `LocalBackend.launch`; OSError where the process can't be started, its log not be written or
@@ -316,9 +320,10 @@ class _Drill:
         return process.returncode
 
     def _start_limit_s(self, run: RunFolder) -> float:
-        """Return how many seconds a first attempt may take: no limit once its script has called
-        start(). Raise UsageError for steps before that, which a library of `hpc_ddp.integrations`
-        makes, OSError where the journal can't be read."""
+        """Return how many seconds an attempt without a known limit may take in all: `START_S` until
+        its script calls start(), then without end. Raise UsageError if the script makes steps
+        before that, as a library of `hpc_ddp.integrations` does, and OSError where the journal
+        can't be read."""
         events = run.events()
         if last_event(events, WorkerStarted):
             return math.inf

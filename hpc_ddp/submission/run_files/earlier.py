@@ -1,7 +1,9 @@
-"""Undoes what a start has changed in an older run, where Slurm has refused it or never answered.
+"""Undoes what a start has changed in an older run, where Slurm has refused the job or never
+answered.
 
-A note in the run's folder, from before the first change until Slurm has accepted the job, has what
-is needed: so the next start can undo one that Ctrl-C or a lost connection has ended.
+A note in the run's folder has what is needed for that. It is there from before the first change
+until Slurm has accepted the job: so the next start can undo one that Ctrl-C or a lost connection
+has ended.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from hpc_ddp.live_jobs import claim_start, describe_work, read_queue, release_st
 
 
 def note_earlier(run: RunFolder) -> None:
-    """Write the note for a start of `run`, in place of one that is there. Raise OSError where its
-    files can't be read, or the note can't be written."""
+    """Write the note by which a start of `run` can be undone, in place of an older note: the
+    content of the files that a start changes, the number of attempts, and the names of the
+    snapshots and of the checkpoints set aside. Raise OSError where a file can't be read, or the
+    note can't be written."""
     parts = (run, *run.tasks())
     files = (run.job_json, run.limits_json, run.script, *(part.cancelled for part in parts))
     contents = {
@@ -48,12 +52,12 @@ def remove_note(run: RunFolder) -> None:
 
 
 def undo_start(run: RunFolder) -> None:
-    """Give the files of `run` their content from before the start that the note is of, remove that
-    start's snapshot of the code, move back the checkpoints that it has set aside, and remove the
-    note. The new library stays. Nothing where there is no note.
+    """Undo a start of `run` by its note: give the files their earlier content, remove the start's
+    snapshot of the code, move back the checkpoints that it has set aside, and remove the note. The
+    new library stays. Without a note nothing is done.
 
-    Nothing is raised: a file that the disk refuses stays as it is; where it refuses more, stderr
-    says so, and the note stays.
+    Nothing is raised. A file that can't be written stays as it is; where the disk refuses anything
+    else, stderr says so, and the note stays for the next try.
     """
     note = read_json(_note_of(run))
     if not note:
@@ -79,15 +83,16 @@ def undo_start(run: RunFolder) -> None:
 
 
 def undo_broken_start(run: RunFolder) -> None:
-    """Undo a start of a run, of its array or of a task of it that was broken off before Slurm had
-    answered, and print that; nothing where its job has begun since, or may be queued.
+    """Undo each start of a run, of its array or of a task of it that was broken off before Slurm
+    had answered, and report that on stderr. Where the start's job has begun since, only the note is
+    removed; where the job may be queued, nothing is done.
 
     Raises
     ------
     UsageError
         another process starts the run just now, or Slurm does not say what is queued
     OSError
-        a journal can't be read, or as `describe_work`
+        a journal can't be read, the run can't be claimed, or as `describe_work`
     """
     for part in {run.path: run, run.whole: RunFolder(run.whole)}.values():
         for folder in (part, *part.tasks()):
@@ -96,7 +101,8 @@ def undo_broken_start(run: RunFolder) -> None:
 
 
 def _undo_if_broken(run: RunFolder) -> None:
-    """Do what `undo_broken_start` does, with its errors, for a run that has a note."""
+    """Do what `undo_broken_start` does, with its errors, for one run that has a note; the run is
+    claimed meanwhile."""
     claim_start(run)
     try:
         note = read_json(_note_of(run))

@@ -15,9 +15,9 @@ TRAVELS = ("core", "integrations", "node", "training")
 
 
 def carry_library(run: RunFolder) -> None:
-    """Copy the node-side part of hpc-ddp into ``lib``, in place of what an earlier submit has
-    copied: the batch script of this one fits no other version. A task of an array, whose ``lib`` is
-    a link, keeps the array's, which other tasks may use just now.
+    """Copy the node-side part of hpc-ddp into ``lib``, in place of an earlier submit's copy: the
+    new batch script fits no other version. For a task of an array, whose ``lib`` is a link to the
+    array's, nothing is copied: other tasks may use that one just now.
 
     Raise OSError where the disk refuses, and UsageError for a broken fabric profile. The earlier
     ``lib`` then stays, or lies in ``.lib-earlier`` where the last rename was refused.

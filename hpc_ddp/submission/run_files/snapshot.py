@@ -38,28 +38,29 @@ GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 
 
 def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
-    """Return where the next snapshot of the code around `script`, an absolute path, is to be,
-    ``code/<n>`` in the run's folder behind those that are there, and the script's path in it.
-    Nothing is made; git is asked for the work tree."""
+    """Return the path of the next snapshot of the code around `script`, an absolute path, and the
+    script's path in that snapshot. The snapshot is ``code/<n>`` in the run's folder, with the
+    number behind the newest one's. Nothing is made; git is asked for the work tree."""
     target = run.code / str(int(newest.name) + 1 if (newest := run.newest_code) else 0)
     return target, target / script.relative_to(_work_tree(script) or script.parent)
 
 
 def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
-    """Copy the code around `script` to its `place`; a bar on stderr shows the progress.
+    """Copy the code around `script` to its `place`, and note the script's path in the copy; a bar
+    on stderr shows the progress.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
-    ignored, also of submodules), or else its folder, without folders of runs.
-    Left out, with a note on stderr, are files of other users, and large weights where it would be
-    too large with them. Links are copied as links, which lead where they led. `exclude` has
-    patterns of files to leave out, but for the script, which is copied in any case. Modules that
-    the script's own files import and that are left out are named on stderr.
+    ignored, also of submodules), or else its folder, without folders of runs. Files of other users
+    are left out, and large weights with which the copy would be too large; a note on stderr names
+    some. Links are copied as links, and lead where they led. Files that match a pattern of
+    `exclude` are left out, except the script. Modules that are left out although the script's own
+    files import them are named on stderr.
 
     Raises
     ------
     UsageError
-        it is larger than 50 MB or 20,000 files (names the largest), or git can't list it; nothing
-        is copied then
+        the code is larger than 50 MB or 20,000 files (names the largest), or git can't list it;
+        nothing is copied then
     OSError
         a file can't be read or written; nothing is left then
     """
@@ -101,8 +102,9 @@ def _copy(path: Path, copy: Path, root: Path) -> None:
 
 
 def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
-    """Return the files of modules, relative to `root`, that `script` or a copied module of its own
-    imports, and that are not `copied`. A file that can't be parsed is passed over."""
+    """Return the files, relative to `root`, of those modules that `script` or a copied module of
+    its own imports and that are not among `copied` (names relative to `root`). A file that can't be
+    parsed is passed over."""
     names: dict[str, None] = {}
     entered, paths = {script}, [script]
     while paths:
@@ -122,7 +124,9 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
 
 
 def _modules_of(tree: ast.AST, path: Path, folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files in `folders` of the modules that the parsed file at `path` imports."""
+    """Yield the files of the modules, and of their packages, that the parsed file at `path`
+    imports, as far as they lie in `folders`; for a relative import the package of `path` takes
+    their place."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names, places = [alias.name for alias in node.names], folders
@@ -167,8 +171,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
 
 
 def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
-    """Return the newest snapshot of a run (of a task: of its array), and the relative path in it of
-    `script`, an absolute path. With `is_module` no file of that path has to exist.
+    """Return the newest snapshot of a run (of a task without one: of its array), and the relative
+    path in it of `script`, an absolute path. With `is_module` no file of that path has to exist.
 
     Raises
     ------
@@ -195,7 +199,8 @@ def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path,
 
 
 def changed_since(code: Path, inside: Path, script: Path) -> list[str]:
-    """Return the Python files of a snapshot that are others now, or gone, by their names in it.
+    """Return the Python files of a snapshot whose live files differ by now, or are gone, by their
+    names in it.
 
     `inside` is the path of the live `script` in the snapshot `code`. A file that can't be read is
     passed over.
@@ -211,7 +216,9 @@ def changed_since(code: Path, inside: Path, script: Path) -> list[str]:
 
 
 def note_script(code: Path, script: Path, inside: Path) -> None:
-    """Note beside a snapshot where in it a script, an absolute path, lies."""
+    """Write a file beside the snapshot `code` that says where in it a script lies: `script` is the
+    script's absolute path, `inside` its path in the snapshot. Raise OSError where the disk
+    refuses."""
     write_json(_place_of_script(code), {"script": str(script), "inside": str(inside)})
 
 
@@ -220,18 +227,19 @@ def _place_of_script(code: Path) -> Path:
 
 
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """Call git in a folder and return the ended process, with its output; it fetches nothing. Raise
-    FileNotFoundError without git."""
+    """Call git in a folder and return the ended process, with its output; git fetches nothing from
+    a remote. Raise FileNotFoundError without git."""
     # To fetch a missing object of a partial clone, git would run the repository's sshCommand.
     env = os.environ | {"GIT_ALLOW_PROTOCOL": "none"}
     return subprocess.run([*GIT, "-C", str(folder), *words], env=env, capture_output=True)
 
 
 def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
-    """Return the git work tree that `script` lies in; None without one, without git, where git
+    """Return the git work tree that `script` lies in. None without one, without git, where git
     refuses, where the script's path leads there through a link, and where the tree, its ``.git`` or
-    what that leads to is another user's than the `owners` (none: the script's trusted ones): who
-    makes one above the user's folder, as in /scratch, would decide what belongs to the code."""
+    the folder to which that leads is of a user who is none of the `owners` (empty: the script's
+    trusted ones). Else another user could make a tree above the user's folder, as in /scratch, and
+    decide what belongs to the code."""
     try:
         top, git_folder = (
             _git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
@@ -251,8 +259,9 @@ def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
 
 
 def _trusted_owners(script: Path) -> set[int]:
-    """Return the users whose files beside `script` are code of the user's: this one, root, and the
-    script's owner, whose code runs in any case. Some disks give all files to one user."""
+    """Return the ids of the users whose files beside `script` count as the user's code: this user,
+    root, and the script's owner, whose code runs in any case. Some disks give all files to one
+    user."""
     owners = {os.geteuid(), ROOT}
     with suppress(OSError):  # of a module that has no file
         owners.add(script.stat().st_uid)
@@ -260,9 +269,10 @@ def _trusted_owners(script: Path) -> set[int]:
 
 
 def _git_files(root: Path, runs: Path, owners: Set[int]) -> Iterator[str]:
-    """Return tracked files of the work tree `root`, and untracked ones but for ignored ones and the
-    folder of the `runs`, relative to it; also those of the `owners`' submodules. A tracked one may
-    be gone; one in conflict comes several times. Raise UsageError where git refuses."""
+    """Yield the files of the work tree `root`, relative to it: tracked ones, and untracked ones
+    that are not ignored and not in the folder of the `runs`; also those of the `owners`'
+    submodules. Other git repositories in it are named on stderr. A tracked file may be gone; one in
+    conflict comes several times. Raise UsageError where git refuses."""
     words = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
@@ -303,8 +313,8 @@ def _plain_files(root: Path, runs: Path) -> Iterator[str]:
 
 
 def _without_runs(root: Path, names: Iterable[str]) -> Iterator[str]:
-    """Yield the names, relative to `root`, that lie in no folder of a run: plain starts have theirs
-    in ``runs``, beside the script."""
+    """Yield those of the names, relative to `root`, that lie in no folder of a run: a script that
+    is started by hand has its runs in ``runs``, beside it."""
     is_run: dict[Path, bool] = {}
     for name in names:
         for folder in Path(name).parents:
@@ -320,16 +330,16 @@ def _select_within_limits(
 ) -> dict[str, int]:
     """Return the size in bytes of each file to copy, by its name relative to `root`.
 
-    Left out are names that match a pattern of `exclude`, whatever is no file and no link, and, with
-    a note on stderr, files and links of users besides the `owners`, and all large weights where
-    they do not fit together.
+    Files that match a pattern of `exclude` are left out, and so is all that is no file and no link.
+    Files and links of users besides the `owners` are left out with a note on stderr, and so are all
+    large weights if they do not fit together.
 
     Raises
     ------
     UsageError
         the files have more than 50 MB, or are more than 20,000: as soon as that is seen
     OSError
-        a file can't be looked at, or is deleted just then
+        a file can't be looked at
     """
     real_root = root.resolve()
     sizes: dict[str, int] = {}
@@ -381,6 +391,6 @@ def _refuse(root: Path, sizes: dict[str, int]) -> None:
 
 
 def _largest(sizes: Mapping[str, int]) -> str:
-    """Return the three largest files with their sizes, for a message."""
+    """Return the three largest files with their sizes, for a message; `sizes` are bytes by name."""
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     return ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
