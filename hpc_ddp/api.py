@@ -94,10 +94,11 @@ class Handle:
     def wait(self, timeout: float | None = None) -> str:
         """Wait until no process or job works on the run any more, and none will; return its state.
 
-        A job that is requeued is waited for until its last attempt is over. A job also counts as
-        not over while Slurm gives no answer, or where its cluster can't be asked from here; a
-        process of another machine, until the journal has its end. With the handle that `submit` has
-        returned, a local run, or one in an allocation, is over when its process here has ended.
+        A job that is requeued is waited for until its last attempt is over. A job counts as not
+        over while Slurm gives no answer, or where its cluster can't be asked from here; a process
+        of another machine counts as not over until the journal has its end. With the handle that
+        `submit` has returned, a local run, or one in an allocation, is over when its process here
+        has ended.
 
         Parameters
         ----------
@@ -130,11 +131,12 @@ class Handle:
         return self.state
 
     def _at_work(self) -> bool:
-        """Return whether a process or a job works on the run, or will work on it: the process that
-        `submit` has started, if there is one, alone. True also while Slurm gives no answer.
+        """Return whether a process or a job works on the run, or will work on it. If `submit` has
+        started a process for this handle, that process alone counts. Otherwise Slurm is asked for a
+        run that has a job; the result is True also while Slurm gives no answer.
 
-        Raise HpcDdpError without a Slurm client for a run that has a job, and OSError where the
-        journal can't be read.
+        Raise HpcDdpError where Slurm refuses, or a run with a job is on a machine without a Slurm
+        client; and OSError where the journal can't be read.
         """
         if self._process:
             return self._process.poll() is None
@@ -204,10 +206,10 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
         the job. A field at its default counts as unset: the project's ``hpc-ddp.toml`` and the site
         file may set it. Paths are relative to the working directory.
     settings
-        keys of ``hpc-ddp.toml``, with ``_`` for ``-``, in place of `spec` or beside it: they come
-        before its fields, and some, as ``site``, have no field. One that is None hides the
-        field of `spec`, and counts as unset. One more is ``sweep``: a mapping of each parameter's
-        name to its values.
+        keys of ``hpc-ddp.toml``, with ``_`` for ``-``, without a `spec` or together with one. They
+        win over the fields of `spec`; some, as ``site``, are no field. One that is None hides the
+        field of `spec`, and counts as unset. A further key is ``sweep``: a mapping of each
+        parameter's name to its values.
 
     Raises
     ------
@@ -286,9 +288,9 @@ def _set_fields(spec: JobSpec) -> dict[str, Any]:
 
 
 def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under the keys of a project file, checked; those that are None are left out,
-    tuples become lists, and paths text. Raise UsageError for an unknown key or a value of the wrong
-    kind."""
+    """Return settings under the keys of a project file, checked. Those that are None are left out,
+    tuples become lists, and paths become texts. Raise UsageError for an unknown key or a value of
+    the wrong kind."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple):
@@ -299,9 +301,9 @@ def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings ``sweep`` and ``array`` of a mapping of parameters to values; {} for None
-    and an empty one. Raise UsageError for anything but a mapping of texts to iterables of values,
-    and for too many trials."""
+    """Return the settings ``sweep`` and ``array`` for a mapping of each parameter's name to its
+    values; {} for None and an empty mapping. Raise UsageError for anything but a mapping of texts
+    to iterables of values, and for too many trials."""
     if sweep is None:
         return {}
     if not isinstance(sweep, Mapping) or any(

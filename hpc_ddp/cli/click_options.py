@@ -75,8 +75,8 @@ def group_of(param: click.Parameter) -> str:
 
 
 def _click_option(key: str, declared: Option) -> Command:
-    """Return the decorator that adds the option of one key to a command: ``--no-KEY`` for a setting
-    that is on by default."""
+    """Return the decorator that adds the option of a setting, `key`, to a command; ``--no-KEY`` for
+    a setting that is on by default."""
     flags = [f"-{declared.letter}"] if declared.letter else []
     metavar = declared.metavar or "|".join(declared.accepted) or None
     if key in _ON_BY_DEFAULT:
@@ -141,10 +141,10 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return the settings on the command line, under the keys of a project file.
 
     `options` are click's parameters by name, ``args`` among them if ``script`` is. An option that
-    was not given is left out; ARGS count only behind a SCRIPT, and ``--`` alone stands for none.
-    ``--env NAME=VALUE`` goes into ``env``, and ``--env NAME`` into ``env-names``; ``--no-snapshot``
-    is ``snapshot``: False, and so with all of `_ON_BY_DEFAULT`. Raw options of sbatch have their
-    own keys, as `with_own_keys` has it.
+    was not given is left out; ARGS count only behind a SCRIPT, and ``--`` alone stands for no ARGS.
+    ``--env NAME=VALUE`` goes into ``env``, and ``--env NAME`` into ``env-names``. ``--no-snapshot``
+    is ``snapshot``: False, and so it is with all of `_ON_BY_DEFAULT`. Raw options of sbatch that
+    have a key of their own get that key (`with_own_keys`).
     """
     settings: dict[str, Any] = {}
     for name, value in options.items():

@@ -22,16 +22,17 @@ def say(text: str) -> None:
 
 
 def note_kept(layer: Mapping[str, Any], args: Sequence[str], origin: str) -> None:
-    """Note on stderr which arguments a SCRIPT of the command line has without ARGS: those of the
-    run, or the project file, that `origin` names. `layer` has the settings of the command line."""
+    """Note on stderr that a SCRIPT of the command line without ARGS keeps `args`, the arguments of
+    a run or of the project file, which `origin` names. `layer` has the settings of the command
+    line. Nothing is printed without a SCRIPT, with ARGS, and if `args` is empty."""
     if args and "script" in layer and "args" not in layer:
         words = shlex.join(args)
         say(f"note: {layer['script']} has the arguments of {origin}: {words}; without: --, alone")
 
 
 def echo_surely(text: str) -> None:
-    """Print a text to stdout. Where that takes none, as on a full disk or a pipe that nobody reads,
-    print it to stderr with a warning, and send stdout to /dev/null from then on.
+    """Print a text to stdout. Where stdout refuses it, as on a full disk or a closed pipe, print it
+    to stderr with a warning, and send stdout to /dev/null from then on.
 
     Nothing is raised: the command has done its work, and must not look as if it had failed to a
     script, which would repeat it.

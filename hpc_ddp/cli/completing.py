@@ -31,8 +31,8 @@ def script(shell: str) -> str:
 
 
 def teach(command: click.Command) -> click.Command:
-    """Change a command so that the Tab key completes its runs, sites and fabrics, which it knows by
-    its parameters' names; return it."""
+    """Change a command's parameters so that the Tab key completes runs, sites and fabrics, and
+    return the command. Which of these a parameter takes is known by its name (`_OFFERED`)."""
     for param in command.params:
         if param.name in _OFFERED:
             vars(param)["shell_complete"] = _OFFERED[param.name]
@@ -40,8 +40,8 @@ def teach(command: click.Command) -> click.Command:
 
 
 def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-    """Return the names of runs, then their ids, that begin with `incomplete`, newest first; folders
-    are listed and nothing is read, since that is quick. A path is left to the shell.
+    """Return the names of runs, then their ids, that begin with `incomplete`, newest first. Folders
+    are listed, but no file is read, so that it is quick. A path is left to the shell.
 
     The shell inserts the text as it is, so only names that hpc-ddp gives are offered: another
     user's folder may be called like a command. A folder that can't be listed, or settings that

@@ -89,15 +89,15 @@ def _read(path: Path) -> str:
 def _check(
     conversion: Conversion, path: Path, cwd: Path, home: Path
 ) -> tuple[Conversion, list[str] | UsageError]:
-    """Return a conversion without the settings that hpc-ddp refuses, and sentences about the job
-    that it describes, or the error that no setting left out mends.
+    """Return a conversion without the settings that hpc-ddp refuses, and what `_render` returns for
+    its job; or, in place of that, the UsageError that stays whichever further setting is left out.
 
-    Lines of refused settings become LOST, in `conversion` too. Nothing is written; the arguments
-    are those of `_render`, whose OSError is raised. ``script`` is never left out.
+    Lines of refused settings are marked LOST, in `conversion` too; ``script`` is never left out.
+    Nothing is written. The other arguments are those of `_render`, whose OSError is raised.
     """
 
     def effect_of(trial: Conversion) -> list[str] | UsageError:
-        """Return what `_render` does, or its UsageError."""
+        """Return what `_render` returns, or the UsageError that it raises."""
         try:
             return _render(trial, path, cwd, home)
         except UsageError as error:
@@ -120,9 +120,10 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
     """Render the job that a conversion describes, as ``hpc-ddp render`` does but without a folder,
     and return sentences about it.
 
-    `path` is that of the project file, which counts alone; `cwd` the working directory of the job,
-    `home` the folder of the user's site files. Variables to pass on that are not set here do not
-    count. Raise UsageError for what is refused, OSError where the program can't be read.
+    `path` is the project file's, for messages: no other project file counts. `cwd` is the working
+    directory of the job, `home` the folder of the user's site files. Variables to pass on that are
+    not set here do not count. Raise UsageError for a job that is refused, OSError where the program
+    can't be read.
     """
     settings: dict[str, Any] = conversion.settings()
     names = settings.pop("env-names", [])
@@ -150,9 +151,9 @@ def _write(path: Path, text: str, next_step: str = "") -> None:
     """Write a project file that only its owner can change, and print that to stderr, with
     `next_step` behind it.
 
-    One that is there stays. Where it differs, the difference is printed, and the command ends with
-    exit code 1. Raise UsageError where the file can't be written, or is a link to nothing, and
-    OSError where it can't be read.
+    An existing file stays. If it differs, the difference is printed, and the command ends with exit
+    code 1. Raise UsageError where the file can't be written, or is a link to nothing, and OSError
+    where it can't be read.
     """
     if os.path.lexists(path):  # a link to a file that is not there is another user's trap
         try:

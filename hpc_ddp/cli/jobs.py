@@ -53,8 +53,8 @@ class Forward:
         self._has_come = False  # one of the signals
 
     def install(self) -> Forward:
-        """Take over both signals, which no longer end this process, and return itself; one that
-        comes before `wait` is passed on there."""
+        """Handle both signals from now on, so that they no longer end this process, and return this
+        object. A signal that comes before `wait` is passed on by `wait`."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
         return self
@@ -100,10 +100,10 @@ def _prepare(
 ) -> PreparedRun:
     """Write the folder of the run that the command line's `options` describe, and return the run.
 
-    `forced` settings, by key, come before them. With `fresh` the run is to begin at step 0; with
-    `force` a job of it that can't be asked for counts as over; it keeps its code without
-    `new_code`. An existing run is claimed: no other process can start it before `_begin` has, or
-    this one ends. Takes ``run_text`` out of `options`; prints as `_plan`.
+    `forced` settings, by key, win over `options`. With `fresh` the run is to begin at step 0; with
+    `force` its jobs that can't be asked for count as over; with `new_code` its code is copied anew.
+    An existing run is claimed: no other process can start it before `_begin` has, or this one ends.
+    ``run_text`` is removed from `options`; prints as `_plan`.
 
     Raises
     ------
@@ -124,7 +124,8 @@ def _prepare(
 
 
 def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
-    """Start a run, from step 0 where it is to be `fresh`, and return the job or process.
+    """Start a run, and return the job or process. With `fresh` its checkpoints are set aside
+    before, so that it begins at step 0, and stderr says where they are kept.
 
     Raises
     ------
@@ -157,10 +158,10 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
 def _plan(
     options: dict[str, Any], new_code: bool = False, **forced: Any
 ) -> tuple[Plan, config.Settings]:
-    """Return the plan of a job, of a new run or of ``--run``, and its merged settings; nothing is
-    written.
+    """Return the plan of a job, of a new run or of ``--run``, and its merged settings; the run is
+    not written.
 
-    Takes ``run_text`` out of `options`; `forced` as `_prepare` has it. Prints to stderr which
+    ``run_text`` is removed from `options`; `forced` is as in `_prepare`. Prints to stderr which
     project file and site count, changed files of the code, and warnings. Raise UsageError for a
     refused setting, and where ``--run`` means no run, or one that can't go on; and OSError where
     its folder, or the script, can't be read.
@@ -188,7 +189,8 @@ def _plan(
 
 
 def _note_changes(plan: Plan) -> None:
-    """Note on stderr which Python files changed since a run copied its code, if it keeps that."""
+    """Note on stderr which Python files changed since a run copied its code, if the run keeps that
+    copy."""
     if plan.copies_code or not plan.code.is_relative_to(plan.run.whole):
         return
     inside = plan.script.relative_to(plan.code)
@@ -213,9 +215,10 @@ def submit(as_json: bool, fresh: bool, new_code: bool, force: bool, **options: A
 def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     """Start a run and print its job id, or with `as_json` an object with ``job_id`` and ``run``.
 
-    A process in the foreground is waited for, and gets Ctrl-C and SIGTERM as a notice. Its exit
-    code ends the command, and stands in the object in place of ``job_id``; the trials of a sweep
-    on this machine are listed on stderr. Raises as `_begin`.
+    A process in the foreground is waited for, and Ctrl-C and SIGTERM are passed on to it as a
+    notice. The command ends with the process's exit code; with `as_json` it prints an object with
+    ``exit_code`` and ``run``. Of a sweep on this machine the trials are listed on stderr. Raises as
+    `_begin`.
     """
     path, forward = str(prepared.run.path), Forward()
     if prepared.spec.backend in ("local", "salloc"):

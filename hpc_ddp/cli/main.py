@@ -51,7 +51,8 @@ class Group(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import and return a command. Raise click's UsageError for an unknown name, with the
-        nearest one. While a shell asks for completions, the command can give them (`teach`)."""
+        nearest one. While a shell asks for completions, the command is changed to give them
+        (`teach`)."""
         if name not in COMMANDS:
             ctx.fail(f"no command {name!r}{closest(name, COMMANDS)}; `hpc-ddp --help` lists them")
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")

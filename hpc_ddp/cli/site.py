@@ -74,8 +74,9 @@ def show(name: str | None) -> None:
 
 
 def _chosen(home: Path) -> str | None:
-    """Return the name of the site of jobs from this folder: the project file's, or one that the
-    environment shows; None without one. Raise UsageError for settings that can't be used."""
+    """Return the name of the site of jobs that are submitted from this folder: the project file's,
+    or the one that the environment shows; None without either. Raise UsageError for settings that
+    can't be used."""
     recognised = sites.recognised(home, os.environ)
     named: str | None = config.load({}, Path.cwd(), home).get("site")
     return named or (recognised[0] if recognised else None)

@@ -47,11 +47,16 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 
 
 class Redaction:
-    """Replaces in a text the values of a job's environment variables, also of those that its set-up
-    and tear-down lines set, each value behind a name like that of a secret, passwords in URLs, and
-    headers with a login or cookies. A secret in the job, and in `environ`, the user's own, each
-    value of a variable that is named like a secret or that the job takes over, is replaced wherever
-    it stands, if it has 8 characters or more."""
+    """Replaces secrets in the texts of a run.
+
+    By names it replaces: the values of the job's environment variables, also of those that its
+    set-up and tear-down lines set; each value behind a name like that of a secret; passwords in
+    URLs; and headers with a login or cookies.
+
+    Wherever they stand it replaces: secrets in the job, and values in `environ`, the user's
+    variables, of those that are named like a secret or that the job passes on. Such a text has 8
+    characters or more.
+    """
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         lines = "\n".join((*spec.setup, *spec.teardown))
@@ -134,11 +139,11 @@ def _is_secret(name: str) -> bool:
 
 
 def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
-    """Write the archive of a run, `output`, for the user alone to read; return its entries, of
-    which one that was cut says so, and the omissions, sorted, with their reasons.
+    """Write the archive of a run, `output`, for the user alone to read. Return the names of its
+    entries, with a note behind each that was cut; and the sorted omissions, with their reasons.
 
-    Slurm is queried for the newest job, an omission without an answer, and for its version. After
-    the first entry beyond `TOTAL_BYTES` none follows.
+    Slurm is queried for its version and for the newest job; without an answer the job's record is
+    an omission. After the first entry beyond `TOTAL_BYTES` none follows.
 
     Raises
     ------

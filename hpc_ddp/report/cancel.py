@@ -140,15 +140,15 @@ def _mark(folder: RunFolder, jobs: Sequence[JobRef]) -> bool:
 def _live_jobs(
     run: RunFolder, jobs: Sequence[JobRef], ended: Sequence[JobRef], queue: Queue
 ) -> tuple[list[JobRef], list[str]]:
-    """Return the jobs to cancel, those of the run that are not over; and sentences about those of
-    its journal that may be another run's by now, or can't be asked for.
+    """Return the jobs of the run to cancel, which are not over; and sentences about those of its
+    journal that may be another run's by now, or can't be asked for.
 
     `jobs` are the journal's, `ended` those of them that are over by it. A journal may name a job of
-    long ago, whose number is that of another job of the user's now. It does not name a job that a
-    person has submitted without hpc-ddp and that has not started: for such jobs `queue` is looked
-    through, unless `run` is a task. Allocations (``salloc``) are returned only while the newest
-    attempt has no verdict. Raise HpcDdpError where Slurm gives no answer on a job, and OSError
-    where the journal can't be read.
+    long ago, whose number another job of the user's has now. It does not name a job that a person
+    has submitted without hpc-ddp and that has not started: for such jobs `queue` is looked through,
+    unless `run` is a task. Allocations (``salloc``) are returned only while the newest attempt has
+    no verdict. Raise HpcDdpError where Slurm gives no answer on a job, and OSError where the
+    journal can't be read.
     """
     targets, unclear = [], []
     paths = _Paths.of(run)
@@ -175,8 +175,9 @@ def _live_jobs(
 
 
 def _has_name(run: RunFolder, queued: QueuedJob) -> bool:
-    """Return whether a job has the name of a run, whole or as much of it as comes before one of its
-    dashes: one that the journal does not name is then worth a question to Slurm."""
+    """Return whether a job's name is that of the run, or the beginning of it up to one of its
+    dashes: then it is worth asking Slurm whether a job that the journal does not name is the
+    run's."""
     # A run is named NAME-USER, and its job NAME, where another user has runs of that name.
     return queued.name == run.name or run.name.startswith(f"{queued.name}-")
 

@@ -111,7 +111,7 @@ def find_deletions(
     states: Collection[str],
     checkpoints_only: bool,
 ) -> list[Deletion]:
-    """Query Slurm, and return the parts of runs that may be deleted: of the `named` ones in their
+    """Query Slurm, and return the parts of runs that may be deleted: of the `named` runs in their
     order, else newest run first; [] without any. Nothing is deleted. Messages and a bar go to
     stderr.
 
@@ -127,8 +127,8 @@ def find_deletions(
     states
         only runs in these states; none: in any
     checkpoints_only
-        of finished runs, too, only checkpoints, but not the last good one, later ones, the best,
-        and those of ``keep_every``
+        never a whole run, only checkpoints, also of finished runs; but never the last good one,
+        later ones, the best, and those of ``keep_every``
 
     Raises
     ------
@@ -136,7 +136,7 @@ def find_deletions(
         a named run is another user's, not hpc-ddp's, live, or may be, part of an array, not below
         `root`, lost within `SILENT_S`, or its state can't be read
     OSError
-        its folder or journal can't be read
+        a named run's folder or journal can't be read
     """
     queue = read_queue()
     if queue.problem:
@@ -235,10 +235,10 @@ def _is_from_hpc_ddp(run: RunFolder) -> bool:
 
 
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:
-    """Return the run's folder if the run is finished, or if neither it nor its tasks have a
-    checkpoint or a result; else, and with `checkpoints_only` in any case, the old checkpoints of
-    the run and its tasks, () without any; not those to which a link leads out of the run. Raise
-    OSError where a folder or journal can't be read."""
+    """Return the run's folder if the run is finished, or if neither it nor a task has a checkpoint
+    or a result. Else, and with `checkpoints_only` always, return the old checkpoints of the run and
+    its tasks, () without any; folders of checkpoints behind a link that leads out of the run are
+    left out. Raise OSError where a folder or journal can't be read."""
     runs = [run, *run.tasks()]
     is_needed = any(_has_checkpoint(task.checkpoints) or _has_results(task) for task in runs)
     if not checkpoints_only and (state is RunState.FINISHED or not is_needed):
@@ -268,7 +268,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 def _old_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints up to the step of the last good one, also broken and half-written
-    ones, but without the last good one, the best, and those of ``keep_every``. The newest are read
+    ones, except the last good one, the best, and those of ``keep_every``. The newest are read
     through until one is good.
 
     [] where there are less than two, or none is good: a disk in trouble may make all look bad.
@@ -344,10 +344,11 @@ def _delete(deletion: Deletion, queue: Queue) -> str:
     """Delete one part of a run, or the whole run with its entries in the index of jobs. Return why
     nothing was deleted, where the run has gone on; else ''.
 
-    A run is moved first into a folder beside it, which no other call takes for remains before the
-    run has been looked at there; a checkpoint to a name beside it that no reader takes for one.
-    `queue` is of now. Raise UsageError where others could put something else in its place, and
-    OSError where a journal can't be read or the disk refuses, with a part deleted perhaps.
+    A run is first moved into a folder beside it, whose name no other call takes for remains until
+    the run has been looked at in there. A checkpoint is first renamed, to a name that no reader
+    takes for one. `queue` is of now. Raise UsageError where others could put something else in the
+    run's place, and OSError where a journal can't be read or the disk refuses, with a part deleted
+    perhaps.
     """
     run, resumed = deletion.run, "it was resumed meanwhile, and left alone"
     check_folder(run)

@@ -150,10 +150,10 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     Parameters
     ----------
     run
-        the folder of all runs that it lies in is left out, and so is any folder of a run
+        the folder of all runs in which this run lies is left out, and so is any folder of a run
     exclude
-        patterns of names relative to the folder, or of absolute ones without links, as of
-        `fnmatch`: files to leave out
+        patterns of files to leave out, as of `fnmatch`: of names relative to the folder, or of
+        absolute ones without links
 
     Raises
     ------
@@ -161,7 +161,7 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
         the files have more than 50 MB, or are more than 20,000 (names the largest); or git can't
         list them
     OSError
-        a file can't be looked at, or is deleted just then
+        a file can't be looked at
     """
     tree, owners = _work_tree(script), _trusted_owners(script)
     root = tree or script.parent

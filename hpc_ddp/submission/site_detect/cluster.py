@@ -45,17 +45,17 @@ class ClusterFacts:
     partitions, nodes
         ``scontrol show partition`` and ``node``, in order
     qos, accounts
-        of the accounting; empty without one
+        the qualities of service, and the user's accounts, by the accounting; empty without one
     scratch
         for each variable of the shell that names a shared disk: its name, the folder, and whether
         the folder can be written
     runs
-        the value of HPC_DDP_RUNS
+        the value of HPC_DDP_RUNS, '' where it is not set
     containers
         the installed container tools, by the names of ``templates/containers``
     python_disk
-        the folder of this Python's environment, and the network file system that it is on; '' for
-        a disk of this machine
+        the folder of this Python's environment, and the type of the network file system that it
+        is on, '' for a disk of this machine
     """
 
     config: Record
@@ -74,8 +74,8 @@ class ClusterFacts:
 
 
 def probe(environ: Mapping[str, str]) -> ClusterFacts:
-    """Return the values of the cluster that Slurm and this shell have. The accounting's are empty
-    where it does not answer.
+    """Ask Slurm and look at this shell and machine; return the values of the cluster. Those of the
+    accounting are empty where it does not answer.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def _network_disk(folder: Path) -> str:
 
 
 class NodeKind(NamedTuple):
-    """Nodes of the same make: GPUs of a node as (type, number), with type '' where Slurm has none,
+    """A make of nodes: the GPUs of a node as (type, number), with type '' where Slurm names none,
     its CPUs, and its memory in MB."""
 
     gpus: tuple[tuple[str, int], ...]
@@ -153,7 +153,8 @@ def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition, its nodes' kinds (the most common first), and the nodes' names."""
+    """A partition: Slurm's values of it by name, the kinds of its nodes (the most common first),
+    and the nodes' names."""
 
     values: Record
     kinds: Sequence[NodeKind]
@@ -265,8 +266,8 @@ def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Pr
 
 
 def _of_partition(partition: Partition, partitions: Sequence[Partition]) -> Preemption | None:
-    """Return how jobs of a partition may be preempted by those of others that share its nodes; None
-    where they may not."""
+    """Return how jobs of a partition may be preempted: by jobs of partitions of a higher tier that
+    share nodes with it. None where they may not."""
     mode = partition.value("PreemptMode")
     by = [p.name for p in partitions if p.tier > partition.tier and p.nodes & partition.nodes]
     if not by or mode in ("", "OFF"):

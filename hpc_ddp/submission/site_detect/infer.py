@@ -39,8 +39,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Site:
-    """The content of a site file: settings, remarks (sentences), and by scope a summary of each
-    table, as ``("partition", "low")``."""
+    """The content of a site file: settings, and remarks (sentences). `tables` has a summary of each
+    table by its scope, as ``("partition", "low")``."""
 
     title: str
     settings: Sequence[Setting]
@@ -48,7 +48,7 @@ class Site:
     tables: Mapping[tuple[str, str], str]
 
     def to_toml(self, date: str) -> str:
-        """Return the file; `date` is the day on which Slurm printed the values."""
+        """Return the text of the file; `date` is the day on which Slurm printed the values."""
         lines = [f"# {self.title}", f"# Written by `hpc-ddp site detect` on {date}."]
         lines += [f"# {remark}" for remark in self.remarks]
         lines += [_line(setting) for setting in self.settings if setting.scope is None]
@@ -161,9 +161,9 @@ def _expedited(facts: ClusterFacts) -> list[Setting]:
 
 
 def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Setting]:
-    """Return the requests for GPUs by partition, and for CPUs where jobs share nodes; [] where none
-    has GPUs. Certain are only those for GPUs where jobs get whole nodes, all of one kind and
-    with one type of GPUs.
+    """Return a setting for each request that jobs may need in a partition: for all GPUs of a node,
+    and, where jobs share nodes, for its CPUs; [] where no node has GPUs. Only a request for GPUs
+    can be certain: where jobs get whole nodes, all of one kind and with one type of GPUs.
 
     Measured: in a partition with whole nodes a step without a request has no GPUs.
     """
@@ -233,8 +233,8 @@ def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
 
 
 def _runs_folder(facts: ClusterFacts) -> list[str]:
-    """Return sentences on where runs are kept, and, unless HPC_DDP_RUNS has the folder, on disks
-    that can't be written."""
+    """Return sentences on the folder where runs are kept, and, unless HPC_DDP_RUNS names that
+    folder, on disks for it that can't be written."""
     if facts.runs:
         return [f"Runs are kept in {facts.runs} (HPC_DDP_RUNS)."]
     remarks = [
