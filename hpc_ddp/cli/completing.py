@@ -32,7 +32,7 @@ def script(shell: str) -> str:
 
 def teach(command: click.Command) -> click.Command:
     """Change a command's parameters so that the Tab key completes runs, sites and fabrics, and
-    return the command. Which of these a parameter takes is known by its name (`_OFFERED`)."""
+    return the command. A parameter's name says which of these it means (`_OFFERED`)."""
     for param in command.params:
         if param.name in _OFFERED:
             vars(param)["shell_complete"] = _OFFERED[param.name]

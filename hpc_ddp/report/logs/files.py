@@ -22,10 +22,10 @@ MERGED = 1 << 25  # bytes of all logs that are merged: there may be thousands, e
 
 @dataclass(frozen=True)
 class LogQuery:
-    """The lines to show: of one `rank`, of the `job` itself, else of all ranks, merged; of one
-    `attempt`, or (None) of all.
+    """Which lines to show: those of one `rank`, with `job` the job's own output, else those of all
+    ranks, merged. With `attempt` the lines of that attempt count, with None those of all.
 
-    Merged lines are tidied: noise is left out and equal lines are folded, unless `raw`.
+    Merged lines are tidied, unless `raw`: noise is left out and equal lines are folded.
 
     Raises
     ------
@@ -49,9 +49,9 @@ class LogQuery:
 def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Path]:
     """Return the files of the job's own output, or of a rank, oldest attempt first.
 
-    The job's output, which has the launcher's lines and rank 0's over all attempts, is that of
-    neither `rank` nor `attempt`. Where the job has none, and for an `attempt` without a `rank`, the
-    files are rank 0's. [] for a rank before the first attempt.
+    With neither `rank` nor `attempt` the files are the job's output, which has the launcher's lines
+    and rank 0's over all attempts. Where the job has none, and for an `attempt` without a `rank`,
+    the files are rank 0's. [] for a rank before the first attempt.
 
     Raises
     ------
@@ -96,17 +96,18 @@ def chunk_for(count: int) -> int:
 
 
 class Cut(NamedTuple):
-    """A size that a log had: no block of lines goes beyond it. With `is_alone` no other log grew
-    within seconds of what is before it."""
+    """A size in bytes that a log had: no block of lines goes beyond it. With `is_alone` no other
+    log grew within seconds of the lines between the cut before and this one."""
 
     size: int
     is_alone: bool
 
 
 class Block(NamedTuple):
-    """Lines of a log that were printed together; `time` in unix seconds is the first one's.
+    """Lines of a log that were printed together; `time`, in unix seconds, is that of the first
+    line. With `is_alone` no other log grew within seconds.
 
-    The last one may lack its line break.
+    The last line may lack its line break.
     """
 
     time: float
@@ -118,8 +119,8 @@ class LogFile:
     """A growing file, read by whole lines.
 
     `position` is the number of bytes that were read. `times` (unix seconds) and `sizes` (bytes) are
-    the supervisor's notes of its size over time, which rise. With `tidy`, only the last state of a
-    progress bar is a line.
+    the supervisor's notes of the file's size over time; both rise. With `tidy`, only the last state
+    of a progress bar is a line.
     """
 
     __slots__ = ("_tidy", "path", "position", "sizes", "times")
@@ -131,8 +132,8 @@ class LogFile:
 
     @property
     def may_have_grown(self) -> bool:
-        """Whether it may have new lines: by the supervisor's notes, without a look at the file.
-        True without notes."""
+        """Whether the file may have new lines, by the supervisor's notes, without a look at the
+        file. True without notes."""
         return not self.sizes or self.sizes[-1] > self.position
 
     def new_text(
@@ -168,8 +169,8 @@ class LogFile:
             yield partial
 
     def _read(self, position: int, content: bytes | None, size: int) -> bytes | None:
-        """Return what follows a position of the file, of which at most `size` bytes are read; None
-        where it can't be."""
+        """Return what follows a position of the file: the rest of `content`, or for None at most
+        `size` bytes from the disk; None where the file can't be read."""
         if content is not None:
             return content[position:]
         try:

@@ -84,8 +84,9 @@ class AttemptLogs:
                     self._add_notes(path, small.content if small else b"")
 
     def _add_notes(self, path: Path, text: bytes) -> None:
-        """Add new lines of a supervisor's `printed` to the times and sizes of its logs. Damaged
-        ones, and those of logs that `update` has not looked for yet, are left out."""
+        """Add new lines of a supervisor's file `printed`, whose new content is `text`, to the times
+        and sizes of its logs, and count them as read. Damaged lines, and those of logs that
+        `update` has not found yet, are left out."""
         text = text[: text.rfind(b"\n") + 1]  # a half-written line is read by the next update
         self._offsets[path] += len(text)
         try:
@@ -101,17 +102,19 @@ class AttemptLogs:
                 log.sizes.append(size)
 
     def events(self) -> list[JournalEvent]:
-        """Return the attempt's events of the batch script, its beginning and its end; raise OSError
-        where they can't be read. Those of the others are in thousands of files."""
+        """Return the attempt's events of the batch script, its beginning and its end; [] without
+        any. The events of other writers are not read, since they are in thousands of files. Raise
+        OSError where the file can't be read."""
         events: list[JournalEvent] = []
         with contextlib.suppress(FileNotFoundError):
             events = list(events_of(self.run.journal("batch").path))
         return [event for event in events if event.attempt == self.attempt.number]
 
     def new_lines(self, is_last: bool) -> Iterator[Line]:
-        """Yield the new lines of all ranks in order of time, by what `update` has read last;
-        `is_last`: also lines without an end. The next call begins behind them. Logs that can't be
-        read have no lines. Raise OSError if `is_last` and the attempt's folder can't be listed."""
+        """Yield the new lines of all ranks in order of time, by the notes that `update` has read
+        last; the next call begins behind them. A line without its line break is yielded only if
+        `is_last`. Logs that can't be read have no lines. Raise OSError if `is_last` and the
+        attempt's folder can't be listed."""
         # Every so often all logs are read: a supervisor may not be able to note their sizes.
         read_all = is_last or self._updates % LIST_EVERY == 1
         logs = {key: log for key, log in self.logs.items() if read_all or log.may_have_grown}
@@ -133,8 +136,8 @@ class AttemptLogs:
         return heapq.merge(short, *streams, key=itemgetter(0, 1))
 
     def _read_small(self, logs: Container[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
-        """Return the contents of those of `logs` that are small, by node and rank, with fewer
-        questions to the disk than one by one. Raise OSError where the attempt's folder can't be
+        """Return the contents of those of `logs` that are small, by node and rank, which asks the
+        disk less often than one by one. Raise OSError where the attempt's folder can't be
         listed."""
         contents: dict[tuple[str, int], bytes] = {}
         for node, _, files in read_small_below(self.attempt.path, _is_log):
@@ -147,8 +150,8 @@ _NOTE = re.compile(rb"^(\d+\.?\d*) (\d+) (\d+)$", re.M)
 
 
 def _notes_in(words: Sequence[bytes]) -> list[tuple[float, bytes, int]]:
-    """Return a supervisor's notes: unix seconds, rank, and bytes of its log. Raise ValueError for
-    words that are none."""
+    """Return a supervisor's notes: unix seconds, rank, and size of the rank's log in bytes. Raise
+    ValueError for words that are no notes."""
     seconds, sizes = map(float, words[::3]), map(int, words[2::3])
     return list(zip(seconds, words[1::3], sizes, strict=True))
 
@@ -167,9 +170,11 @@ def _has_notes(name: str) -> bool:
 
 
 def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
-    """Return the whole unix seconds in which equal lines of several ranks may have come: those at
-    most `FOLD_S` + 1 from a second in which several logs have grown, or in which another log has
-    grown than in the noted second before or after it."""
+    """Return the whole unix seconds in which equal lines of several ranks may have come.
+
+    A noted second is critical if several logs have grown in it, or if the noted second before or
+    after it is another log's. Busy are all seconds at most `FOLD_S` + 1 from a critical one.
+    """
     owners: dict[int, tuple[str, int] | None] = {}
     for key, log in logs.items():
         for second in map(int, log.times):
@@ -186,8 +191,8 @@ def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
 
 def _cuts(log: LogFile, busy: Container[int] | None) -> list[Cut]:
     """Return where to cut the new part of a log so that its lines can be put in order with those of
-    others: at each note of a `busy` second (None: any second), and at the last one of each row of
-    other notes, which `is_alone`."""
+    others. There is a cut at each note of a `busy` second (None: all are busy). Of neighbouring
+    notes of other seconds only the last one is a cut, with `is_alone`."""
     first = bisect_right(log.sizes, log.position)
     if busy is None:
         return [Cut(size, False) for size in log.sizes[first:]]
@@ -267,8 +272,8 @@ class LineFold:
 
 def _fold_lines(held: Sequence[Line]) -> Iterator[tuple[Line, list[int]]]:
     """Yield each of the `held` lines, which are in order of time, with the ranks that printed an
-    equal one; equal lines once. The order is that of time as far as no rank's lines change
-    theirs."""
+    equal one; equal lines once. The order is that of time, except that the lines which another rank
+    printed before an equal one come before it."""
     queues: dict[int, deque[Line]] = {}
     counts: dict[bytes, Counter[int]] = {}  # of each text, how often each rank still has it
     for line in held:

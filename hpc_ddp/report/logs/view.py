@@ -104,8 +104,9 @@ class PlainView:
         self._files: dict[Path, LogFile] = {}
 
     def update(self, is_last: bool) -> None:
-        """Print what is new in the files, lines without an end at once (`is_last` changes nothing).
-        Raise UsageError and OSError as `log_files` does, and OSError where stdout is closed."""
+        """Print what is new in the files. A line without its line break is printed at once:
+        `is_last` changes nothing. Raise UsageError and OSError as `log_files` does, and OSError
+        where stdout is closed."""
         for path in log_files(self._run, self._query.rank, self._query.attempt):
             log = self._files.setdefault(path, LogFile(path))
             for text in log.new_text(is_last=True):
@@ -134,7 +135,7 @@ class MergedView:
         return not any(group.logs for group in self._groups.values())
 
     def update(self, is_last: bool) -> None:
-        """Print what is new of all ranks; `is_last`: also lines without an end.
+        """Print what is new of all ranks; with `is_last` also lines without a line break.
 
         Raise UsageError for an attempt that the run does not have (`_find_attempts`), and OSError
         where the run's folder or journal can't be read, or stdout is closed.
@@ -165,8 +166,8 @@ class MergedView:
             log_files(self._run, 0, number)  # raises, with the attempts that exist
 
     def _has_several_ranks(self, group: AttemptLogs) -> bool:
-        """Return whether any rank but 0, of those whose logs may have grown, has printed a line
-        that is shown, by the beginnings of the logs."""
+        """Return whether a rank besides 0 has printed a line that is shown, by the beginnings of
+        those logs that may have grown."""
         logs = [log for (_, rank), log in group.logs.items() if rank and log.may_have_grown]
         return any(self._has_output(log.path) for log in logs)
 
@@ -248,8 +249,8 @@ class MergedView:
 
 
 def _begin_time(group: AttemptLogs) -> tuple[float, int]:
-    """Return what sorts attempts by when they began, the time of their attempt.json and their
-    number; one without the file comes last."""
+    """Return what sorts attempts by when they began: the time of their attempt.json in unix
+    seconds, and their number. One without the file comes last."""
     with contextlib.suppress(OSError):
         return (group.attempt.path / "attempt.json").stat().st_mtime, group.attempt.number
     return float("inf"), group.attempt.number

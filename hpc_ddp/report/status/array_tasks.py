@@ -33,7 +33,7 @@ class Task:
     Attributes
     ----------
     trial
-        its values of the sweep's parameters, by name
+        its values of the sweep's parameters, by name; empty for an array that is no sweep
     best
         the best value that its script passed to ``run.best``; None without one
     status
@@ -63,8 +63,8 @@ class Task:
 
 
 def tasks(run: RunFolder, queue: Queue) -> list[Task]:
-    """Return all tasks of an array in the order of their indexes; [] for another run, also for a
-    task.
+    """Return all tasks of an array in the order of their indexes; [] for a run that is none, also
+    for a task.
 
     `queue` has the user's jobs in Slurm. Raise UsageError for a broken job.json, of any run, and
     OSError where it, a journal or a folder of checkpoints can't be read.
@@ -88,12 +88,12 @@ def _task(
     queue: Queue,
     waits: bool,
 ) -> Task:
-    """Return one task of an array.
+    """Return one task of an array. Raise OSError where the task's journal or folder of checkpoints
+    can't be read.
 
-    `trial` has its values of the sweep's parameters, `run` is its folder (None: not begun), `queue`
-    has the user's jobs in Slurm, and `waits` says that a job of the array waits there: so does then
-    a task that has not begun, or not since it was submitted again. Raise OSError where the task's
-    journal or folder of checkpoints can't be read.
+    `trial` has its values of the sweep's parameters, `run` is its folder (None: not begun), and
+    `queue` has the user's jobs in Slurm. `waits` says that a job of the array waits in Slurm: then
+    a task waits, too, that has not begun, or not since it was submitted again.
     """
     status = status_of(run, queue) if run else None
     if run is None or status is None or status.state is RunState.RENDERED:
@@ -113,9 +113,9 @@ def _is_resubmitted(run: RunFolder) -> bool:
 
 
 def _best(run: RunFolder) -> Mapping[str, Any]:
-    """Return the best value so far, as ``value`` and ``higher`` (whether greater is better), from
-    the newest checkpoint whose manifest can be read; {} without one. Raise OSError where the folder
-    of checkpoints can't be listed."""
+    """Return the value of ``run.best`` in the newest checkpoint whose manifest can be read, as
+    ``value`` and ``higher`` (whether greater is better); {} where it has none, or there is none.
+    Raise OSError where the folder of checkpoints can't be listed."""
     for folder in checkpoints.published(run.checkpoints):
         with suppress(OSError, ValueError):
             best: Mapping[str, Any] = checkpoints.read_manifest(folder).get("best") or {}
@@ -152,12 +152,13 @@ class Ranking:
 
 
 def rank(tasks: Sequence[Task]) -> Ranking | None:
-    """Return the ranking of a sweep's tasks, by the first of these that any task has: the value of
-    ``run.best``, the first result of ``run.finish``, the loss. None where no task has any of them,
-    and for an array that is no sweep.
+    """Return the ranking of a sweep's tasks, by the first of these metrics for which any task has a
+    number: the value of ``run.best``, the first result of ``run.finish``, the loss. None where
+    there is no such number, and for an array that is no sweep.
 
-    The script says which value of ``run.best`` is better. The lower one of other values is better
-    if their name is one of `_LOWER` (a loss, an error, seconds), else the greater one.
+    The script says which value of ``run.best`` is better. Of other metrics the lower value is
+    better if the metric's name is one of `_LOWER` (a loss, an error, seconds), else the greater
+    one.
     """
     names = [name for task in tasks for name in task.results]
     for metric in ("best", *names[:1], "loss"):

@@ -107,8 +107,9 @@ def _is_private(path: Path) -> bool:
 
 
 def _restore(values: dict[str, Any], saved_at: float | None) -> Status:
-    """Return the status of an entry, with the age of its last checkpoint (saved at `saved_at`, unix
-    seconds) as of now. Raise KeyError, TypeError or ValueError for a damaged one."""
+    """Return the status in an entry of the cache, `values`, with the age of its last checkpoint as
+    of now; `saved_at` is when that was saved, in unix seconds. Raise KeyError, TypeError or
+    ValueError for a damaged entry."""
     status = Status(**{**values, "state": RunState(values["state"])})
     return status if saved_at is None else replace(status, last_checkpoint_s=time.time() - saved_at)
 

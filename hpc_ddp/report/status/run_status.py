@@ -40,11 +40,11 @@ class Status:
     job_id
         the newest job's, None without any
     attempt, nodes
-        the newest start, from 0, and the number of its nodes
+        the number of the newest start, from 0, and how many nodes it has
     step, total_steps, loss, samples_per_s
         the newest ones in the journal
     last_checkpoint_s
-        the age of the newest one, in seconds
+        the age of the newest checkpoint, in seconds
     time_left_s, eta_s
         of a run that is running: seconds to its attempt's time limit, and to its last step at the
         pace of this attempt
@@ -58,7 +58,7 @@ class Status:
     results
         the results that the script passed to ``run.finish``
     rerun_of
-        the folder of the run that it repeats
+        the folder of the run that it repeats; None for a run that is no rerun
     """
 
     run: str
@@ -102,7 +102,7 @@ def status_of(run: RunFolder, queue: Queue) -> Status:
 
 
 def unreadable(run: RunFolder, why: str) -> Status:
-    """Return the status of a run whose files are damaged, or those of a task of it; `why` is the
+    """Return the status of a run of which a file, or one of a task of it, is damaged; `why` is the
     damage in words."""
     nothing = RunFolder(run.path / "nothing")  # has neither tasks nor a journal
     status = summarize(nothing, [], [], Queue(None))
@@ -182,8 +182,8 @@ def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
 
 
 def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: float) -> float | None:
-    """Return the seconds to the last of all steps at the mean pace of the newest start, saves
-    included, 0 where that time has passed; None where the number of all steps or the pace is
+    """Return the seconds until the run's last step, at the mean pace of the newest start, saves
+    included; 0 where that time has passed. None where the number of all steps or the pace is
     unknown. `now` is in unix seconds, `metrics` the newest event of its kind."""
     first = last_event(events, FirstStep, WorkerStarted, Started)
     if metrics is None or not metrics.total_steps or not isinstance(first, FirstStep):

@@ -51,13 +51,13 @@ COLOURS = {
 
 
 def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str:
-    """Return the states of the runs of these names (as `find_run` takes them), or of all, as a
-    table or as JSON, a list.
+    """Return the states of runs as a table, or as a JSON list. With `names` (each as `find_run`
+    reads it) these are the runs, else all below `root`.
 
     Slurm is asked; without an answer the states are those of the journals. Without names, live runs
-    come first; with a single name the tasks of its array are added, and to a table the commands
-    that send what was recorded offline. JSON has all runs; the table has `MOST_RUNS` and the live
-    ones, and the number of the others, unless `show_all`. Without any run the table is '', and a
+    come first, and the table has only `MOST_RUNS` and the live ones, with the number of the others,
+    unless `show_all`; JSON has all. With a single name the tasks of its array are added, and to a
+    table the commands that send what was recorded offline. Without any run the table is '', and a
     hint goes to stderr. The statuses of ended runs are kept in a file in `root` (`StatusCache`).
 
     Raises
@@ -118,7 +118,8 @@ def _task_parts(run: RunFolder, tasks: Sequence[array_tasks.Task]) -> list[str]:
 
 
 def _sync_commands(run: RunFolder) -> list[str]:
-    """Return `sync_commands`; [] where a folder can't be read, as another user's."""
+    """Return the commands that send what a run has recorded offline (`sync_commands`); [] where a
+    folder can't be read, as another user's."""
     try:
         return sync_commands(run)
     except OSError:
@@ -126,8 +127,9 @@ def _sync_commands(run: RunFolder) -> list[str]:
 
 
 def select(root: Path, queue: Queue, show_all: bool) -> tuple[list[RunFolder], int]:
-    """Return the `MOST_RUNS` newest runs and those with a live job, newest first, and the number of
-    others; all and 0 with `show_all`. `queue` has the user's jobs."""
+    """Return the `MOST_RUNS` newest runs below `root`, and older ones with a live job, newest
+    first; and how many others there are. With `show_all` return all, and 0. `queue` has the user's
+    jobs."""
     runs = all_runs(root)
     if show_all or len(runs) <= MOST_RUNS:
         return runs, 0

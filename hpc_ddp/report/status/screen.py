@@ -28,8 +28,9 @@ _MAIN = f"import sys; sys.path[0] = {_ROOT!r}; from hpc_ddp.cli.main import main
 
 
 def watch(root: Path) -> None:
-    """Show the runs in `root` on the terminal until the user presses q or Ctrl-C. Raise UsageError
-    where there is no terminal or it can't show a screen, OSError if the folder can't be read."""
+    """Show the runs in `root` on the terminal, and obey keys, until the user presses q or Ctrl-C.
+    Raise UsageError where there is no terminal or it can't show a screen, OSError if the folder
+    can't be read."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
             "--watch needs a terminal", hint="in a script: hpc-ddp status --json, once a minute"
@@ -76,8 +77,8 @@ class Screen:
         self._read_at = -math.inf
 
     def _read_runs(self) -> None:
-        """Read the journals, and ask Slurm first if its answer is `ASK_S` old; the selection stays
-        on its run. Raise OSError if the folder can't be read."""
+        """Read the journals, and ask Slurm first if its last answer is older than `ASK_S`. The same
+        run stays selected. Raise OSError if the folder can't be read."""
         if time.monotonic() - self._asked > ASK_S:
             self._ask_slurm()
         run_id = self._rows[self._selected].id if self._rows else None
@@ -159,5 +160,5 @@ class Screen:
 
 
 def _take_interrupts() -> None:
-    """Let Ctrl-C end this process again."""
+    """Let Ctrl-C end this process again: a command starts with it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -95,10 +95,10 @@ def find_state(
     run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[QueuedJob]
 ) -> tuple[RunState, str]:
     """Return the state of a run, and the reason in words, or ''. While Slurm has a live job of it
-    the reason is Slurm's for waiting, or the names of the nodes.
+    the reason is Slurm's own for waiting, or else the names of the nodes.
 
-    Raise OSError where the journal of a task of it can't be read. For another user's run the state
-    may be ``unknown``: see the module.
+    For another user's run the state may be ``unknown``: see the module. Raise OSError where the
+    journal of a task of the run can't be read.
 
     Parameters
     ----------
@@ -151,14 +151,15 @@ def _is_final(last: JournalEvent | None) -> bool:
 
 
 def _has_live_process(last: JournalEvent | None) -> bool:
-    """Return whether the last event is a start whose process runs on this machine."""
+    """Return whether `last`, the last event of a run, is a start whose process runs on this
+    machine."""
     return isinstance(last, Started) and process.is_live(last.process)
 
 
 def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
-    """Return the state of an array of which `tasks` have begun, and a count in words: finished once
-    all tasks are, else ``array``, also where job.json is broken. Raise OSError where a task's
-    journal can't be read."""
+    """Return the state of an array of which `tasks` have begun, and in words how many are finished.
+    The state is finished once all tasks of the array are, else ``array``, also where job.json is
+    broken. Raise OSError where a task's journal can't be read."""
     finished = sum(task.finished() for task in tasks)
     try:
         indexes = [task.index for task in tasks]
@@ -170,9 +171,9 @@ def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunStat
 
 
 def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
-    """Return the state after a verdict, and its reason: stopped where the run can go on, failed
-    where it was given up, lost after a superseded attempt, else the verdict's cause; a cause that
-    is no state is lost, too."""
+    """Return the state of a run whose last event is a verdict, and the verdict's reason. The state
+    is stopped where the run can go on, failed where it was given up, lost after a superseded
+    attempt, else the verdict's cause, or lost for a cause that is no state."""
     if verdict.action == Action.REQUEUE:
         return RunState.STOPPED, f"{verdict.why}; can go on with --run"
     if verdict.action == Action.GIVE_UP:
@@ -186,9 +187,9 @@ def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
 
 
 def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple[RunState, str]:
-    """Return the state of a run that a process plays, and the reason: running, unknown where that
-    can't be seen from here, or lost. A standalone script, which has no verdict, may by its events
-    also have stopped or failed."""
+    """Return the state of a run that a process plays, not a job, and the reason: running, unknown
+    where the process can't be seen from here, or lost. A standalone script, which has no verdict,
+    may by its events also have stopped or failed."""
     if process.is_live(started.process):
         return RunState.RUNNING, "on this machine"
     if started.backend == "local":
