@@ -48,8 +48,8 @@ _GIVEN_UP = ("no progress", "unfinished", "budget spent")
 
 def explain_end(facts: RunFacts) -> Explanation:
     """Explain a run that does not go on by itself, by the end of its newest attempt, or by its
-    cancelling; the text continues a sentence whose subject is the run. It also says where the run
-    could go on after that end, or why it was given up."""
+    cancelling. The text continues a sentence whose subject is the run; it also says that the run
+    can go on, where it can, or why it was given up."""
     verdict = facts.verdict
     if facts.cancelled and verdict is None:
         place = " before it began" if facts.newest is None else at_step(facts)
@@ -77,17 +77,17 @@ def _was_given_up(facts: RunFacts) -> bool:
 
 
 def _is_same_on_all_nodes(verdict: VerdictGiven | None) -> bool:
-    """Return whether a preflight has found a fault that all nodes would have: the verdict is then a
-    failure, and not bad nodes. False for None."""
+    """Return whether a preflight has found a fault that all nodes have: its verdict has then the
+    cause failed, and not that of a bad node. False for None."""
     if verdict is None:
         return False
     return verdict.cause == Cause.FAILED and verdict.why.startswith("preflight: ")
 
 
 def explain_attempt(facts: RunFacts) -> Explanation:
-    """Explain the end of the newest attempt, or of a job that had none: by its verdict, else by the
-    stop that a standalone script has journaled, else by Slurm's last state of the job. The text
-    continues a sentence whose subject is the attempt."""
+    """Explain the end of the newest attempt, or of a job that had no attempt: by its verdict, else
+    by the stop that a standalone script has journaled, else by Slurm's last state of the job. The
+    text continues a sentence whose subject is the attempt."""
     verdict = facts.verdict
     if verdict:
         return _explain_verdict(facts, verdict)
@@ -101,10 +101,11 @@ def explain_attempt(facts: RunFacts) -> Explanation:
 
 
 def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
-    """Explain the end of an attempt by its verdict: by words in its reason, else by its cause.
+    """Explain the end of an attempt by its verdict: by words in the verdict's reason, else by its
+    cause.
 
-    FAILED without a node is a script that ended without run.finish(): each other failure names its
-    node, but for a fault of all nodes in a preflight, which is looked for before.
+    A script that ended without run.finish() has a verdict FAILED without a node. Each other failure
+    names its node, except a fault of all nodes in a preflight, which is looked for before.
     """
     if "without a newer checkpoint" in verdict.why:
         return _explain_no_progress(facts, verdict)
@@ -122,8 +123,8 @@ def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
     """Explain the end of the newest attempt by its cause: a `Cause`, ``host out of memory``, or ''
-    where it is unknown. With ``failed``, ``host out of memory`` and '' a recorded failure, of a
-    rank or of torchrun, explains it."""
+    for an unknown one. For ``failed``, ``host out of memory`` and '' a recorded failure of a rank
+    or of torchrun is the explanation, where there is one."""
     if facts.failure and cause in (Cause.FAILED, "", "host out of memory"):
         return _explain_failure(facts, facts.failure)
     if cause == Cause.TIME_LIMIT:
@@ -137,8 +138,8 @@ def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
 
 
 def _explain_unfit_nodes(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
-    """Explain an attempt that its preflight has ended: by the fault of all nodes, whose kind and
-    hint are those of a known failure if it is one, or by the bad nodes."""
+    """Explain an attempt that its preflight has ended: by the bad nodes, or by a fault that all
+    nodes have. If that fault is a known failure, kind and hint are those of the known failure."""
     why = verdict.why.removeprefix("preflight: ")
     kind, hint = "bad node", facts.again
     if _is_same_on_all_nodes(verdict):
@@ -151,8 +152,8 @@ def _explain_unfit_nodes(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 
 def _explain_time_limit(facts: RunFacts) -> Explanation:
-    """Explain an end by the time limit. For a script that reports no steps, the hint has both ways
-    to go on: more requeues, if it saves by itself, or hpc_ddp.training."""
+    """Explain an end by the time limit. For a script that reports no steps, the hint has two ways
+    to go on: more requeues, if the script saves by itself, or hpc_ddp.training."""
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     if facts.spec.get("time_min"):
@@ -168,13 +169,13 @@ def _explain_time_limit(facts: RunFacts) -> Explanation:
 
 
 def _was_killed_after_notice(facts: RunFacts) -> bool:
-    """Return whether the script of the newest attempt was killed after a notice."""
+    """Return whether the newest attempt's script did not end after a notice, and was killed."""
     return facts.verdict is not None and "and was killed)" in facts.verdict.why
 
 
 def _reason_of_end(verdict: VerdictGiven) -> str:
-    """Return how the attempt ended: the verdict's reason, without its part behind the last ``;``,
-    which says why the run was given up, if it was."""
+    """Return how the attempt ended, from the verdict's reason. For a run that was given up the last
+    part of the reason, behind a ``;``, says why it was, and is left out."""
     if verdict.action != Action.GIVE_UP or "; " not in verdict.why:
         return verdict.why
     return verdict.why.rpartition("; ")[0]
@@ -183,8 +184,9 @@ def _reason_of_end(verdict: VerdictGiven) -> str:
 def _explain_no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain a run that was given up after attempts in a row without a newer checkpoint.
 
-    The last part of the verdict's reason, after a ``;``, counts them; the cause is that of the last
-    one, and so is the hint, but after a time limit or a notice, where it is to save more often.
+    The last part of the verdict's reason, behind a ``;``, counts these attempts. The rest of the
+    explanation is that of the last attempt's end; after a time limit or a notice the hint is to
+    save more often.
     """
     if verdict.cause == Cause.BAD_NODE:
         last = _explain_unfit_nodes(facts, verdict)
@@ -211,10 +213,10 @@ def _explain_failure(facts: RunFacts, failure: RecordedFailure) -> Explanation:
 
 
 def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, str, str]:
-    """Return kind, text and hint of a failure, by the first that there is: an error that is an
-    error line of the script's own (`ERROR_LINE`), a known pattern in the error, or without one in
-    the end of the log, such a line in the rank's log, an early exit, another error, a signal, an
-    exit code."""
+    """Return kind, text and hint of a failure, by the first of these that applies: the error is an
+    error line of the script's own (`ERROR_LINE`); a known pattern is in the error, or, for a
+    failure without an error, in the end of its log; such a line is in the rank's log; the rank left
+    early; it raised another error; it died by a signal; it ended with an exit code."""
     process = "torchrun" if failure.rank is None else f"rank {failure.rank}"
     process += f" on {failure.node}" if failure.node else ""
     logs = fill_hint(facts, "{logs}", {}, failure.rank)
@@ -249,7 +251,7 @@ def _describe_known(
     """Return kind, text and hint of a failure with a known pattern, the `diagnosis`.
 
     `process` names the failed rank or torchrun in the text. Where a collective waited for ranks
-    that said nothing and were ended then, the hint is on the log of the first of these.
+    that said nothing and were then ended, the hint names the log of the first of these ranks.
     """
     rank = failure.rank
     if diagnosis.kind == "hang":
@@ -274,8 +276,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _hang_places(facts: RunFacts) -> str:
-    """Return a sentence on where the ranks stood as they hung, by place, at most four; '' where no
-    rank wrote it."""
+    """Return a sentence on the lines of code at which the ranks stood as they hung, four at most;
+    '' where no rank recorded its line."""
     ranks_at: dict[str, list[int]] = {}
     for rank, place in sorted(facts.hang_places.items()):
         ranks_at.setdefault(place, []).append(rank)
@@ -297,8 +299,8 @@ def _odd_fabrics(facts: RunFacts) -> str:
 
 
 def _explain_without_failure(facts: RunFacts, cause: str) -> Explanation:
-    """Explain an end that no rank has recorded, by the first of these that applies: a failure of
-    `REPEATING_KINDS` in the job's or torchrun's output, the `cause`, Slurm's record.
+    """Explain an end for which no rank has recorded a failure, by the first of these that applies:
+    a failure of `REPEATING_KINDS` in the job's or torchrun's output, the `cause`, Slurm's record.
 
     `cause` is a `Cause` or ``host out of memory``; '' for an unknown one.
     """
@@ -337,8 +339,8 @@ def _explain_without_failure(facts: RunFacts, cause: str) -> Explanation:
 
 
 def _last_attempts_output(facts: RunFacts) -> str:
-    """Return the job's output since the verdict on the attempt before the newest; all of it without
-    one."""
+    """Return the job's output behind the verdict on the attempt before the newest; all of the
+    output where that verdict is not in it."""
     before = f"hpc-ddp: attempt {(facts.newest or 0) - 1}: "
     _, is_there, after = facts.job_log.rpartition(before)
     return after.partition("\n")[2] if is_there else facts.job_log

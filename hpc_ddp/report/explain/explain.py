@@ -61,15 +61,15 @@ _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
 
 
 def explain_run(run: RunFolder) -> Explanation:
-    """Read all facts of a run, query Slurm, and explain it. Facts that can't be read, and a Slurm
-    without an answer, count as missing."""
+    """Read all facts of a run, query Slurm, and return the explanation. Facts that can't be read,
+    and a Slurm without an answer, count as missing."""
     return explain(gather(run))
 
 
 def explain(facts: RunFacts) -> Explanation:
     """Return what became of a run, in sentences that begin with its name.
 
-    The order of the questions matters: an array, unreadable, finished, over for good, live,
+    The first of these that applies decides: an array, unreadable, finished, over for good, live,
     rendered only, ended. Where the user may start nothing of the run, a hint that would start
     something is replaced, or left out while the run is live.
     """
@@ -96,7 +96,7 @@ def explain(facts: RunFacts) -> Explanation:
 
 
 def _explain_state(facts: RunFacts) -> Explanation:
-    """Explain what a run is doing, or how it ended; the first question that applies decides."""
+    """Explain what a run is doing, or how it ended; the first case that applies decides."""
     if facts.tasks:
         return _explain_array(facts)
     if facts.problem:
@@ -115,11 +115,11 @@ def _explain_state(facts: RunFacts) -> Explanation:
 
 
 def _is_over(facts: RunFacts) -> bool:
-    """Return whether nothing more happens by itself, even if Slurm still shows the job: the run was
-    cancelled, or the newest attempt's verdict lets nothing follow.
+    """Return whether nothing more happens by itself, even if Slurm still shows the job: the newest
+    attempt's verdict lets nothing follow, or the run was cancelled.
 
-    False after a superseded attempt, and for a run that a process of this machine plays and that
-    has no verdict; without a verdict and a cancel Slurm's state decides.
+    False after a superseded attempt. Without a verdict the result is True only for a cancelled run
+    that no process of this machine plays.
     """
     verdict = facts.verdict
     if verdict is None:
@@ -135,9 +135,9 @@ def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
     """Return the explanation of a run that waits for its next attempt, or whose attempt is just
     ending, with the end of the newest attempt behind it.
 
-    Its hint stays, with two exceptions: it is that of the end where the failure will come again
-    (`REPEATING_KINDS`), and to wait after a preemption, if Slurm's reason is one of
-    `_USUAL_REASONS`.
+    Its hint stays, with two exceptions. Where the failure will come again (`REPEATING_KINDS`), the
+    hint is that of the end. After a preemption, if Slurm's reason is one of `_USUAL_REASONS`, the
+    hint is to wait.
     """
     last_end = explain_attempt(facts)
     text, hint = f"{explanation.text} Its last attempt {last_end.text}", explanation.hint
@@ -174,8 +174,9 @@ def _explain_finished(facts: RunFacts) -> Explanation:
 
 
 def _explain_array(facts: RunFacts) -> Explanation:
-    """Count an array's tasks by kind, name the first `MOST_TRIALS` trials of a sweep, say why tasks
-    wait, and explain the first task in full that did not go well, if there is one."""
+    """Explain an array: count its tasks by kind, name the first `MOST_TRIALS` trials of a sweep,
+    and say why tasks wait. The first task that did not go well is explained in full, if there is
+    one."""
     tasks = {name: explain(task) for name, task in facts.tasks.items()}
     kinds = Counter(task.kind for task in tasks.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -221,7 +222,8 @@ def _explain_live(facts: RunFacts) -> Explanation:
 
 def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
     """Explain the newest attempt while it runs on `nodes` (in words): progress, newest checkpoint,
-    goodput, a slow rank, silence; a failed last save in place of all behind the progress."""
+    goodput, a slow rank, silence. If the last save has failed, the failure stands in place of all
+    that comes behind the progress."""
     events = [event for event in facts.events if event.attempt == facts.newest]
     started = last_event(events, Started)
     if started is None:
@@ -255,16 +257,16 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
 
 
 def _goodput(seconds: dict[str, float]) -> str:
-    """Return sentences on the goodput and on the cost of starts where that is much, with a blank
-    before them; '' where the goodput is not known. `seconds` is by part."""
+    """Return sentences on the goodput, and on the cost of starts where that is much, with a blank
+    before them; '' where the goodput is not known. `seconds` has the wall time's parts by name."""
     share = goodput.share(seconds)
     costs = goodput.start_costs(seconds)
     return "" if share is None else f" Goodput {share:.0%}." + (costs and f" {costs}")
 
 
 def _slow_imports(facts: RunFacts) -> str:
-    """Return a sentence that recommends ``--stage`` where the newest attempt imported slowly, and
-    could have had it; else ''."""
+    """Return a sentence that recommends ``--stage`` where the newest attempt imported slowly and
+    ``--stage`` could have been used; else ''."""
     workers = facts.select(WorkerStarted, attempt=facts.newest)
     can_not = any(facts.spec.get(key) for key in ("stage", "container", "image"))
     if not workers or can_not or facts.standalone or facts.spec.get("backend") == "submitit":
@@ -278,8 +280,8 @@ def _slow_imports(facts: RunFacts) -> str:
 
 
 def _of_total(metrics: MetricsLine | None) -> str:
-    """Return the number of all steps and the loss by the newest values, as far as they are known,
-    as `` of 1000 (loss 0.5)``; '' for None."""
+    """Return the number of all steps and the loss of `metrics`, as far as they are known, as
+    `` of 1000 (loss 0.5)``; '' for None."""
     if metrics is None:
         return ""
     total, loss = metrics.total_steps, metrics.number("loss")
@@ -307,8 +309,8 @@ _NO_FAULT = ("preempted", "time limit", "stopped", "node lost", "waiting", "kill
 
 
 def _ends(facts: RunFacts) -> dict[int, str]:
-    """Return how each attempt ended, in words, by number; an attempt that goes on has the words of
-    one without a verdict."""
+    """Return how each attempt ended, in words, by number. An attempt without a verdict, also one
+    that still runs, has ended without a word."""
     ends: dict[int, str] = {}
     started = facts.select(Started)
     standalone = {event.attempt for event in started if event.backend == "local"}
@@ -326,8 +328,8 @@ def _ends(facts: RunFacts) -> dict[int, str]:
 
 
 def _earlier_ends(facts: RunFacts) -> str:
-    """Return a sentence on how the attempts before the newest have ended; '' for a first attempt,
-    and before it."""
+    """Return a sentence on how the attempts before the newest have ended; '' without such
+    attempts."""
     ends = [end for attempt, end in _ends(facts).items() if attempt != facts.newest]
     counts = [f"{end} {_times(count)}" for end, count in Counter(ends).items()]
     return f"Before that it {' and '.join(counts)}." if counts else ""
@@ -339,7 +341,7 @@ def _times(count: int) -> str:
 
 
 def _count_lost(facts: RunFacts) -> tuple[int | None, float | None]:
-    """Return the number of the newest attempt's steps that no checkpoint has, and their seconds.
+    """Return how many of the newest attempt's steps no checkpoint has, and their seconds.
 
     Both are None where the attempt did not reach its training, and 0 where it stopped or finished
     in order. Without a checkpoint on disk all steps of the run count.
@@ -358,8 +360,8 @@ def _count_lost(facts: RunFacts) -> tuple[int | None, float | None]:
 
 
 def _is_progress(event: JournalEvent) -> bool:
-    """Return whether an event came as its step ended. A verdict and the report of a hang have a
-    step, but come minutes after it."""
+    """Return whether an event was written as its step ended. A verdict and the report of a hang
+    have a step, too, but come minutes after it."""
     is_hang = isinstance(event, RankFailed) and event.error.startswith("HangError")
     is_late = is_hang or isinstance(event, VerdictGiven)
     return step_of(event) is not None and not is_late

@@ -62,8 +62,8 @@ def paragraph(explanation: Explanation) -> str:
 
 
 def at_step(facts: RunFacts) -> str:
-    """Return `` at step n``, or `` before its first step``, of the newest attempt; '' without one,
-    and where the progress is unknown."""
+    """Return where the newest attempt was: `` at step n``, or `` before its first step``. ''
+    without an attempt, and where the progress is unknown."""
     if not facts.has_progress or facts.newest is None:
         return ""
     if not facts.select(FirstStep, attempt=facts.newest):

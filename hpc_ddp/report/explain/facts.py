@@ -249,8 +249,8 @@ def _library(folder: Path) -> str:
 
 
 def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:
-    """Ask Slurm for the last two jobs, and return which of them counts: one that runs (of a chain's
-    jobs the newest waits), else the newest that Slurm knows, else the newest.
+    """Ask Slurm for the last two jobs, and return which of them counts: one that runs (a chain's
+    newest job may wait behind it), else the newest that Slurm knows, else the newest.
 
     `jobs` are the run's jobs, oldest first. Returns fields of `RunFacts`: ``job_id`` (None without
     jobs), ``record`` (None without an answer) and ``refusal``, Slurm's last error, which is absent
@@ -272,11 +272,8 @@ def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:
 
 
 def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
-    """Read the records and logs that the nodes and ranks left of the end of the newest attempt,
-    `attempt`.
-
-    Returns fields of `RunFacts`; what can't be read is empty.
-    """
+    """Return fields of `RunFacts` about the end of the newest attempt, `attempt`, from the records
+    and logs that its nodes and ranks left. A field that can't be read is empty."""
     nodes = _try(attempt.nodes, list[NodeFolder]())
     failures, hang_places = _try(
         lambda: read_ends(attempt), (list[RecordedFailure](), dict[int, str]())
@@ -309,10 +306,10 @@ def _is_name(node: str) -> bool:
 
 
 def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
-    """Return the failure that the verdict names, with its exit code by `failures`, else by the
-    verdict, and its error by the verdict, else by `failures`. Where no verdict names a node, return
-    the earliest of `failures` that is no consequence of another, else the earliest; None without
-    any."""
+    """Return the failure that ended the newest attempt. It is the one that the verdict names, with
+    its exit code by `failures`, else by the verdict, and its error by the verdict, else by
+    `failures`. Where no verdict names a node, return the earliest of `failures` that is no
+    consequence of another, else the earliest; None without any."""
     verdict = facts.verdict
     if verdict is None or verdict.node is None:
         return min(failures, key=lambda f: (f.is_consequence, f.time), default=None)

@@ -51,10 +51,10 @@ def tail(path: Path) -> str:
 
 
 def read_ends(attempt: AttemptFolder) -> tuple[list[RecordedFailure], dict[int, str]]:
-    """Return the failures that the nodes of an attempt have recorded, and of a hang the line of the
-    user's code where each rank stood, by rank, as ``train.py line 7``.
+    """Return the failures that the nodes of an attempt have recorded, and, after a hang, where each
+    rank stood: the line of the user's code by rank, as ``train.py line 7``.
 
-    Most of thousands of ranks stand at the same place, and that is looked for once. Raise OSError
+    Most of thousands of ranks stand at the same place, so each stack is parsed once. Raise OSError
     where the attempt's folder can't be listed.
     """
     failures: list[RecordedFailure] = []
@@ -72,14 +72,15 @@ def _is_of_the_end(name: str) -> bool:
 
 
 def _content(node: NodeFolder, name: str, small: SmallFile | None) -> bytes:
-    """Return the last `TAIL_BYTES` of a node's file: of its content `small`, or for None from the
-    disk, by `tail`; b'' where it can't be read."""
+    """Return the last `TAIL_BYTES` of a node's file: of `small`, its content, or, where that is
+    None, of the file on disk as `tail` has it; b'' where it can't be read."""
     return small.content[-TAIL_BYTES:] if small else tail(node.path / name).encode()
 
 
 def _record(node: NodeFolder, name: str, small: SmallFile | None) -> dict[str, Any]:
-    """Return a node's record: its content `small`, of which ValueError is raised for damage, or for
-    None from the disk, of which damage reads as {}."""
+    """Return the object in a node's record. With `small`, the file's content, raise ValueError
+    where it is damaged. Where `small` is None the file is read, and {} returned where it is
+    damaged."""
     return parse_object(small.content) if small else read_json(node.path / name)
 
 
@@ -126,7 +127,7 @@ def _place_of(stack: bytes) -> str:
 
 def place_in(text: str, newest_first: bool = False) -> str:
     """Return the innermost line of a traceback that is in the user's code, as ``train.py line 7``;
-    '' without one. With `newest_first` its frames are in reverse order."""
+    '' without one. With `newest_first` the traceback begins with its innermost frame."""
     frames = list(_FRAME.finditer(text))
     if newest_first:
         frames.reverse()

@@ -30,7 +30,8 @@ class PendingReason(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """A row that matches a text: its words are filled in, its hint is a template."""
+    """A known failure that was found in a text. Its words are filled in; its hint is a template,
+    for which `groups` has the parts of the text that the pattern names."""
 
     kind: str
     words: str
@@ -39,8 +40,8 @@ class Diagnosis(NamedTuple):
 
 
 def _read_rows(name: str) -> list[list[str]]:
-    """Return the blocks of a file of this folder, which blank lines part, line by line, without
-    comments. Raise OSError where it can't be read."""
+    """Return the rows of a file of this folder, each as its lines. Rows are parted by blank lines;
+    comments are left out. Raise OSError where the file can't be read."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     blocks = re.sub(r"^#.*\n", "", text, flags=re.M).strip().split("\n\n")
     return [block.strip().splitlines() for block in blocks]
@@ -75,8 +76,7 @@ _RESOURCES = {
 
 
 def recognise(text: str) -> Diagnosis | None:
-    """Return the first row of the known failures whose pattern is in a text; None without one, and
-    for ''."""
+    """Return the first known failure whose pattern is in a text; None without one, and for ''."""
     for row in FAILURES:
         match = re.search(row.pattern, text, re.M)
         if match:

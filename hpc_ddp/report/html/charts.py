@@ -70,9 +70,9 @@ class Chart:
 
 
 class Scale:
-    """Maps numbers from `low` to `high` to 0 to 1, linearly or by their logarithm; that needs
-    numbers above 0, and raises ValueError for others. Where both are the same, there is room on
-    either side."""
+    """Maps numbers between `low` and `high` to places from 0 to 1, linearly or by their logarithm;
+    that needs numbers above 0, and raises ValueError for others. If `low` and `high` are equal, the
+    axis has some room on either side of them."""
 
     def __init__(self, low: float, high: float, is_log: bool = False) -> None:
         if is_log:
@@ -88,9 +88,9 @@ class Scale:
         return min(1.0, max(0.0, (number - self.low) / (self.high - self.low)))
 
     def ticks(self, count: int, least: float = 0.0) -> list[Label]:
-        """Return about `count` labels, 21 at most, at round numbers, which are at least `least`
-        apart on a linear axis, and powers of ten on a logarithmic one; `at` is in percent from the
-        low end. [] where no round number lies on the axis."""
+        """Return about `count` labels, 21 at most, with `at` in percent from the low end. On a
+        linear axis they are round numbers, at least `least` apart; on a logarithmic one they are
+        powers of ten. [] where no round number lies on the axis."""
         unit = 1.0 if self.is_log else least
         distance = max(_round_up((self.high - self.low) / count), unit)
         first = math.ceil(self.low / distance - 1e-9)
@@ -103,8 +103,8 @@ class Scale:
 
 
 def _round_up(number: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number, but for a
-    thousandth of it. Raise ValueError for a number that is not above 0."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number, or is so by a
+    thousandth of it at most. Raise ValueError for a number that is not above 0."""
     power = 10.0 ** math.floor(math.log10(number))
     return next(part * power for part in (1, 2, 5, 10) if part * power >= number * 0.999)
 
@@ -158,9 +158,10 @@ def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count
 
 
 def _number_scale(curve: Curve) -> Scale:
-    """Return the scale of a curve's numbers: logarithmic where they are above 0 and far apart
-    (`LOG_RATIO`), else from zero where that is near, else with some room on either side; about 0
-    to 1 where none is finite. The speed is never logarithmic, and from zero on."""
+    """Return the scale of a curve's numbers. It is logarithmic where they are above 0 and far apart
+    (`LOG_RATIO`); else it begins at zero where that is near, or has some room on either side.
+    Without a finite number it goes from about 0 to 1. The speed is never logarithmic, and its scale
+    begins at zero."""
     finite = curve.finite
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     is_speed = curve.name == "samples_per_s"
@@ -196,9 +197,9 @@ def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) ->
 
 
 def _marks(starts: Sequence[Start], ends: Mapping[int, str], across: Scale) -> list[Label]:
-    """Return a mark for each start, ``↻`` for a restart within an attempt; the text is '' where it
-    would overlap one that is shown. `ends` has the end of each attempt, in words; `across` scales
-    steps."""
+    """Return a mark for each start, with the attempt's number as its text, or ``↻`` for a restart
+    within an attempt; '' where the text would overlap one that is shown. `ends` has the end of each
+    attempt, in words; `across` scales steps."""
     marks: list[Label] = []
     texts_at: list[float] = []
     for start in starts:

@@ -44,7 +44,8 @@ class Column(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Points to be drawn as one line; `is_redone`: a later start has done these steps again."""
+    """Points to be drawn as one line. `is_finite`: none of them is NaN or infinite. `is_redone`: a
+    later start has done these steps again."""
 
     points: Sequence[Point]
     is_finite: bool
@@ -73,8 +74,9 @@ class Curve:
         return [number for _, number, _ in self.points if abs(number) < HUGE]
 
     def segments(self) -> Iterator[Segment]:
-        """Yield the curve's points, cut at each start, where steps were done again, and where it is
-        not finite; nothing without points."""
+        """Yield the curve's points in order, cut where a start begins, where steps begin to be done
+        again by a later start, and where numbers become finite or cease to be; nothing without
+        points."""
         starts = [list(group) for _, group in groupby(self.points, key=itemgetter(2))]
         first_step = math.inf  # of all later starts
         redone_from: list[float] = []
@@ -86,8 +88,8 @@ class Curve:
 
 
 def _segments_of(points: Sequence[Point], redone_from: float) -> Iterator[Segment]:
-    """Yield the points of one start, cut where they are not finite, and where a later start has
-    done their steps again, from the step `redone_from` on."""
+    """Yield the points of one start, cut where they become finite or cease to be, and at the step
+    `redone_from`: from there on a later start has done the steps again."""
     is_finite = all(map(HUGE.__gt__, map(abs, map(itemgetter(1), points))))
     if is_finite and max(map(itemgetter(0), points)) < redone_from:  # as most of 100,000 are
         yield Segment(points, True, False)
@@ -101,8 +103,9 @@ def _segments_of(points: Sequence[Point], redone_from: float) -> Iterator[Segmen
 
 
 def columns(points: Sequence[Point], width: float) -> list[Column]:
-    """Return the columns of a picture that have points, in the points' order; [] without any. Only
-    neighbours in `points` share a column; `width` is that of a column in steps, above 0."""
+    """Return the points of a line drawn together in columns of a picture, in the points' order; []
+    without points. Only neighbours in `points` share a column; `width` is that of a column in
+    steps, above 0."""
     result = []
     for _, group in groupby(points, key=lambda point: int(point.step / width)):
         steps, numbers, _ = zip(*group, strict=True)
@@ -131,7 +134,7 @@ def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
 
 def starts_of(events: Sequence[JournalEvent]) -> list[Start]:
     """Return the starts of the workers that reached their training loop, in order, each with the
-    last step before it. The first such start of an attempt is no restart; [] without events."""
+    last step before it; [] without any. The first such start of an attempt is no restart."""
     starts: list[Start] = []
     for start in by_start(events):
         trained = [e for e in start if isinstance(e, (TrainingBegun, FirstStep, MetricsLine))]

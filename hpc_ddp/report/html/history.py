@@ -66,9 +66,9 @@ class RunHistory:
 
 
 def read_run(run: RunFolder) -> RunHistory:
-    """Read a run's folder, and query Slurm, also for its last jobs. Without an answer the state is
-    the journal's, or ``unknown`` where that leaves it open. Raise OSError where the journal can't
-    be read."""
+    """Read a run's folder, query Slurm (also for its last jobs), and return the run's history.
+    Without an answer of Slurm the state is the journal's, or ``unknown`` where the journal leaves
+    it open. Raise OSError where the journal can't be read."""
     events = run.events()
     facts = gather(run, events)
     status = summarize(run, events, run.jobs(events), read_queue())
@@ -111,8 +111,8 @@ def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
 def _bounds(
     history: RunHistory, attempt: int, events: Sequence[JournalEvent]
 ) -> tuple[float, float]:
-    """Return begin and end of an attempt, in unix seconds, by its events, one or more; one that
-    goes on ends with the run's wall time."""
+    """Return begin and end of an attempt, in unix seconds, by its events, one or more. An attempt
+    that is at work ends with the run's wall time."""
     times = [event.time for event in events]
     workers = [event.began for event in events if isinstance(event, WorkerStarted)]
     begin = min([*times, *(began for began in workers if began)])
@@ -168,8 +168,10 @@ def clock(unix_s: float) -> str:
 
 
 def strip(history: RunHistory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the parts along the wall time (``spans``), where attempts begin (``begins``), both in
-    percent, and ``begin`` and ``end`` of the wall time as text; {} for a run without wall time.
+    """Return the strip that shows the run's time, by name: ``spans``, each a ``part`` with its
+    ``width`` and a ``title``; ``begins``, (place, number) of each attempt; and ``begin`` and
+    ``end`` of the wall time as text. Widths and places are percent of the wall time. {} without
+    wall time.
 
     `rows` are those of `attempt_rows`. A part that is too short to be seen is added to the one
     before, and of attempts whose numbers would overlap the later one is left out.

@@ -157,8 +157,9 @@ def _failure(history: RunHistory) -> dict[str, Any]:
 
 
 def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the parts of the wall time of 0.05 s or more, by ``name``, with ``time`` and ``share``
-    as text and their ``meaning``; [] without wall time. `seconds` is by part."""
+    """Return the parts of the wall time that are 0.05 s or longer, each with its ``name``, its
+    ``time`` and ``share`` as text, and its ``meaning``; [] without wall time. `seconds` is by
+    part."""
     wall_s = sum(seconds.values())
     return [
         {
@@ -173,9 +174,9 @@ def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _settings(history: RunHistory) -> list[tuple[str, str]]:
-    """Return name and text of the command, of the settings that are not the defaults (and of
-    ``nodes``), of the hosts and the run's folder. Without a job.json the first two are left out,
-    without nodes the hosts."""
+    """Return the rows of the page's settings, as name and text: the command, the settings of the
+    job that are not the defaults (and ``nodes``), the hosts, and the run's folder. Without a
+    job.json the first two are left out, and the hosts where no node is known."""
     spec = history.facts.spec
     defaults = {f.name: f.default for f in fields(JobSpec) if f.default is not MISSING}
     settings = []
