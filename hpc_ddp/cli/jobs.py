@@ -217,7 +217,7 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
 
     A process in the foreground is waited for, and Ctrl-C and SIGTERM are passed on to it as a
     notice. The command ends with the process's exit code; with `as_json` it prints an object with
-    ``exit_code`` and ``run``. Of a sweep on this machine the trials are listed on stderr. Raises as
+    ``exit_code`` and ``run``. The trials of a sweep on this machine are listed on stderr. Raises as
     `_begin`.
     """
     path, forward = str(prepared.run.path), Forward()

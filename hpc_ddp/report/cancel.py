@@ -48,9 +48,9 @@ def cancel(run: RunFolder) -> None:
         the run is finished and nothing works on it, or another user could have written the ids of
         its processes and jobs
     HpcDdpError
-        Slurm gives no answer or refuses, and jobs may be live; or, behind the cancel of all others,
-        a job that is live after the wait or may be another run's, and a job or process that can't
-        be asked for from here
+        Slurm gives no answer or refuses, and jobs may be live. Or, once all others are cancelled:
+        a job is live after the wait, a job may be another run's, or a job or process can't be
+        asked for from here
     OSError
         the run's folder can't be read
     """
@@ -175,9 +175,8 @@ def _live_jobs(
 
 
 def _has_name(run: RunFolder, queued: QueuedJob) -> bool:
-    """Return whether a job's name is that of the run, or the beginning of it up to one of its
-    dashes: then it is worth asking Slurm whether a job that the journal does not name is the
-    run's."""
+    """Return whether a job has the name of the run, or a name with which that begins, up to a dash.
+    Slurm is asked about such a job even if the journal does not name it."""
     # A run is named NAME-USER, and its job NAME, where another user has runs of that name.
     return queued.name == run.name or run.name.startswith(f"{queued.name}-")
 

@@ -344,11 +344,11 @@ def _delete(deletion: Deletion, queue: Queue) -> str:
     """Delete one part of a run, or the whole run with its entries in the index of jobs. Return why
     nothing was deleted, where the run has gone on; else ''.
 
-    A run is first moved into a folder beside it, whose name no other call takes for remains until
-    the run has been looked at in there. A checkpoint is first renamed, to a name that no reader
-    takes for one. `queue` is of now. Raise UsageError where others could put something else in the
-    run's place, and OSError where a journal can't be read or the disk refuses, with a part deleted
-    perhaps.
+    A run is first moved into a folder beside it. Other calls delete such a folder as remains only
+    once it is renamed, after a second look at the run. A checkpoint is first renamed, so that no
+    reader takes it for one. `queue` is of now. Raise UsageError where others could put something
+    else in the run's place, and OSError where a journal can't be read or the disk refuses, with a
+    part deleted perhaps.
     """
     run, resumed = deletion.run, "it was resumed meanwhile, and left alone"
     check_folder(run)

@@ -198,9 +198,9 @@ def _local_env(spec: JobSpec) -> dict[str, str]:
     each worker fills in by itself (`worker_env`).
 
     A variable of Slurm's in ``expand`` that is not set here counts as 0; SLURM_NNODES and
-    SLURM_JOB_NUM_NODES count as the number of nodes. The result also has these numbers, for the
-    workers, as ``HPC_DDP_DRY_NAME``, also for those of Slurm's variables that are set. Raise
-    UsageError where a value of ``env`` has another variable that is not set here, and as `job_env`.
+    SLURM_JOB_NUM_NODES count as the number of nodes. The workers get these numbers as
+    ``HPC_DDP_DRY_NAME``, for each of Slurm's variables in ``expand``. Raise UsageError where a
+    value of ``env`` has another variable that is not set here, and as `job_env`.
     """
     env, nodes = {**job_env(spec), **node_env(spec)}, str(spec.node_range[1])
     slurms = {name: "0" for name in spec.expand if name.startswith("SLURM_")}

@@ -213,10 +213,10 @@ def _explain_failure(facts: RunFacts, failure: RecordedFailure) -> Explanation:
 
 
 def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, str, str]:
-    """Return kind, text and hint of a failure, by the first of these that applies: the error is an
-    error line of the script's own (`ERROR_LINE`); a known pattern is in the error, or, for a
-    failure without an error, in the end of its log; such a line is in the rank's log; the rank left
-    early; it raised another error; it died by a signal; it ended with an exit code."""
+    """Return kind, text and hint of a failure, by the first of these that applies: its error is an
+    error line of the script's own (`ERROR_LINE`); its error, or without an error the end of its
+    log, has a known pattern; the rank's log has an error line of the script's own; the rank left
+    its training early; another error; a signal; an exit code."""
     process = "torchrun" if failure.rank is None else f"rank {failure.rank}"
     process += f" on {failure.node}" if failure.node else ""
     logs = fill_hint(facts, "{logs}", {}, failure.rank)

@@ -80,9 +80,9 @@ def read_run(run: RunFolder) -> RunHistory:
 def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
     """Return a row for each attempt, in order; [] before the first.
 
-    A row has by name: ``number``; ``begin`` in unix seconds, ``began`` as text; ``waited`` since
-    the end of the attempt before, and ``lasted``, as text; ``nodes``, and ``place``, which names
-    them in a few words; ``steps``, ``end`` and its ``sign`` as text.
+    A row has by name: ``number``; ``begin`` in unix seconds, and ``began``, the same as text; as
+    text ``waited``, the time since the end of the attempt before, and ``lasted``; ``nodes``, and
+    ``place``, which names them in a few words; as text ``steps``, ``end`` and its ``sign``.
     """
     rows = []
     end_before = history.begin

@@ -22,8 +22,9 @@ MERGED = 1 << 25  # bytes of all logs that are merged: there may be thousands, e
 
 @dataclass(frozen=True)
 class LogQuery:
-    """Which lines to show: those of one `rank`, with `job` the job's own output, else those of all
-    ranks, merged. With `attempt` the lines of that attempt count, with None those of all.
+    """The lines to show. With `rank` they are that rank's, with `job` the job's own output, else
+    those of all ranks, merged. With `attempt` the lines of that attempt count, with None those of
+    all.
 
     Merged lines are tidied, unless `raw`: noise is left out and equal lines are folded.
 

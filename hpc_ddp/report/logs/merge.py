@@ -190,9 +190,9 @@ def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
 
 
 def _cuts(log: LogFile, busy: Container[int] | None) -> list[Cut]:
-    """Return where to cut the new part of a log so that its lines can be put in order with those of
-    others. There is a cut at each note of a `busy` second (None: all are busy). Of neighbouring
-    notes of other seconds only the last one is a cut, with `is_alone`."""
+    """Return where to cut the new part of a log so that its lines can be put in order with the
+    lines of other logs. There is a cut at each note of a `busy` second (None: all are busy), and,
+    with `is_alone`, at the last one of neighbouring notes that are not busy."""
     first = bisect_right(log.sizes, log.position)
     if busy is None:
         return [Cut(size, False) for size in log.sizes[first:]]

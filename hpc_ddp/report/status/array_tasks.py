@@ -156,7 +156,7 @@ def rank(tasks: Sequence[Task]) -> Ranking | None:
     number: the value of ``run.best``, the first result of ``run.finish``, the loss. None where
     there is no such number, and for an array that is no sweep.
 
-    The script says which value of ``run.best`` is better. Of other metrics the lower value is
+    The script says which value of ``run.best`` is better. For another metric the lower value is
     better if the metric's name is one of `_LOWER` (a loss, an error, seconds), else the greater
     one.
     """

@@ -1,9 +1,9 @@
 """A cache of the status of ended runs.
 
-Reading the journals of two thousand runs takes many seconds, and those of ended runs do not
-change. Their status is kept in ``<runs>/.status-<uid>.json``, beside the name, size and time of
-every file that it was read from: it is valid as long as all of these are unchanged and none of the
-run's jobs is in the queue. The status of a live run is never kept.
+Reading the journals of two thousand runs takes many seconds, and the journals of ended runs do not
+change. The status of each ended run is kept in ``<runs>/.status-<uid>.json``, with name, size and
+time of every file that it was read from. It is valid as long as all of them are unchanged and none
+of the run's jobs is in the queue. The status of a live run is never kept.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class StatusCache:
     def status_of(self, run: RunFolder) -> Status:
         """Return the status of one run, from the cache or, where that is not valid, its journal.
 
-        The status of a run that has ended is put into the cache, that of any other run is taken out
-        of it; `save` writes the cache. Raise OSError where a journal of the run or its tasks can't
-        be read.
+        After a read of the journal the status is put into the cache if the run has ended, else an
+        older one is removed; `save` writes the cache. Raise OSError where a journal of the run or
+        its tasks can't be read.
         """
         files, name = _fingerprint(run), str(run.path)
         entry = self._entries.get(name, {})

@@ -41,7 +41,7 @@ class Difference:
     attempt, ranks
         the attempt's number, from 0, and the ranks whose records differ in this part
     at_start
-        it differed as soon as the checkpoint had been loaded
+        the part differed as soon as the checkpoint had been loaded
     kind, name
         ``position`` (a step, or the end, at another place in the epochs), ``random``, ``loss``,
         ``gradients``, ``settings`` or ``untracked`` (of an optimizer), ``model``, ``optimizer``,
@@ -52,9 +52,9 @@ class Difference:
         largest relative difference of loss and gradients in that step; None where unknown, or
         where the gradients are equal, so that no sum can be the cause
     grown
-        the same at the last step that both runs have, of loss and weights
+        largest relative difference of loss and weights at the last step that both runs have
     drifted
-        an attempt before this one differed from the undisturbed run already
+        the state that an earlier attempt has saved differs from the undisturbed run's already
     """
 
     step: int
@@ -100,8 +100,8 @@ def first_difference(
     base, disturbed
         the records of all ranks, of the undisturbed run and of one attempt of the disturbed one
     earlier
-        the records of the attempts before that one. One of these has saved the state with which
-        it begins, and which differs from the undisturbed run's where sums were rounded otherwise
+        the records of the attempts before `disturbed`. One of them has saved the state with which
+        `disturbed` begins; it differs from the undisturbed run's where sums were rounded otherwise
 
     Raises
     ------

@@ -75,8 +75,8 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
     cwd
         folder that the job's relative paths are seen from
     root
-        folder of all runs; those of the drill are below ``<root>/.drills``: a good result and a
-        UsageError remove them, a bad result and other errors leave them
+        folder of all runs; the drill's are below ``<root>/.drills``. They are removed after a good
+        result and a UsageError, and stay after a bad result and other errors
     steps
         at which to end all runs; None: after `TRAINING_S` of training, or where the script ends
     say
@@ -285,9 +285,9 @@ class _Drill:
         """Run the next attempt until it ends, and return its exit code. Once the recorder says that
         it is ready, `disturbance` is called. Every `PRINT_EVERY_S` the attempt's step is said.
 
-        `plan` is the recorder's. An attempt that takes longer than `_limit_s` is killed, and has
-        the code `TOO_LONG`; while no limit is known, so has one that takes longer than `START_S` to
-        its call of start(). After an error an attempt that still runs is killed, too.
+        `plan` is the recorder's. An attempt that takes longer than `_limit_s`, or before that limit
+        is known longer than `START_S` to its call of start(), is killed, and the code is
+        `TOO_LONG`. After an error an attempt that still runs is killed, too.
 
         Raise UsageError once the script makes steps without a call of start(), and as
         `LocalBackend.launch`; OSError where the process can't be started, its log not be written or

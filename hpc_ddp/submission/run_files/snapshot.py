@@ -236,10 +236,10 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
     """Return the git work tree that `script` lies in. None without one, without git, where git
-    refuses, where the script's path leads there through a link, and where the tree, its ``.git`` or
-    the folder to which that leads is of a user who is none of the `owners` (empty: the script's
-    trusted ones). Else another user could make a tree above the user's folder, as in /scratch, and
-    decide what belongs to the code."""
+    refuses, and where the script's path leads there through a link. None also where the tree, its
+    ``.git`` or the folder to which that leads belongs to a user who is not among the `owners`
+    (empty: the script's trusted ones): another user could make a tree above the user's folder, as
+    in /scratch, and decide what belongs to the code."""
     try:
         top, git_folder = (
             _git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
