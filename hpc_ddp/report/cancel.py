@@ -140,15 +140,15 @@ def _mark(folder: RunFolder, jobs: Sequence[JobRef]) -> bool:
 def _live_jobs(
     run: RunFolder, jobs: Sequence[JobRef], ended: Sequence[JobRef], queue: Queue
 ) -> tuple[list[JobRef], list[str]]:
-    """Return the jobs of the run to cancel, which are not over; and sentences about those of its
-    journal that may be another run's by now, or can't be asked for.
+    """Return the jobs of the run to cancel, which are not over; and sentences about those jobs in
+    its journal that may be another run's by now, or can't be asked for.
 
-    `jobs` are the journal's, `ended` those of them that are over by it. A journal may name a job of
-    long ago, whose number another job of the user's has now. It does not name a job that a person
-    has submitted without hpc-ddp and that has not started: for such jobs `queue` is looked through,
-    unless `run` is a task. Allocations (``salloc``) are returned only while the newest attempt has
-    no verdict. Raise HpcDdpError where Slurm gives no answer on a job, and OSError where the
-    journal can't be read.
+    `jobs` are the journal's jobs, `ended` those that are over by the journal. A journal may name a
+    job of long ago, whose number another job of the user's has now. It does not name a job that a
+    person has submitted without hpc-ddp and that has not started: for such jobs `queue` is looked
+    through, unless `run` is a task. Allocations (``salloc``) are returned only while the newest
+    attempt has no verdict. Raise HpcDdpError where Slurm gives no answer on a job, and OSError
+    where the journal can't be read.
     """
     targets, unclear = [], []
     paths = _Paths.of(run)

@@ -66,14 +66,14 @@ class Backend(Protocol):
     """A way to start a run."""
 
     def script(self, plan: Plan) -> str:
-        """Return the batch script as it will run.
+        """Return the text of the batch script as it will run; nothing is written.
 
         Raises
         ------
         UsageError
             the user's template is broken, or the back-end can't do what the job asks for
         HpcDdpError
-            submitit's: this machine has no Slurm client
+            only of submitit: this machine has no Slurm client
         """
         ...
 

@@ -144,7 +144,8 @@ class LogFile:
         line without its line break is yielded only if `is_last`. A file that can't be read has no
         lines.
 
-        `content` is the whole content of the file, or None: it is read here, `size` bytes at once.
+        `content` is the whole content of the file; where it is None the file is read, `size` bytes
+        at once.
         """
         partial = b""
         while True:
@@ -188,8 +189,8 @@ class LogFile:
         content: bytes | None = None,
         chunk: int = CHUNK,
     ) -> Iterator[Block]:
-        """Yield the new lines as `new_text` does, in blocks that end at the last line break before
-        each of the `cuts`, whose sizes rise; `chunk` is the `size` of `new_text`."""
+        """Yield the new lines as `new_text` does, in blocks: a block ends at the last line break
+        before each of the `cuts`, whose sizes rise. `chunk` is the `size` of `new_text`."""
         next_cut = 0
         for text in self.new_text(is_last, content, chunk):
             begin, at = self.position - len(text), 0

@@ -87,8 +87,8 @@ def _open_view(run: RunFolder, query: LogQuery) -> PlainView | MergedView:
 
 
 def _update(view: PlainView | MergedView, run: RunFolder, query: LogQuery, is_last: bool) -> None:
-    """Print the new lines of a view. A merged one that has no log at the end shows the job's own
-    output instead. Raises as the view's `update`."""
+    """Print the new lines of a view. Where no rank has a log at the end, a merged view shows the
+    job's own output instead. Raises as the view's `update`."""
     view.update(is_last)
     if is_last and view.is_empty:
         PlainView(run, query).update(is_last)
