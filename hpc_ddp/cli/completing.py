@@ -44,8 +44,8 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     are listed, but no file is read, so that it is quick. A path is left to the shell.
 
     The shell inserts the text as it is, so only names that hpc-ddp gives are offered: another
-    user's folder may be called like a command. A folder that can't be listed, or settings that
-    can't be used, end the list without a message.
+    user's folder may be called like a command. A folder that can't be listed has none.
+    Settings that can't be used end the list without a message.
     """
     if incomplete.startswith((".", "/", "~")):
         return [CompletionItem(incomplete, type="dir")]
@@ -54,7 +54,9 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     with suppress(HpcDdpError, OSError), redirect_stderr(io.StringIO()):
         for name in os.scandir(runs_folder(ctx.params.get("runs_dir"))):
             if name.is_dir() and _PLAIN.fullmatch(name.name):
-                run_ids = [run.name for run in os.scandir(name) if _PLAIN.fullmatch(run.name)]
+                run_ids: list[str] = []
+                with suppress(OSError):  # another user's that is closed
+                    run_ids = [run for run in os.listdir(name) if _PLAIN.fullmatch(run)]
                 ids |= dict.fromkeys(run_ids, name.name)
                 names |= {name.name: max(run_ids)} if run_ids else {}
     offered = sorted(names, key=lambda name: names[name], reverse=True)

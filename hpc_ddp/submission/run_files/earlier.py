@@ -56,17 +56,20 @@ def undo_start(run: RunFolder) -> None:
     snapshot of the code, move back the checkpoints that it has set aside, and remove the note. The
     new library stays. Without a note nothing is done.
 
-    Nothing is raised. A file that can't be written stays as it is; where the disk refuses anything
-    else, stderr says so, and the note stays for the next try.
+    Nothing is raised. A file that can't be written stays as it is; where the disk refuses that or
+    anything else, stderr says so, and the note stays for the next try.
     """
     note = read_json(_note_of(run))
     if not note:
         return
+    refusals: list[OSError] = []
     for name, text in note["files"].items():
         path, content = run.path / name, text.encode(errors="surrogateescape")
-        with suppress(OSError):  # a full disk would empty the others
+        try:
             if not path.exists() or path.read_bytes() != content:
                 write_whole(path, content, mode=0o644)
+        except OSError as error:  # the others are written all the same
+            refusals.append(error)
     try:
         for snapshot in _snapshots(run):
             if snapshot.name not in note["code"]:
@@ -74,6 +77,8 @@ def undo_start(run: RunFolder) -> None:
         for folder in _aside(run):
             if str(folder.relative_to(run.path)) not in note["aside"]:
                 checkpoints.bring_back(RunFolder(folder.parent.parent), folder)
+        if refusals:
+            raise refusals[0]
         remove_note(run)
     except OSError as error:
         say(

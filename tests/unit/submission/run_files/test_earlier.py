@@ -11,7 +11,7 @@ import pytest
 from hpc_ddp.cli import jobs
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.file_io import read_json, write_whole
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission import backends
@@ -161,3 +161,23 @@ def test_a_folder_that_cannot_be_listed_loses_nothing(
     _plan(run)
     assert run.newest_code == run.code / "0"
     assert checkpoint_names(run) == ["step-1", "step-2"]
+
+
+def test_a_file_that_the_disk_refuses_is_written_by_the_next_start(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = _files(run)
+    _break_off(run, monkeypatch)
+
+    def refuse(path: Path, text: str | bytes, mode: int) -> None:
+        if path == run.job_json:
+            raise OSError(122, os.strerror(122), str(path))
+        write_whole(path, text, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(earlier, "write_whole", refuse)
+        earlier.undo_start(run)
+    assert f"remains {run.job_json}: Disk quota exceeded" in capsys.readouterr().err
+    assert run.cancelled.exists()  # the others are written all the same
+    earlier.undo_start(run)
+    assert _files(run) == before
