@@ -70,9 +70,7 @@ class Supervisor:
     launch: Launch
     signals: Signals = field(default_factory=Signals)
     notice: str | None = None  # the source of the notice that the workers got
-    torn_down: str | None = (
-        None  # the failed peer, or later attempt, for which the workers were ended
-    )
+    torn_down: str | None = None  # the failed peer, or later attempt, that has ended the workers
     killed: bool = False  # this supervisor has killed the workers, which did not end
     _has_warned: bool = False  # that the workers will be killed
     _kill_at: float = 0.0  # 0: not set; this and the next by `time.monotonic()`

@@ -54,7 +54,7 @@ def note_files(record: str) -> None:
         nonlocal due
         due = time.monotonic() + PAUSE_S
         count = len(lines)  # another thread may add some meanwhile
-        text = "".join(f"{line}\n" for line in lines[:count]).encode(errors="surrogateescape")
+        text = "".join(line + "\n" for line in lines[:count]).encode(errors="surrogateescape")
         del lines[:count]
         try:  # opened each time: a program may close descriptors that are not its own
             file = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
