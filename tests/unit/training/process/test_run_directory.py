@@ -143,6 +143,7 @@ def test_a_start_from_another_folder_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPC_DDP_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr("sys.argv", ["/scripts/train.py"])
     monkeypatch.chdir(tmp_path)
     _claim()
     (run,) = map(RunFolder, (tmp_path / "runs").glob("*/local"))
