@@ -78,7 +78,7 @@ class Conversion:
     notes
         (line, sentence) for the user
     unknown
-        variables that can't be taken over, and where each comes from, as ``line 7``
+        where a variable that can't be taken over is set, as ``line 7``, by its name
     """
 
     values: dict[str, tuple[Any, int]] = field(default_factory=dict)
@@ -94,22 +94,24 @@ class Conversion:
             self.marks.setdefault(line, []).append((group, text))
 
     def group(self, line: int) -> tuple[str, str]:
-        """Return the one group of a line and its reasons: LOST comes before TAKEN, and this before
-        OURS; a line without a mark is LOST."""
+        """Return the one group of a line, and the reasons for it: LOST comes before TAKEN, and
+        TAKEN before OURS. A line without a mark is LOST."""
         marks = self.marks.get(line, [(LOST, "not understood")])
         group = next(group for group in (LOST, TAKEN, OURS) if group in dict(marks))
         return group, "; ".join(dict.fromkeys(text for name, text in marks if name == group))
 
     def append(self, key: str, entry: str, line: int) -> None:
-        """Append an entry to a list; a list of names has each only once."""
+        """Append an entry to the list of a key; ``expand``, ``env-names`` and ``without`` get an
+        entry only once."""
         entries = self.lists.setdefault(key, [])
         is_set = key in ("expand", "env-names", "without")
         if not is_set or entry not in dict(entries):
             entries.append((entry, line))
 
     def without_one(self) -> Iterator[tuple[Conversion, str, int]]:
-        """Yield for each setting, variable, and entry of a list a conversion without it, its name
-        and its line; the marks and notes of all of them are the same objects."""
+        """Yield, for each setting, each variable and each entry of a list, a conversion that lacks
+        it, its name (for an entry the key and the text) and its line. All these conversions share
+        the same `marks` and `notes`."""
         for key, (_, line) in self.values.items():
             values = {name: entry for name, entry in self.values.items() if name != key}
             yield replace(self, values=values), key, line
@@ -131,23 +133,24 @@ class Conversion:
 
 @dataclass
 class ArgumentWriter:
-    """Writes words of a launch as a project file has them, with the entries of ``expand`` and the
-    set-up lines that they need put into `result`."""
+    """Writes words of a launch as texts of a project file. Adds to `result` the entries of
+    ``expand`` and the set-up lines that these texts need."""
 
     result: Conversion
     assigned: set[str]  # the variables that the batch script sets
-    of_batch: set[str]  # those whose values it puts into the text of a task
-    of_tasks: set[str]  # those that each task sets for itself
+    of_batch: set[str]  # variables whose values the batch script puts into the text of a task
+    of_tasks: set[str]  # variables that each task sets for itself
     key: str = "setup"  # of the list of set-up lines
     count: int = 0  # arrays that set-up lines have so far
-    has_arguments: bool = False  # a set-up line sets the script's own
+    has_arguments: bool = False  # a set-up line sets the script's own arguments
 
     def write(self, word: Word, at: int) -> str:
-        """Return an argument of line `at`: with ``$NAME`` for variables, which ``expand`` gets.
+        """Return the text of an argument of line `at`: a variable stands in it as ``$NAME``, and
+        ``expand`` gets NAME.
 
-        A word that the shell may split, that has other code, or needs the script's own value of a
-        variable of hpc-ddp's, is an array that a new set-up line fills with all that the word
-        becomes; ``${NAME[@]}`` is returned.
+        For some words ``${NAME[@]}`` is returned, an array that a new set-up line fills with all
+        that the word becomes: a word that the shell may split or that has other code, and in
+        ``setup`` a word that needs the script's own value of a variable of hpc-ddp's.
         """
         is_early = self.key == "setup"  # a worker has hpc-ddp's value
         outer = [name for name in word.names if name in self.of_batch]
@@ -165,8 +168,10 @@ class ArgumentWriter:
         return f"${{{name}[@]}}"
 
     def refuse(self, word: Word, key: str, line: int, option: str = "") -> bool:
-        """Return whether a word, behind an `option`, needs what is lost, or is a placeholder; then
-        its `line` is lost. `key` is the setting that the user is to write."""
+        """Return whether a word can't be written: it is a placeholder, or it needs a lost variable,
+        one that only the tasks set or the script's own arguments. Then the word's line, else
+        `line`, is marked as lost. The reason names `option`, which stands before the word, and
+        `key`, the setting that the user is to write."""
         lacking = [f"{n}, of {self.result.unknown[n]}" for n in word.names
                    if n in self.result.unknown]  # fmt: skip
         if word.code and uses_arguments(word.script) and not self.has_arguments:
@@ -181,8 +186,9 @@ class ArgumentWriter:
         return bool(lacking)
 
     def write_one(self, word: Word, at: int) -> str:
-        """Return a word of line `at` that the shell does not split, with ``$NAME`` for variables,
-        which ``expand`` gets; with other code it is a variable that a new set-up line sets."""
+        """Return the text of a word of line `at` that the shell does not split: each variable
+        stands in it as ``$NAME``, and ``expand`` gets NAME. A word with other code becomes one
+        variable, which a new set-up line sets."""
         if all(part.name for part in word.code):
             self.expand(word.names, at)
             return word.text
@@ -194,13 +200,14 @@ class ArgumentWriter:
         return f"${name}"
 
     def expand(self, names: list[str], at: int) -> None:
+        """Add names of variables, of line `at`, to ``expand``."""
         for name in names:
             self.result.append("expand", name, at)
 
 
 def first_reason(rules: Rules, text: str, is_after: bool) -> str:
-    """Return the reason of the first rule that fits a statement's `text` before the launch, or
-    behind it (`is_after`); '' without one."""
+    """Return the reason of the first rule that fits a statement's `text` at its place, behind the
+    launch (`is_after`) or before it; '' if none fits."""
     text = _PRINTED.sub(" ", text) if "sbatch" in text else text
     fitting = (rule for rule in rules if re.match(rule[0], text, re.S))
     return next((reason for _, places, reason in fitting if is_after in places), "")

@@ -15,8 +15,8 @@ _WIDTH = 48  # of a line of the script in the table
 
 
 def to_toml(conversion: Conversion, name: str) -> str:
-    """Return the text of a project file, each value with the line of the script that it comes from;
-    `name` is the script's path in its first line."""
+    """Return the text of a project file; behind each value stands the line of the script that it
+    comes from. The text's first line names the script by its path, `name`."""
     # A name with a line break would begin a setting of its own.
     file = " ".join(name.splitlines())
     lines = [f"# From {file}, by hpc-ddp import; the numbers are its lines.", ""]
@@ -34,8 +34,8 @@ def to_toml(conversion: Conversion, name: str) -> str:
 
 
 def _list(key: str, entries: Sequence[tuple[str, int]]) -> list[str]:
-    """Return the lines of a list as TOML: arguments, container options and names to expand that
-    come from one line of the script stand together, other entries in a line each."""
+    """Return the lines of a list as TOML. Arguments, container options and names to expand that
+    come from one line of the script share a line; each other entry has its own."""
     is_joined = key in ("args", "expand", "container-options")
     groups = groupby(enumerate(entries), lambda pair: (pair[1][1], is_joined or pair[0]))
     rows = [(", ".join(_value(e) for _, (e, _) in row), line) for (line, _), row in groups]
@@ -45,7 +45,8 @@ def _list(key: str, entries: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def _value(setting: Any) -> str:
-    """Return a setting as TOML: one of several lines between ``'''``."""
+    """Return a setting as TOML; a text of several lines stands between ``'''``, unless these are in
+    it."""
     if isinstance(setting, str) and "\n" in setting and "'''" not in setting:
         return f"'''\n{setting}'''"
     return json.dumps(setting, ensure_ascii=False)
@@ -56,8 +57,9 @@ def _comment(line: int) -> str:
 
 
 def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
-    """Take out of a conversion what the `site`'s settings have as well; put into ``without`` the
-    options of sbatch and srun that the site adds and the script does not have."""
+    """Remove from a conversion, in place, the settings, entries and variables that the `site`'s
+    settings (by key) have as well. Add to ``without`` the options of sbatch and srun that the site
+    adds and the script does not have."""
     for key, setting in site.items():
         if str(conversion.values.get(key, ("",))[0]) == str(setting):
             conversion.values.pop(key, None)
@@ -80,10 +82,13 @@ def is_code(line: str) -> bool:
 
 
 def table(conversion: Conversion, text: str) -> list[str]:
-    """Return the rows of a table of what became of each line of a script's `text`, by group, each
-    behind a head with its count. A row has the line's number, its text without further blanks, cut
-    to `_WIDTH` characters, and the reason; neighbours with the same reason share one, with the text
-    of the first. A secret's value is not in it; empty lines and comments have no row."""
+    """Return the rows of a table that says what became of each line of a script's `text`.
+
+    The rows of a group stand behind a head with the number of its lines. A row has the line's
+    number, its text without further blanks, cut to `_WIDTH` characters, and the reason. Neighbours
+    with the same group and reason share one row, with the text of the first. Empty lines and
+    comments have no row; a secret's value is not shown.
+    """
     rows: dict[str, list[str]] = {group: [] for group in (TAKEN, OURS, LOST)}
     counts = dict.fromkeys(rows, 0)
     lines = ((n, line) for n, line in enumerate(text.splitlines(), 1) if is_code(line))

@@ -41,13 +41,15 @@ def looks_secret(text: str) -> bool:
 
 
 def _is_word(name: str, content: str) -> bool:
-    """Return whether a name may be a table's key, and its value is a word: no secret."""
+    """Return whether `name`, with the sign behind it, may be a table's key and `content` is a short
+    word: then `content` is no secret."""
     return bool(_OF_A_TABLE.fullmatch(name) and re.fullmatch(r"[A-Za-z_.-]{1,15}", content))
 
 
 def is_secret(name: str, content: str | None = None) -> bool:
-    """Return whether the value of a variable or an option (`content`) is a secret, by its name or
-    its form; without a value, whether the name is one of a secret."""
+    """Return whether the value (`content`) of a variable or an option is a secret: it has the form
+    of a secret, or the name is a secret's and the value no plain one, as a number or a path.
+    Without `content` the name alone decides."""
     is_named = bool(re.search(SECRET_NAME, name, re.I))
     if content is None:
         return is_named
@@ -56,11 +58,12 @@ def is_secret(name: str, content: str | None = None) -> bool:
 
 
 def take_out(result: Conversion) -> None:
-    """Take secrets out of the arguments and variables of a conversion, in place.
+    """Remove the values of secrets from the arguments and variables of a conversion, in place.
 
-    In an argument ``$NAME`` takes the secret's place, by the name of its option in capitals, else
-    ``$SECRET``; a variable leaves ``env``. The user's shell passes on each by its name
-    (``env-names``, sorted by line before), and the line that has the secret is lost.
+    In an argument ``$NAME`` replaces the value, and ``expand`` gets NAME: the option's name in
+    capitals, else ``SECRET``, with a number where another secret has the name. A secret variable is
+    removed from ``env``. The name of each secret is added to ``env-names`` (sorted by line before),
+    so that the user's shell passes the value on; the line that has the value is lost.
     """
     result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
     contents: dict[str, str] = {}  # by the name that stands for it
@@ -86,6 +89,6 @@ def take_out(result: Conversion) -> None:
 
 
 def _hide(result: Conversion, name: str, line: int) -> None:
-    """Pass a variable on from the shell, and mark the line that has its value as lost."""
+    """Add a secret's name to ``env-names``, and mark the line that has its value as lost."""
     result.append("env-names", name, line)
     result.mark(line, line, LOST, MARK.format(name))
