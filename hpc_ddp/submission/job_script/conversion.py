@@ -200,7 +200,6 @@ class ArgumentWriter:
         return f"${name}"
 
     def expand(self, names: list[str], at: int) -> None:
-        """Add names of variables, of line `at`, to ``expand``."""
         for name in names:
             self.result.append("expand", name, at)
 

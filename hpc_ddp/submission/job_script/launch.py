@@ -13,7 +13,7 @@ from hpc_ddp.submission.job_script import syntax
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.shell import Scope, Value, Word, joined, literal, separated
 
-# Those of both without a value, or with one in the same word.
+# Options of sbatch and srun without a value, or with one in the same word.
 FLAGS = re.compile(
     r"label|unbuffered|overlap|no-kill|verbose|quiet|pty|preserve-env|immediate|kill-on-bad-exit"
     r"|contiguous|oversubscribe|overcommit|multi-prog|spread-job|use-min-nodes|exclusive|requeue"
@@ -34,12 +34,12 @@ _VARIABLE = re.compile(
 
 
 class Options(NamedTuple):
-    """The options of a launcher."""
+    """The options of a launcher, and how to read them."""
 
-    uses: Mapping[str, str]  # what becomes of one, as `Launch.take_options` has it, by a pattern
-    flags: re.Pattern[str]  # of the names of those without a value
+    uses: Mapping[str, str]  # an option's use (see `Launch.take_options`) by a pattern of names
+    flags: re.Pattern[str]  # names of the options without a value
     letters: Mapping[str, str] = {}  # long names by letter
-    names: str = ""  # all long names, of which a beginning will do
+    names: str = ""  # all long names, with blanks between; a beginning will do
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Launch:
     options, settings
         (value, line) by the name of a launcher's option; words by the key of a project file
     unset
-        (line, whether each task does it) by the name of a variable that the program does not get
+        (line, whether each task unsets it) by the name of a variable that the program does not get
     marks
         (line, group, text) of options that hpc-ddp decides itself, and of what can't be said; a
         note for the user has the group ""
@@ -82,7 +82,7 @@ class Launch:
     gpus: dict[str, str] = field(default_factory=dict)
     node_words: bool = False  # it names the nodes that it runs on
     in_loop: bool = False  # it stands in a loop over the nodes
-    enters_container: bool = False  # by its own words, behind lines of the task that are outside
+    enters_container: bool = False  # after lines that each task runs outside of it
     folder: str | None = ""  # the working directory there; None where only the job knows it
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
@@ -98,7 +98,8 @@ class Launch:
         self.marks.append((line, group, text))
 
     def set_variable(self, word: Word) -> bool:
-        """Take a word ``NAME=value`` into the program's environment; return whether it is one."""
+        """Put a word ``NAME=value`` into the program's environment, where it is no longer unset;
+        return whether the word has that form. Another word changes nothing."""
         match = re.match(r"([A-Za-z_]\w*)=", word.text)
         if match:
             self.env[match[1]] = word.after(len(match[0]))
@@ -106,8 +107,9 @@ class Launch:
         return bool(match)
 
     def take_program(self, words: Sequence[Word]) -> None:
-        """Take the words behind a launcher's options: a program and its arguments. A blank at
-        the program's begin stands behind a backslash that was to end a line: the line is lost."""
+        """Set the program and its arguments to `words`, those behind a launcher's options; without
+        words nothing changes. A blank at the program's begin stands behind a backslash that was to
+        end a line: then the line is lost."""
         if words and words[0].text[:1].isspace():
             text = "a backslash before a blank does not go on in the next line"
             self.mark(words[0].line, LOST, text)
@@ -115,8 +117,8 @@ class Launch:
             self.program, self.args = words[0], list(words[1:])
 
     def take_first_component(self, words: list[Word]) -> list[Word]:
-        """Return the words of srun's or mpirun's first program; lines from a lone colon on, behind
-        which other programs are, are lost."""
+        """Return the words of srun's or mpirun's first program: those before a lone colon. The
+        lines from the colon on, which have the other programs, are marked as lost."""
         at = next((i for i, word in enumerate(words) if word.text == ":"), len(words))
         for line in dict.fromkeys(word.line for word in words[at:]):
             text = f"{words[0].text} … : …: {NO_COMPONENTS}: submit the others as jobs of their own"
@@ -124,17 +126,18 @@ class Launch:
         return words[:at]
 
     def take_options(self, words: Sequence[Word], rules: Options, scope: Scope) -> list[Word]:
-        """Take the options at the beginning of `words`, behind a launcher's name, and return the
-        words behind them. `options` has all of them; the first of the `rules` whose pattern fits
-        one says its use:
+        """Read the options at the beginning of `words`, behind a launcher's name, and return the
+        words behind the options. Each option is noted in `options`. Its use is that of the first
+        pattern in ``rules.uses`` that fits its name:
 
-        ``ours`` (hpc-ddp decides), ``lost``, ``later`` (the caller takes it), ``env`` (variables,
-        ``NAME=value`` with commas between them), ``#NAME`` (a number, for that attribute), ``=KEY``
-        (one value), ``!KEY`` (a setting that is true), ``+KEY`` (a list, of ``--name=value``),
-        ``&KEY`` (a list, in words of their own), ``%KEY`` (a list, as it is).
+        ``ours`` (hpc-ddp decides), ``lost``, ``later`` (the caller uses it), ``env`` (variables,
+        ``NAME=value`` with commas between them), ``#NAME`` (a number, for the launch's attribute of
+        that name), ``=KEY`` (a setting with one value), ``!KEY`` (a setting that is true), ``+KEY``
+        (an entry of a list, ``--name=value``), ``&KEY`` (the same, as one word or two, as written),
+        ``%KEY`` (the same, as one word, as written).
 
-        `marks` gets those that are ``ours``, ``lost``, or numbers of nodes or tasks, which are lost
-        where only the job knows them. Requests for GPUs go into `gpus` as well.
+        `marks` gets the options that are ``ours`` or ``lost``, and numbers of nodes or tasks, which
+        are lost where only the job knows them. Requests for GPUs are noted in `gpus` as well.
         """
         launcher, remaining = words[0].text.rsplit("/", 1)[-1], list(words[1:])
         while remaining and re.match(r"-{1,2}[A-Za-z]", remaining[0].text):
@@ -179,8 +182,8 @@ class Launch:
         return remaining[1:] if remaining and remaining[0].text == "--" else remaining
 
     def take_from(self, outer: Launch) -> None:
-        """Add what the launch around this one says, as srun's options before ``bash -c``; what both
-        say is this one's, and plain Python is a surer training in a task."""
+        """Add to this launch what the launch around it says, as srun's options before ``bash -c``.
+        Where both say something, this launch's word stands. Plain Python weighs more in a task."""
         if not self.kind and outer.step:
             self.weight = 3 if self.weight == 1 else self.weight
         for key in ("step", "nodes", "tasks", "tasks_per_node", "cpus"):
@@ -198,7 +201,8 @@ class Launch:
 
     @property
     def words(self) -> list[Word]:
-        """All words of which something is taken over."""
+        """All words that the settings are made of: the program, its arguments, its variables except
+        hpc-ddp's, and the words of `settings`."""
         lists = [word for words in self.settings.values() for word in words]
         program = [self.program] if self.program else []
         env = [word for name, word in self.env.items() if not is_of_hpc_ddp(name)]
@@ -210,9 +214,10 @@ class Statement:
     """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function
     (`defines`), or another command or block, which may set the variables `sets`.
 
-    `lines` are the first and last one in the script; `inside` says that it runs in each task, in
-    ``bash -c``; `output` is the file that a launch writes to; `lost` says why it can't be taken
-    over, `decided` why hpc-ddp does it itself.
+    `lines` are its first and last line in the script; `inside` says that each task runs it, in
+    ``bash -c``; `output` is the file that a launch writes to. `lost` is the reason why the
+    statement can't be taken over, `decided` the reason why hpc-ddp does itself what it does; ''
+    without.
     """
 
     text: str
@@ -228,7 +233,7 @@ class Statement:
     decided: str = ""
     defines: str = ""
     sets: set[str] = field(default_factory=set)
-    of_script: bool = True  # and not made of a part of a word
+    of_script: bool = True  # False for one made of a part of a word
     outer: Launch | None = None  # around the bash -c in whose text it stands
 
     @property
@@ -237,12 +242,14 @@ class Statement:
 
     @property
     def names(self) -> set[str]:
-        """The variables and functions that it may need, with some other words beside."""
+        """The variables and functions that the statement may need; some other words may be among
+        them."""
         return syntax.names_needed(self.text, self.name)
 
     def reports_status(self, variables: set[str]) -> bool:
-        """Return whether it keeps the exit code of the command before it, or asks for that, or for
-        one of the `variables`, only to print something or to end the script."""
+        """Return whether an assignment keeps the exit code of the command before it, or another
+        statement uses that code, or one of the `variables`, only to print something or to end the
+        script."""
         if self.name:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
         is_asked = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
@@ -250,7 +257,8 @@ class Statement:
 
 
 def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> list[Statement]:
-    """Return a statement and those of the `functions`, by name, that it needs, directly or not."""
+    """Return the statement, and those of the `functions` (by name) that it needs, directly or
+    through another function."""
     needed, pending = {statement.defines: statement}, [statement]
     while pending:
         for name in (pending.pop().names & functions.keys()) - needed.keys():
@@ -260,8 +268,8 @@ def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> 
 
 
 def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
-    """Return the variable by which ``accelerate launch`` passes on one of its options or keys, and
-    its value; None for one that it does not pass on so."""
+    """Return name and value of the variable by which ``accelerate launch`` passes on an option, or
+    a key of its configuration, with the value `operand`. None if it passes on none for `name`."""
     name = name.replace("-", "_")
     if name == "num_cpu_threads_per_process":
         return "OMP_NUM_THREADS", operand
@@ -275,7 +283,8 @@ def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
 
 
 def is_command(assigned: Value) -> bool:
-    """Return whether a value is a text of several words that does not begin with code."""
+    """Return whether a value is one text of several words that does not begin with code, as a
+    command line."""
     if not isinstance(assigned, Word) or not assigned.parts or assigned.parts[0].is_code:
         return False
     text = "".join("$" if part.is_code else part.text for part in assigned.parts)
@@ -283,24 +292,25 @@ def is_command(assigned: Value) -> bool:
 
 
 def is_known(assigned: Value) -> bool:
-    """Return whether a value is written where its variable is used: it is text and names, or a
-    command (`is_command`); of an array, one word at least is text."""
+    """Return whether a value can be written in place of its variable: it is text and names of
+    variables, or a command line (`is_command`); for an array one word at least is text."""
     if isinstance(assigned, Word):
         return is_command(assigned) or all(part.name for part in assigned.code)
     return assigned is not None and any(word.is_static for word in assigned)
 
 
 def is_of_pyxis(name: str) -> bool:
-    """Return whether an option is one of pyxis', which sbatch hands on to the steps."""
+    """Return whether `name` is an option of pyxis, which sbatch hands on to the steps."""
     return "container-" in name and name not in SBATCH.split()
 
 
 def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tuple[str, Word | None]:
-    """Return the name of an option, with dashes for underscores and none before it, and the value
-    in the same word, None without.
+    """Return an option's name, without the dashes before it and with ``-`` for ``_``, and its value
+    if that is in the same word, else None.
 
-    `letters` has long names by letter. An alias, or an unambiguous beginning of one of the `names`,
-    becomes the whole name; without `names` it stays as it is.
+    With `letters` (long names by letter) ``-x3`` is the letter x with the value 3; without, ``-np``
+    is a long name. `names`, a text with blanks between long names, completes a long name from an
+    alias or a beginning that only one of them has.
     """
     text = word.text
     if letters and re.match(r"-\w", text):

@@ -1,7 +1,7 @@
 """The launchers of tasks, of containers and of PyTorch's workers, one inside the other.
 
-A function that takes one gets all words from its name on. It puts what they say into the launch,
-and returns the words that are left for the next one.
+A function that reads a launcher gets all words from the launcher's name on. It puts what they say
+into the launch, and returns the words that are left for the next function.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ _NO_MODULE = re.compile(
 )
 # Managers of environments, which run a program with ``run``.
 _MANAGERS = ("uv", "poetry", "pixi", "pdm", "pipenv", "hatch", "conda", "mamba", "micromamba")
-# Takes the words of a launcher into a launch, and returns the words behind its own.
+# Reads a launcher at the beginning of words into a launch, and returns the words behind.
 Handler = Callable[[list[Word], Launch, Scope], list[Word]]
 
 
 def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
-    """Return the launch that the words of a command are; its weight is 0 where they are none.
+    """Return the launch that the words of a command make; its weight is 0 where they are no launch.
     `step` is the command that starts the tasks which run the words, '' for the batch script."""
     launch, remaining = Launch(words[0].line if words else 0, step=step), list(words)
     while remaining and not launch.program and launch.inner is None:
@@ -143,15 +143,15 @@ def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
 
 
 def _handler(name: str) -> Handler | None:
-    """Return the function that takes the words of the launcher `name`, None for another command;
-    a name that begins with ``torchrun`` is a site's own of it."""
+    """Return the function that reads the launcher `name`, None for another command. A name that
+    begins with ``torchrun``, as a site's own launcher has, is read as torchrun."""
     return _torchrun if re.fullmatch(r"torchrun[\w-]*", name) else _HANDLERS.get(name)
 
 
 def _srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take srun and its options; one with an image makes pyxis the container tool. A variable
-    between them is taken to be unset, with a note, where the script does not set it; else it is
-    lost."""
+    """Read srun and its options, and return the words behind them. An image makes pyxis the
+    container tool. A variable among the options is left out: with a note that it counts as unset,
+    or as lost where the script sets it or may have set it."""
     launch.step = "srun"
     words = launch.take_first_component(words)
     remaining = launch.take_options(words, _SRUN, scope)
@@ -184,7 +184,7 @@ def _is_launcher(text: str) -> bool:
 
 
 def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take mpirun, by any of its names, or ibrun, and its options."""
+    """Read mpirun, by any of its names, or ibrun; return the words behind its options."""
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
     pairs: list[Word] = []
     for word in launch.take_first_component(words):  # --mca has two values
@@ -196,8 +196,8 @@ def _mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _command(words: list[Word], launch: Launch) -> None:
-    """Take a command that is no launcher as the program of each task, but for one that surely
-    trains nothing, as mkdir. Another launcher in its words is noted."""
+    """Make a command that is no launcher the program of each task, unless it surely trains nothing,
+    as mkdir. A launcher among its words gets a note."""
     inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
     if any(re.fullmatch(inner, text) for word in words[1:] for text in word.text.split()):
         text = f"{words[0].text} starts a launcher of its own in each task, as it is written"
@@ -208,8 +208,8 @@ def _command(words: list[Word], launch: Launch) -> None:
 
 
 def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take ``bash -c '…'``, whose text, a script of its own, is put into `inner`. In a task a text
-    that is all code, or ``bash file``, is a command as any other."""
+    """Read ``bash -c '…'``: the text, a script of its own, becomes `inner`, its arguments `args`.
+    In a task ``bash file``, or a text that is all code, is the program. Return no words."""
     at = next((i for i, w in enumerate(words[:3]) if re.fullmatch(r"-[a-z]*c", w.text)), 0)
     text = words[at + 1] if at + 1 < len(words) else literal("")
     is_known = not launch.step or any(not p.is_code and p.text.strip() for p in text.parts)
@@ -224,8 +224,8 @@ def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take Singularity, Apptainer or Shifter: the image is behind the options, or one of them.
-    ``run`` is taken for ``exec``, and its line is lost; ``shell`` and the like are no launch."""
+    """Read Singularity, Apptainer or Shifter with the image; return the words behind. ``run`` is
+    read as ``exec``, and its line is lost; ``shell`` and the like are no launch."""
     tool = words[0].text.rsplit("/", 1)[-1]
     if tool == "shifter":
         remaining = launch.take_options(words, _SHIFTER, scope)
@@ -246,8 +246,8 @@ def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take a command that enters a container in its own way, as CSC's: its words up to ``exec``
-    become ``container``."""
+    """Read a command that enters a container in its own way, as CSC's: its words up to ``exec``
+    become ``container``. Return the words behind ``exec``."""
     at = next((i for i, word in enumerate(words) if word.text == "exec"), 0)
     pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
     launch.settings["container"] = [joined(*pieces[1:])]
@@ -255,9 +255,10 @@ def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read a tool that starts the program, as numactl or ``poetry run``, and return the words from
-    the next launcher or Python on. In a task the tool with all its words becomes the program. In
-    the batch script it is marked as lost before a launcher; without one it is no launch."""
+    """Read a tool that starts the program, as numactl or ``poetry run``; return the words from the
+    next launcher or Python on. In a task the tool with all its words becomes the program. In the
+    batch script it is lost before a launcher; without one, or for a manager without ``run``, the
+    command is no launch."""
     name = words[0].text.rsplit("/", 1)[-1]
     at = next((i for i, word in enumerate(words) if i and _is_launcher(word.text)), len(words))
     if name in _MANAGERS and all(word.text != "run" for word in words[:at]):  # uv pip install …
@@ -271,8 +272,9 @@ def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take ``env`` and its options: variables that it unsets; others are lost. Its assignments and
-    the program follow. A command in one word (``-S``) is no launch."""
+    """Read ``env`` and its options, and return the words behind: assignments and the program.
+    Variables that ``-u`` names go to `unset`; other options are lost. A command in one word
+    (``-S``) is no launch: then no words are returned."""
     remaining = words[1:]
     while remaining and remaining[0].text[:1] == "-":
         word = remaining.pop(0)
@@ -295,8 +297,8 @@ def _env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _take_python_beside(launcher: Word, launch: Launch) -> None:
-    """Take the Python in the folder of a launcher that is named by its path: its environment's. A
-    system's folder, or a user's own, has programs of a Python that is elsewhere."""
+    """Set ``python``, with a note, to the Python in the folder of a launcher that is named by its
+    path; not for a folder of the system, or a user's own, whose Python is elsewhere."""
     *before, last = launcher.parts
     folder, slash, name = last.text.rpartition("/")
     is_elsewhere = folder.endswith(".local/bin") or folder in ("/usr/bin", "/usr/local/bin")
@@ -307,9 +309,9 @@ def _take_python_beside(launcher: Word, launch: Launch) -> None:
 
 
 def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take torchrun, ``torch.distributed.launch``, composer or deepspeed, whose options are alike;
-    the program follows. Options that hpc-ddp has no key for are marked; variables and arguments
-    that composer and the older launchers give to their programs are added."""
+    """Read torchrun, ``torch.distributed.launch``, composer or deepspeed, whose options are alike,
+    with the program behind; return no words. Options without a key of hpc-ddp are lost. Variables
+    and arguments that composer and the older launchers give to their programs are added."""
     launch.kind, launch.weight = "torchrun", 4
     _take_python_beside(words[0], launch)
     name, line = words[0].text.rsplit("/", 1)[-1], words[0].line
@@ -344,8 +346,8 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take ``accelerate launch``, whose options become the variables that it would set for the
-    program; one without a variable is lost. Accelerate's other commands are no launch."""
+    """Read ``accelerate launch`` and its program; return no words. Its options become the variables
+    that it would set; one without a variable is lost. Its other commands are no launch."""
     if [word.text for word in words[1:2]] != ["launch"]:
         return []
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
@@ -361,8 +363,8 @@ def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Take Python and its flags, which are lost, but for ``-u``; a launcher, a module or a script
-    follows. A module that surely trains nothing, as pip, is no launch."""
+    """Read Python with a launcher's module, another module or a script; return no words. Its flags
+    are lost, except ``-u``. A module that trains nothing, as pip, is no launch."""
     python, remaining = words[0], words[1:]
     launch.settings["python"] = [python]
     while remaining and re.fullmatch(r"-[uEsSIBOqvx]+|-[WX].*", remaining[0].text):

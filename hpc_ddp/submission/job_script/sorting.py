@@ -33,14 +33,14 @@ from hpc_ddp.submission.job_script.syntax import names_in
 
 PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
 _BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
-# Bash's own, ours, and those that modules and Conda set.
+# Variables of bash itself, of hpc-ddp, and those that modules and Conda set.
 _OF_BASH = re.compile(
     r"PWD|OLDPWD|RANDOM|SECONDS|E?UID|BASH|FUNCNAME|LINENO|IFS|PIPESTATUS|OPT|REPLY|SHELL|LANG|LC_"
     r"|EPOCH|ARGUMENTS_|VALUE_|CUDA|CONDA|ROCM|EBROOT|EBVERSION|HPC_DDP"
     r"|((LD_)?(LIBRARY|RUN)_|(CPLUS_|C_)?INCLUDE_|CMAKE_PREFIX_|PKG_CONFIG_|PYTHON|MAN|C|MODULE)?PATH$"
 )
 _OF_PATHS = re.compile(r"(\w*PATH|\w*_(HOME|ROOT|DIR|PREFIX|LIB)|LD_\w+)")
-# A line that names a file from the folder where it runs; an environment's name is none.
+# A line that names a file by a relative path; an environment's name is no path.
 _RELATIVE = re.compile(
     r"\$\{?PWD\b|\bpwd\b|^(?!module|ml|conda|spack|echo|printf|export|\w+=).*?"
     r"(?:[\s\"'(](?![-/~$])[\w.-]+/[\w.]|\b(?:bash|python3?|mkdir|cp|cat)\s+(?![-/~$\"'])[\w.]"
@@ -54,7 +54,7 @@ _BESIDE = "it runs beside the launch: setup with & at its end, or in the program
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
 _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
 
-# A job has them from the login, and exports what its script makes of them.
+# A job has these variables from the login; an assignment to one is exported without `export`.
 _OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 
 
@@ -62,10 +62,10 @@ class Sorter:
     """Sorts the statements of `reader` into set-up and clean-up lines, variables, and the rest, in
     `result`, where each line gets a group (TAKEN, OURS or LOST) and a reason.
 
-    A line stays if it does something, an assignment if it is exported, or if a line that stays or
-    the launch needs its variable: so those of the rendezvous go. `start` is the path of the folder
-    that the job starts in, `name` the script's file name. `launch` is the training, once
-    `take_statements` has chosen it.
+    A line stays if it does something; an assignment stays if it is exported, or if the launch or a
+    line that stays needs its variable. So the assignments of the rendezvous go. `start` is the path
+    of the folder that the job starts in, `name` the script's file name or ''. `launch` is the
+    training that `take_statements` has chosen, None without one.
     """
 
     def __init__(self, reader: Reader, result: Conversion, start: str, name: str = "") -> None:
@@ -84,7 +84,7 @@ class Sorter:
         self._functions = {s.defines: s for s in self._statements if s.defines}
         self._at = len(self._statements)  # the index of the launch
         self._kept: set[str] = set()  # variables and functions of lines that stay
-        self._needed: set[str] = set()  # by the launch, or a line that stays
+        self._needed: set[str] = set()  # by the launch or a line that stays
         self._needed_before: set[str] = set()  # by set-up lines
         self._needed_after: set[str] = set()  # by clean-up lines, which have a shell of their own
         self._functions_after: list[tuple[str, int]] = []  # definitions that these lines need
@@ -94,7 +94,7 @@ class Sorter:
 
     def take_statements(self) -> None:
         """Choose the launch, and put all other statements into the conversion: set-up and clean-up
-        lines, variables, and the group of each line. Sets `lost` of statements."""
+        lines, variables, and each line's group. Changes `lost` and `decided` of statements."""
         self._choose()
         self._refuse()
         for word in self.launch.words if self.launch else ():
@@ -115,9 +115,9 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def check(self, environ: Mapping[str, str]) -> set[str]:
-        """Note each variable of the script that something uses and nothing sets any more. Variables
-        that the settings use and the script never sets are the submitting shell's: put those that
-        `environ` has into ``env-names``, and return the others. To be called last, after
+        """Return the variables that the settings use, the script never sets and the submitting
+        shell (`environ`) lacks; put those that it has into ``env-names``. Note each variable of the
+        script that a setting uses and nothing sets any more. To be called last, after
         `program.take`."""
         lists = {key: dict(entries) for key, entries in self.result.lists.items()}
         texts = [text for key in lists.keys() - {"env-names"} for text in lists[key]]
@@ -143,12 +143,12 @@ class Sorter:
         return names - environ.keys()
 
     def _choose(self) -> None:
-        """Set `launch` to the launch that is the training: the first of those that weigh most, on
-        all nodes if there is one. None where there is no launch, or where a step runs it on fewer
-        nodes than the job has. Notes say so, and name the file that the launch writes to.
+        """Set `launch` to the training: the first of the launches that weigh most, on all nodes if
+        there is one; None where no launch is found, or where a step runs the launch on fewer nodes
+        than the job has. Add notes on that, and on the file that the launch writes to.
 
-        Before a launch on all nodes, those that weigh less or run on fewer nodes become plain
-        commands; all other launches are lost.
+        Before a launch on all nodes, launches that weigh less or run on fewer nodes become plain
+        commands (their `launch` is None). All other launches get `lost`.
         """
         launches = [(i, s, s.launch) for i, s in enumerate(self._statements)
                     if s.launch and not s.lost]  # fmt: skip
@@ -199,8 +199,8 @@ class Sorter:
 
     def _refuse(self) -> None:
         """Set `lost`, a reason, of statements that can't be taken over, and of those that need a
-        variable or function which a lost one, or a loop over the nodes, sets; the conversion's
-        `unknown` gets the names of these."""
+        name which a lost statement or a loop over the nodes sets; the conversion's `unknown` gets
+        these names. A statement that only reports how the launch ended gets `decided`."""
         unknown = dict.fromkeys(self._of_nodes, "a loop")
         outer = {id(s.launch): s.outer for s in self._statements if s.launch}.get(id(self.launch))
         is_beside = False  # the launch runs in the background there
@@ -246,9 +246,9 @@ class Sorter:
         self.result.unknown = unknown
 
     def _sort(self, statement: Statement, index: int) -> tuple[str, str, str]:
-        """Return the group of a statement, the key that it goes to or another reason, and the text
-        of a set-up or clean-up line, '' for another statement. Puts ``chdir`` and variables into
-        the conversion. The last statement comes first: it says which variables are needed."""
+        """Return a statement's group, its key or the reason for the group, and the set-up or
+        clean-up line that it becomes, else ''. Puts ``chdir`` and variables into the conversion.
+        Called for the last statement first: later ones say which variables are needed."""
         is_after = index > self._at
         is_print = bool(PRINTS.match(statement.text))
         if statement.lost or statement.decided:
@@ -274,17 +274,17 @@ class Sorter:
         return self._keep(statement, statement.text, is_after)
 
     def _reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
-        """Return the reason of the first rule that fits a statement, with the functions that it
-        needs and ``$0`` for the script's own name."""
+        """Return the reason of the first rule that fits a statement, '' if none does; its text is
+        read with the functions that it needs, and with ``$0`` for the script's file name."""
         text = "\n".join(s.text for s in with_functions(statement, self._functions))
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
 
     def _keep(self, statement: Statement, text: str, is_after: bool) -> tuple[str, str, str]:
-        """Return group, key and text of a set-up or clean-up line, and keep in mind what it sets
-        and needs. A task's line gets the batch script's variables by ``expand``; a function that
-        clean-up lines need is defined for them, too."""
+        """Return group, key and text of a set-up or clean-up line, and note what it sets and needs.
+        The batch script's variables in a task's line go to ``expand``. A function that clean-up
+        lines need is defined for them, too, or for them alone: then the text is ''."""
         key = "teardown" if is_after else "setup"
         is_before = not is_after
         if not is_after and statement.defines in self._needed_after:
@@ -304,8 +304,8 @@ class Sorter:
         return TAKEN, key, text
 
     def _prints_ours(self, statement: Statement) -> bool:
-        """Return whether a statement prints, not into a file, a variable that hpc-ddp decides, or
-        that nothing needs and only bash knows."""
+        """Return whether a print, not into a file, names a variable that is left out: hpc-ddp's,
+        that of a command line in the launch, or one that nothing needs and only bash knows."""
         values = {name: s.assigned for name, s in self._assigned.items() if not s.exported}
         return not re.search(r">|\btee\b", statement.text) and any(
             (name in self._in_launch & self._commands)
@@ -332,7 +332,7 @@ class Sorter:
         return text if "$" not in text and (word.is_static or text[:1] == "~") else ""
 
     def _enter(self, folder: str, line: int) -> None:
-        """Set ``chdir`` to a folder, as seen from the job's start if a directive names that.
+        """Set ``chdir`` to `folder`; where a directive has set it, to an absolute path from there.
         ``output`` and ``error`` become absolute: Slurm opens them before the job's ``cd``."""
         values, is_moved = self.result.values, "chdir" in self.result.values
         for key in {"output", "error"} & values.keys():
@@ -342,8 +342,8 @@ class Sorter:
         values["chdir"] = place, line
 
     def _assignment(self, statement: Statement, index: int) -> tuple[str, str, str]:
-        """Return the group of an assignment, its key or reason, and the text of a set-up line, ''
-        for another: a variable of ``[env]`` is put there, a secret's name into ``env-names``."""
+        """Return group, key or reason, and line of an assignment, as `_sort`. A used variable goes
+        to ``env`` where it can, the name of a used secret or shell's variable to ``env-names``."""
         name, assigned, line = statement.name, statement.assigned, statement.lines[0]
         content = assigned.text if isinstance(assigned, Word) else ""
         is_only_there = name in self._in_launch & self._commands and not statement.inside
@@ -387,9 +387,8 @@ class Sorter:
 
     def _is_for_env(self, statement: Statement, index: int) -> bool:
         """Return whether an assignment can stand in ``[env]``, which is set before the set-up lines
-        run: the batch script exports it, its value has only variables of every job, no line before
-        it has its name, and it is neither a secret nor a path behind a line that brings software.
-        """
+        run: the batch script exports it, only variables of every job are in its value, its name is
+        in no line before, and it is no secret, and no path behind a line that brings software."""
         assigned, name = statement.assigned, statement.name
         is_brought = index > self._brought_at and _OF_PATHS.fullmatch(name)
         is_earlier = any(name in {s.name, *s.names, *s.sets} for s in self._statements[:index])
