@@ -183,7 +183,8 @@ class Launch:
 
     def take_from(self, outer: Launch) -> None:
         """Add to this launch what the launch around it says, as srun's options before ``bash -c``.
-        Where both say something, this launch's word stands. Plain Python weighs more in a task."""
+        The settings of both are joined; otherwise this launch's word stands where both have one.
+        Plain Python weighs more in a task."""
         if not self.kind and outer.step:
             self.weight = 3 if self.weight == 1 else self.weight
         for key in ("step", "nodes", "tasks", "tasks_per_node", "cpus"):
@@ -308,9 +309,9 @@ def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tupl
     """Return an option's name, without the dashes before it and with ``-`` for ``_``, and its value
     if that is in the same word, else None.
 
-    With `letters` (long names by letter) ``-x3`` is the letter x with the value 3; without, ``-np``
-    is a long name. `names`, a text with blanks between long names, completes a long name from an
-    alias or a beginning that only one of them has.
+    With `letters` (long names by letter) ``-x3`` is the long name of x, else x itself, with the
+    value 3; without, ``-np`` is a long name. `names`, a text with blanks between long names,
+    completes a long name from an alias or a beginning that only one of them has.
     """
     text = word.text
     if letters and re.match(r"-\w", text):

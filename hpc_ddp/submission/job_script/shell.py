@@ -32,8 +32,8 @@ _ONE_WORD = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """Text, or code; `splits` where the shell splits it at blanks: outside of quotes. `version` is
-    how often the code's variables had been assigned to when the word was read."""
+    """A part of a word: text, or code. `splits` says that the shell splits it at blanks, outside of
+    quotes; `version` is how often the code's variables had been assigned to when it was read."""
 
     text: str
     is_code: bool = False
@@ -42,7 +42,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The variable that the code is; '' for text and for other code."""
+        """The variable whose value the code is; '' for text and for other code."""
         match = _NAME.fullmatch(self.text) if self.is_code else None
         return (match[1] or match[2]) if match else ""
 
@@ -56,8 +56,9 @@ class Word:
 
     @property
     def text(self) -> str:
-        """The word as an argument of hpc-ddp: with ``$NAME``, or ``${NAME}`` before a letter, digit
-        or ``[``, and without a backslash at a line's end."""
+        """The word as an argument of hpc-ddp: variables as ``$NAME``, or ``${NAME}`` before a
+        letter, digit or ``[``; a backslash at a line's end, and the end of the line, are left out.
+        """
         texts = []
         for part, after in zip(self.parts, [*self.parts[1:], Part("")], strict=False):
             is_joined = not after.is_code and re.match(r"\w|\[", after.text)
@@ -81,17 +82,18 @@ class Word:
 
     @property
     def is_one(self) -> bool:
-        """Whether it is text and names of variables, and one word whatever their values are."""
+        """Whether the word has no code but names of variables, and is one word for all their
+        values."""
         return all(p.name and (not p.splits or _ONE_WORD.fullmatch(p.text)) for p in self.code)
 
     @property
     def names(self) -> list[str]:
-        """The variables that its code mentions."""
+        """The variables that the word's code mentions."""
         return [name for part in self.code for name in names_in(part.text)]
 
     def bash(self, is_read_twice: bool = False) -> str:
-        """Return the word, quoted for a line of bash; with `is_read_twice` for a line in double
-        quotes that ``eval`` reads."""
+        """Return the word, quoted for a line of bash; with `is_read_twice` for a line that stands
+        in double quotes and that ``eval`` reads."""
         texts, mark = [], '\\"' if is_read_twice else '"'
         for part in self.parts:
             code = f"${{{part.name}}}" if part.name else part.text
@@ -102,7 +104,8 @@ class Word:
         return "".join(texts) or "''"
 
     def after(self, count: int) -> Word:
-        """Return the word without its first `count` characters, which are text."""
+        """Return the word without its first `count` characters, which are in its first part, a
+        text."""
         first = self.parts[0]
         parts = (replace(first, text=first.text[count:]), *self.parts[1:])
         return replace(self, parts=tuple(part for part in parts if part.text))
@@ -125,7 +128,8 @@ def literal(text: str, line: int = 0) -> Word:
 
 
 def joined(*pieces: str | Word) -> Word:
-    """Return one word of texts and words; its line is the first word's."""
+    """Return one word that texts and words make, joined without blanks; its line is that of the
+    first word that has one."""
     words = [piece if isinstance(piece, Word) else literal(piece) for piece in pieces]
     line = next((word.line for word in words if word.line), 0)
     return Word(tuple(part for word in words for part in word.parts), line)
@@ -133,25 +137,26 @@ def joined(*pieces: str | Word) -> Word:
 
 @dataclass
 class Scope:
-    """The variables of a script at one point: `values` by name, None where only the job knows it.
+    """The variables of a script at one point: `values` by name, None for a value that only the job
+    knows.
 
-    `numbers` are those of Slurm's variables that follow from the directives; `is_open` says that a
-    file has been sourced, which may have set any variable.
+    `numbers` are the values of Slurm's variables that follow from the directives. `is_open` says
+    that a file has been sourced or a text evaluated, which may have set any variable.
     """
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    arguments: Sequence[Word] | None = None  # of the script, function or bash -c that is read
-    are_set: bool = False  # the job has the script's, by a set-up line
+    arguments: Sequence[Word] | None = None  # of the script, function or bash -c; None: unknown
+    are_set: bool = False  # a set-up line gives the job the script's arguments
     has_none: bool = False  # the script is taken to be submitted without any
     is_open: bool = False
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
-    defaults: set[str] = field(default_factory=set)  # those whose defaults are taken: ${NAME:-x}
+    defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
-        """Return the words that some nodes of a command become, split as by the shell; `line`, if
-        given, is the line of all of them, else a node's own. ``$(which NAME)`` becomes NAME."""
+        """Return the words that some nodes of a command become, split as by the shell. `line` is
+        the line of all these words, None for that of each node. ``$(which NAME)`` becomes NAME."""
         result: list[Word] = []
         for node in nodes:
             text, at = source(node), line or node.start_point[0] + 1
@@ -170,7 +175,7 @@ class Scope:
         return result
 
     def word(self, node: Node | None) -> Word:
-        """Return the word of an assignment's value, which is not split; '' for None."""
+        """Return the value in an assignment as one word, not split; an empty word for None."""
         if node is None:
             return literal("")
         is_plain = not node.named_children
@@ -178,9 +183,9 @@ class Scope:
         return Word(tuple(parts), node.start_point[0] + 1)
 
     def assign(self, node: Node) -> str:
-        """Set the variable of a ``variable_assignment``, ``+=`` too, and return its name. Only the
-        job knows a variable after an assignment to one element of an array, or one that needs an
-        old value which is not known."""
+        """Set the variable of a ``variable_assignment``, also by ``+=``, and return its name. It
+        becomes None, known by the job alone, by an assignment to one element of an array, or by one
+        that needs an old value which is not known."""
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = re.match(r"\w*", source(target))[0]  # type: ignore[index]
         assigned: Value = None  # of an element of an array
@@ -202,12 +207,12 @@ class Scope:
         return name
 
     def set(self, name: str, assigned: Value) -> None:
-        """Set a variable; None where from here on only the job knows it."""
+        """Set the variable `name`; to None where from here on only the job knows its value."""
         self.values[name] = assigned
         self.versions[name] += 1
 
     def is_stale(self, word: Word) -> bool:
-        """Return whether a variable of a word has been set anew since the word was read."""
+        """Return whether a variable of a word has been set again since the word was read."""
         return any(part.version < self._version(part.text) for part in word.code)
 
     def _version(self, code: str) -> int:
@@ -217,9 +222,9 @@ class Scope:
         return Part(text, True, not is_quoted, self._version(text))
 
     def _parts(self, node: Node, is_quoted: bool) -> Iterator[Part]:
-        """Yield the parts of one node of a word, which stands in double quotes if `is_quoted`: text
-        without its quotes and escapes, with the home folder for ``~``; the values of variables as
-        `_expanded` has them; and code for the rest, as for a pattern of files."""
+        """Yield the parts of one node of a word, which stands in double quotes if `is_quoted`. Text
+        is without its quotes and escapes, with the home folder for ``~``; a variable becomes what
+        `_expanded` yields; anything else, as a pattern of files, is code."""
         text, kind = source(node), node.type
         is_leaf = not node.named_children
         if is_leaf and kind in ("word", "number", "variable_name", "command_name"):
@@ -260,11 +265,10 @@ class Scope:
             yield self._code_part(text, is_quoted or kind == "arithmetic_expansion")
 
     def _expanded(self, node: Node, text: str, is_quoted: bool) -> Iterator[Part]:
-        """Yield the parts of the value of ``$NAME``, ``$1``, ``$#``, ``${NAME[@]}``, ``${NAME}``,
-        and of it with a default (``:-``, ``-``, ``:=``, ``=``); the code for another form, where
-        only the job knows its value, or it can't stand (`_is_readable`). `text` is the node's.
-        A default that is taken is noted in `defaults`; ``:=`` and ``=`` set the variable as well.
-        """
+        """Yield the parts of the value of ``$NAME``, ``$1``, ``$#``, ``${NAME[@]}`` or ``${NAME}``,
+        also with a default (``:-``, ``-``, ``:=``, ``=``); `text` is that of `node`. Another form,
+        or a value that only the job knows or that can't stand there (`_is_readable`), stays code. A
+        default that is used is noted in `defaults`; ``:=`` and ``=`` set the variable, too."""
         match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
         name = array[1] if array else (match[1] or match[2]) if match else ""
         is_all = bool(re.fullmatch(r"\$\{?[@*]\}?", text)) and self._has_all()
@@ -296,16 +300,17 @@ class Scope:
             yield self._code_part(text, is_quoted)
 
     def _has_all(self) -> bool:
-        """Return whether ``$@`` is known; `defaults` notes where it is nothing, since none came."""
+        """Return whether ``$@`` is known. Where it is empty since no arguments are known, note that
+        in `defaults`."""
         if self.arguments is None and self.has_none:
             self.defaults.add("@")
         return self.arguments is not None or self.has_none
 
     def _is_unset(self, name: str, operator: str) -> bool:
-        """Return whether the default behind `operator` (``:-``, ``-``, ``:=``, ``=``) is taken: the
-        variable is empty, for one with a colon, or nothing sets it: not the script, a file that
-        it sources, its arguments, or each job (`OF_A_JOB`). `defaults` gets one that nothing sets,
-        since the shell that submits might."""
+        """Return whether the default behind `operator` (``:-``, ``-``, ``:=``, ``=``) is used: the
+        variable is empty and the operator has a colon, or neither the script, a file that it
+        sources, its arguments nor each job (`OF_A_JOB`) sets the variable. The latter is noted in
+        `defaults`, since the shell that submits may set it."""
         if name in self.values:
             assigned = self.values[name]
             is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
@@ -319,7 +324,8 @@ class Scope:
 
     def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:
         """Return the whole number that a word stands for in the job; None where it is not known.
-        `pending` are variables whose numbers are being looked up: one may refer to itself."""
+        `pending` has the variables that are being looked up, so that a variable which refers to
+        itself ends the search."""
 
         def number_of(match: re.Match[str]) -> str:
             name, assigned = match[1], self.values.get(match[1])
@@ -343,8 +349,9 @@ class Scope:
 
 
 def _is_readable(assigned: Word, is_quoted: bool) -> bool:
-    """Return whether a value can stand where its variable is used: it is text and names, or has
-    blanks in it, as a command line; outside of quotes a pattern of files can't."""
+    """Return whether a value can stand where its variable is used: it is text and names of
+    variables, or has blanks in it, as a command line. Outside of quotes it must not be a pattern of
+    files."""
     if not is_quoted and any(re.search(r"[*?]", p.text) for p in assigned.parts if not p.is_code):
         return False
     blanks = any(re.search(r"\s", p.text.strip()) for p in assigned.parts if not p.is_code)
@@ -352,8 +359,9 @@ def _is_readable(assigned: Word, is_quoted: bool) -> bool:
 
 
 def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part]:
-    """Yield the text of a word (`node`) from byte `start` of the script to `end`; within double
-    quotes without these, and without the backslashes of escapes, but for one at a line's end."""
+    """Yield, as one part, the text of a word (`node`) from byte `start` of the script to `end`;
+    within double quotes without them and without the backslashes of escapes, except at a line's
+    end."""
     text = node.text[start - node.start_byte : end - node.start_byte].decode()
     if is_quoted and text != '"':
         text = re.sub(r'\\([$`"\\\n])', lambda m: m[0] if m[1] == "\n" else m[1], text)
@@ -364,7 +372,7 @@ def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part
 
 
 def _split(word: Word) -> list[Word]:
-    """Return the words that one becomes by the shell's splitting at blanks."""
+    """Return the words that the shell makes of one by splitting at blanks."""
     parts = [part for part in word.parts if part.is_code or not part.splits]
     if len(parts) == len(word.parts):
         return [word] if parts else []
@@ -372,8 +380,9 @@ def _split(word: Word) -> list[Word]:
 
 
 def separated(word: Word, separator: str, only_split: bool = False) -> list[Word]:
-    """Return the words that one falls into at a separator, a regular expression, in its text;
-    `only_split` looks only where the shell splits. Empty ones are left out."""
+    """Return the words between the separators in the text of a word; `separator` is a regular
+    expression. With `only_split` only text that the shell splits is searched. Empty words are left
+    out."""
     groups: list[list[Part]] = [[]]
     for part in word.parts:
         if part.is_code or (only_split and not part.splits):

@@ -28,8 +28,8 @@ _OF_ARGUMENTS = "it uses the job script's own arguments"
 class _Place:
     """Where a text that is read stands in the script."""
 
-    lines: tuple[int, int] | None = None  # first and last, of a text within a statement
-    shift: int | None = None  # from the text's lines to the script's, where they correspond
+    lines: tuple[int, int] | None = None  # first and last line of the statement around the text
+    shift: int | None = None  # from the text's lines to the script's, if they correspond
     inside: bool = False  # it runs in each task
     step: str = ""  # the command that starts these tasks
     in_loop: bool = False  # over the nodes
@@ -38,10 +38,10 @@ class _Place:
 class Reader:
     """Reads a script into `statements`; `scope` then has its variables as they are at the end.
 
-    `resolved` has the group and the reason of lines that are no part of a statement: they only
-    choose among others (``if``, ``fi``), or do not run; `of_nodes` are variables of loops over the
-    nodes, `of_batch` those whose values the batch script puts into the text of a ``bash -c``. A
-    method that is named after a type of node, as ``_if_statement``, reads such a node.
+    `resolved` has (group, reason) of lines that are no part of a statement: they only choose among
+    others (``if``, ``fi``), or do not run. `of_nodes` are variables of loops over the nodes,
+    `of_batch` variables whose values the batch script puts into the text of a ``bash -c``. A method
+    that is named after a type of node, as ``_if_statement``, reads such a node.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -55,11 +55,14 @@ class Reader:
         self._exports_all = False
 
     def read(self, text: str) -> None:
-        """Read the text of a script, behind what was read before. Raises as `parse`."""
+        """Read the text of a script: append its statements behind those that are there. Raises as
+        `parse`."""
         self._walk(syntax.parse(text))
 
     def _walk(self, node: Node) -> None:
-        """Read a node: one by one the lines of a block that has a launch, another by its type."""
+        """Append the statements of a node: of a block that has a launch each line's, of another
+        node what the method for its type makes of it. A node without such a method is one
+        statement, which is lost if a launch is in it."""
         kind = node.type
         if kind in ("program", "do_group") or (
             kind in ("compound_statement", "subshell") and self._has_launch(node)
@@ -74,7 +77,8 @@ class Reader:
             self._add(node, lost=reason if self._has_launch(node) else "")
 
     def _walk_children(self, node: Node) -> None:
-        """Read the children of a node; an ``&`` behind one goes to its statement's text."""
+        """Append the statements of a node's children, one by one; an ``&`` behind a child goes to
+        the text of its last statement."""
         for child in node.children:
             if child.is_named:
                 self._walk(child)
@@ -86,7 +90,7 @@ class Reader:
     _variable_assignments = _walk_children
 
     def _at(self, node: Node) -> tuple[int, int]:
-        """Return the first and the last line of a node in the script."""
+        """Return the first and the last line of a node in the script, from 1."""
         shift, first = self._place.shift or 0, node.start_point[0] + 1
         last = max(first, node.end_point[0] + (1 if node.end_point[1] else 0))
         if self._place.lines and self._place.shift is None:
@@ -94,9 +98,9 @@ class Reader:
         return first + shift, last + shift
 
     def _add(self, node: Node, text: str = "", **known_facts: Any) -> Statement:
-        """Append a statement of `text`, else the node's, with known attributes, and return it; the
-        scope forgets the variables, arguments and folder that it may change. One that uses unknown
-        arguments is lost."""
+        """Append a statement of `text`, else the node's text, with the attributes `known_facts`,
+        and return it. The scope forgets the variables, arguments and folder that a command may
+        change. A statement that uses arguments which are not known is lost."""
         text = text or source(node).strip()
         statement = Statement(text, self._at(node), inside=self._place.inside, **known_facts)
         if not (statement.name or statement.launch or statement.defines):
@@ -127,7 +131,8 @@ class Reader:
         self._add(node, name=name, assigned=self.scope.values[name], exported=exported)
 
     def _declaration_command(self, node: Node) -> None:
-        """Read ``export`` or ``declare``: a statement for each variable, or one for an array."""
+        """Append the statements of ``export`` or ``declare``: one for each variable; a single one
+        for an array, for functions, or without names."""
         text, kinds = source(node), {child.type for child in node.named_children}
         has_names = bool(kinds & {"variable_assignment", "variable_name"})
         exported = bool(re.match(r"export\b|\w+\s+-\w*x", text)) or self._exports_all
@@ -147,8 +152,10 @@ class Reader:
                     self._add(child, name=name, assigned=self.scope.values.get(name), exported=True)
 
     def _command(self, node: Node, output: str = "", around: Node | None = None) -> None:
-        """Read a command: a launch, a call of a function with one, ``cd``, or another. `around` is
-        the pipeline or redirection around it, `output` the file that it writes to."""
+        """Append the statement of a simple command, with its launch if it is one. A call of a
+        function that launches, an ``eval`` or a ``bash -c`` with a launch give way to their own
+        statements. ``cd``, ``shift`` and ``set -a`` also change what is known. `around` is the
+        pipeline or redirection around the command, `output` the file that it writes to."""
         before = [c for c in node.named_children if c.type == "variable_assignment"]
         kinds = ("variable_assignment", "comment", "herestring_redirect")
         nodes = [child for child in node.named_children if child.type not in kinds]
@@ -196,7 +203,8 @@ class Reader:
             self._add(around or node, words=words, launch=launch, output=output)
 
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
-        """Read the text of the ``bash -c`` in `outer`, whose options its launches get, too."""
+        """Append the statements in the text of the ``bash -c`` of `outer`; their launches get what
+        `outer` says (see `Launch.take_from`)."""
         assert outer.inner is not None
         count = len(self.statements)
         word = self._name_outer_code(outer.inner, node)
@@ -215,7 +223,7 @@ class Reader:
 
     def _name_outer_code(self, word: Word, node: Node) -> Word:
         """Return the text of ``bash -c`` with a variable ``VALUE_n`` for each part that only the
-        batch script can expand, and add an assignment to each."""
+        batch script can expand, and append the assignment of each such variable."""
         parts = list(word.parts)
         for index, part in enumerate(parts):
             is_ours = is_of_hpc_ddp(part.name) and part.name in self.scope.values
@@ -232,8 +240,9 @@ class Reader:
         return Word(tuple(parts))
 
     def _look_into(self, text: str, node: Node, step: str, line: int = 0) -> None:
-        """Read a text of the script as a script, in tasks that `step` starts. Its lines are those
-        from `line` on, where it is one word of `node`, else all of `node`'s."""
+        """Append the statements of a script that is a text in `node`, and that tasks of `step` run,
+        or the batch script if it is ''. The text's lines are counted from `line` on, where it is
+        the last word of `node` and the lines correspond; otherwise each has all lines of `node`."""
         before, folder, last = self._place, self.scope.values.get("PWD"), node.named_children[-1]
         is_one = before.lines is None and line == last.start_point[0] + 1
         is_one = is_one and source(last).count("\n") == text.count("\n")
@@ -243,7 +252,7 @@ class Reader:
         self._place, self.scope.values["PWD"] = before, folder
 
     def _set_by_functions(self, node: Node) -> set[str]:
-        """Return the names that the functions which a block calls may set."""
+        """Return the names that may be set by the functions which a block calls."""
         called = {source(command.child_by_field_name("name")) for command in commands_of(node)}
         return {
             n for name in called & self._functions.keys() for n in self._functions[name][1].sets
@@ -252,9 +261,9 @@ class Reader:
     def _has_launch(
         self, part: Node | str, step: str = "", arguments: Sequence[Word] | None = None
     ) -> bool:
-        """Return whether a part of the script, or the text of one, may start the training, in tasks
-        of `step` and with `arguments` ('', None: as here). Plain Python does so only in a text or a
-        task. Adds no statement to this reader."""
+        """Return whether a part of the script, or the text of a part, may start the training. It is
+        read apart, in tasks of `step` and with `arguments` ('', None: as at the place read now), so
+        that no statement is added here. Plain Python counts only in a text or a task."""
         scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
         scope.arguments = self.scope.arguments if arguments is None else arguments
         probe = Reader(scope)
@@ -266,8 +275,8 @@ class Reader:
         return any(s.launch is not None and s.launch.weight > least for s in probe.statements)
 
     def _list(self, node: Node) -> None:
-        """Read a pipeline, a list or a command with redirections: as one statement, or its parts
-        where a launch is in it."""
+        """Append a pipeline, a list or a command with redirections: as one statement, or, where a
+        launch is in it, as those of its parts."""
         commands = [child for child in commands_of(node) if self._has_launch(child)]
         first, last = node.named_children[0], node.named_children[-1]
         if commands and node.type == "list":
@@ -296,7 +305,8 @@ class Reader:
     _pipeline = _redirected_statement = _list
 
     def _call(self, name: str, words: list[Word], node: Node) -> None:
-        """Read a function's body where it is called with `words`, in place of its definition."""
+        """Append the statements of a function's body where it is called with `words`, and remove
+        the statement of its definition."""
         definition, statement = self._functions[name]
         self._resolve(definition, f"the function {name}, read where it is called")
         self._resolve(node, f"calls {name}")
@@ -307,7 +317,7 @@ class Reader:
         self.scope.arguments, self.scope.are_set = before
 
     def _resolve(self, node: Node, text: str, group: str = TAKEN) -> None:
-        """Note group and reason of the lines of a node that have none in `resolved` yet."""
+        """Note group and reason, in `resolved`, for those lines of a node that have none there."""
         first, last = self._at(node)
         for line in range(first, last + 1):
             self.resolved.setdefault(line, (group, text))
@@ -318,7 +328,9 @@ class Reader:
         self._functions[name] = node, self._add(node, defines=name, sets=sets)
 
     def _if_statement(self, node: Node) -> None:
-        """Read the branch that is known to run, if any; one statement where that is not known."""
+        """Append the statements of the branch that is known to run, if any; of the condition, if it
+        has the launch and the branches only print or exit. Otherwise the whole is one statement,
+        which is lost if a launch is in it."""
         has_launch, chosen = self._has_launch(node), None
         branches = list(syntax.branches_of(node))
         first, *bodies = node.named_children
@@ -344,7 +356,8 @@ class Reader:
             self._walk(child)
 
     def _for_statement(self, node: Node) -> None:
-        """Read a loop, of one over nodes or over one word that starts the training its body."""
+        """Append a loop: where it starts the training, over nodes or over one word, as the
+        statements of its body; otherwise as one statement, which is lost if a launch is in it."""
         text, has_launch = source(node), self._has_launch(node)
         words = self.scope.words(node.children_by_field_name("value")) if has_launch else []
         if len(words) == 1 and words[0].is_static:
@@ -369,7 +382,8 @@ class Reader:
     _c_style_for_statement = _while_statement = _for_statement
 
     def _read_one_pass(self, node: Node, word: Word) -> None:
-        """Read the body of a loop over one word, behind the assignment of its variable."""
+        """Append the statements of a loop over one word: the assignment of its variable and the
+        body."""
         name = source(node.child_by_field_name("variable"))
         self.scope.set(name, word)
         self._add(node.children[0], f"{name}={word.bash()}", name=name, assigned=word)
@@ -378,8 +392,8 @@ class Reader:
 
 
 def _inner_text(word: Word) -> str:
-    """Return the text that ``bash -c`` gets, with a variable, in double quotes, where the outer
-    bash has put its value between single ones."""
+    """Return the text that ``bash -c`` gets, as a script: a variable in single quotes, where the
+    outer bash has put its value, stands in double quotes of its own."""
     code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"
     return _QUOTED.sub(
         lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script

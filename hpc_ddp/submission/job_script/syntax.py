@@ -35,9 +35,9 @@ _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare
 
 
 def parse(text: str) -> Node:
-    """Return the root of the syntax tree of a bash script. The tree's text is not quite the
-    script's: a placeholder, ``=<name>``, has quotes, and see `_with_whole_words`. Raise UsageError
-    where the parser, or that of YAML, is not installed."""
+    """Return the root of the syntax tree of a bash script. The tree's text differs a little from
+    the script's: a placeholder, ``=<name>``, has quotes; see also `_with_whole_words`. Raises
+    UsageError where the parser of bash, or that of YAML, is not installed."""
     try:
         import tree_sitter
         import tree_sitter_bash
@@ -58,9 +58,9 @@ def parse(text: str) -> Node:
 
 
 def _with_whole_words(root: Node, code: bytes) -> bytes:
-    """Return a script's text with ``${NAME}`` for ``$NAME``, ``'x'`` for ``\\x``, and the end of a
-    line within a word behind what follows of it, where tree-sitter-bash 0.25 sees the end of a word
-    before it, without an error."""
+    """Return a script's text, changed where tree-sitter-bash 0.25 sees the end of a word too early,
+    without an error: with ``${NAME}`` for ``$NAME``, ``'x'`` for ``\\x``, and a line's end within a
+    word moved behind the word. `code` is the text, `root` the tree of it."""
     nodes, edits = [*root.children], {}
     breaks: dict[int, int] = {}  # where a word with broken lines begins, by where it ends
     while nodes:
@@ -97,20 +97,20 @@ def source(node: Node) -> str:
 
 
 def uses_arguments(text: str, is_without: bool = False) -> bool:
-    """Return whether some code uses the script's own arguments (``$1``, ``$@``, ``$#``); one with a
-    default, ``${1:-x}``, does not count, nor do those of awk or Python, in single quotes. Where it
-    `is_without` arguments, ``$@`` is nothing."""
+    """Return whether some code uses the script's own arguments (``$1``, ``$@``, ``$#``). One with a
+    default, ``${1:-x}``, does not count; nor do those of awk or Python, in single quotes. With
+    `is_without`, for a script without arguments, ``$@`` does not count either."""
     code = re.sub(r"'[^']*'", "", text)
     return bool(_ARGUMENTS.search(_ALL_ARGUMENTS.sub("", code) if is_without else code))
 
 
 def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
-    """Return whether a condition holds; None where only the job knows, or it is more than one
-    comparison.
+    """Return whether a condition holds; None where only the job knows, or where the condition is
+    more than one comparison.
 
-    In a test by ``-z`` or ``-n`` Slurm's variables count as set. One that nothing in the script
-    sets counts as unset where `is_guessed` says so, and is added to ``scope.guesses``, or where it
-    is there already.
+    In a test by ``-z`` or ``-n`` Slurm's variables count as set. A variable that nothing in the
+    script sets counts as unset if `is_guessed`, and is then added to ``scope.guesses``, or if it is
+    there already.
     """
     text = source(node).strip()
     match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
@@ -140,12 +140,13 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
 
 
 def commands_of(node: Node) -> list[Node]:
-    """Return all commands in a node, itself too, in order, but for those of substitutions."""
+    """Return all commands in a node, in order, and the node itself if it is a command. Commands in
+    substitutions are left out."""
     return [inner for inner in _descend(node) if inner.type == "command"]
 
 
 def only_reports(node: Node) -> bool:
-    """Return whether a block, with all its branches, only prints, or ends the script."""
+    """Return whether a block, with all its branches, does no more than print or end the script."""
     kinds = {inner.type for inner in _descend(node)}
     names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
     code = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
@@ -153,7 +154,7 @@ def only_reports(node: Node) -> bool:
 
 
 def branches_of(node: Node) -> Iterable[tuple[Node | None, list[Node]]]:
-    """Yield condition and lines of each branch of an ``if``; an ``else`` has no condition."""
+    """Yield the condition (None for ``else``) and the lines of each branch of an ``if``."""
     condition: Node | None = node.named_children[0]
     lines: list[Node] = []
     for child in node.named_children[1:]:
@@ -167,7 +168,7 @@ def branches_of(node: Node) -> Iterable[tuple[Node | None, list[Node]]]:
 
 
 def set_in(node: Node) -> set[str]:
-    """Return the variables that a block may set; some other words of it may be among them."""
+    """Return the variables that a block may set; some of its other words may be among them."""
     names: set[str] = set()
     for inner in _descend(node):
         words, kind = [source(child) for child in inner.named_children], inner.type
@@ -187,8 +188,8 @@ def sets_anything(text: str) -> bool:
 
 
 def names_needed(text: str, name: str) -> set[str]:
-    """Return the variables and functions that a statement may need, with some other words beside;
-    without the variable `name` that it assigns to, if it does not use that itself."""
+    """Return the variables and functions that a statement's `text` may need; some other words may
+    be among them. The variable `name`, to which it assigns, counts only if the text uses it."""
     is_trap = text.startswith("trap")  # it runs its text
     text = re.sub("[\"']" if is_trap else r"(?<!\\)'[^']*'", " ", text)
     before = r"(?:trap(?:\s+--)?|then|do|else|elif|if|while|until|time)\b"
@@ -200,21 +201,22 @@ def names_needed(text: str, name: str) -> set[str]:
 
 
 def names_in(code: str) -> list[str]:
-    """Return the variables that some code mentions, those of arithmetic too."""
+    """Return the variables that some code mentions, also those of arithmetic."""
     inside = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
     return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
 
 
 def target_of(node: Node) -> str:
-    """Return the file that a pipeline or a command with redirections writes to: '' for none."""
+    """Return the file that a pipeline or a command with redirections writes to: ``a pipe`` for
+    another pipeline, '' without one."""
     targets = re.findall(r"(?:>>?|\btee (?:-a )?)\s*([^\s&|;>]+)", source(node))
     default = "a pipe" if node.type == "pipeline" else ""
     return next((target for target in targets if target != "1"), default)
 
 
 def reads_input(node: Node, command: Node) -> bool:
-    """Return whether a command has a file, a text or another command for its standard input;
-    `node` is the pipeline or redirection around it, or the command itself."""
+    """Return whether the standard input of `command` is a file, a text or another command's output.
+    `node` is the pipeline or redirection around the command, or the command itself."""
     is_first = node.type != "pipeline" or commands_of(node)[0].start_byte == command.start_byte
     kinds = ("heredoc_redirect", "herestring_redirect")
     return not is_first or any(
@@ -224,8 +226,8 @@ def reads_input(node: Node, command: Node) -> bool:
 
 
 def _descend(node: Node) -> Iterator[Node]:
-    """Yield a node and all below it but those of substitutions, and of assignments for one command
-    alone."""
+    """Yield a node and all nodes below it, in order. Left out are substitutions, and assignments
+    that hold for one command alone."""
     yield node
     is_named = node.type == "command" and node.child_by_field_name("name") is not None
     for child in node.named_children:
