@@ -29,14 +29,15 @@ _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
 )
 
 
-# Their values count the tasks of a node, or are those of one.
+# Variables that count tasks, or have a number for one task.
 _OF_TASKS = re.compile(r"\bSLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK)\b")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
 def _program_text(result: Conversion, folder: Path) -> str:
-    """Return the text of the program that a conversion names, '' where it can't be read."""
+    """Return the text of the program that a conversion names, seen from `folder`; '' where it can't
+    be read."""
     path = folder / os.path.expanduser(str(result.values.get("script", ("",))[0]))
     if "module" in result.values:
         path = folder.joinpath(*path.name.split(".")).with_suffix(".py")
@@ -47,8 +48,9 @@ def _program_text(result: Conversion, folder: Path) -> str:
 
 
 def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
-    """Note what depends on the script's arguments, on the end of an attempt, and on variables of
-    the shell that submits: those that a `scope` has guessed or defaulted, and those `missing`."""
+    """Add notes on what depends on the script's arguments, on the end of an attempt, and on
+    variables of the submitting shell: those that the `scope` has taken as unset, and those
+    `missing` in it."""
     of_shell = scope.defaults - {*"123456789@"}
     if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
@@ -69,9 +71,10 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
 
 
 def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
-    """Note the set-up lines and arguments whose values are others in hpc-ddp's job: of the script's
-    tasks, by its `numbers`, where that job has one for each node; those drawn anew at each start;
-    and a job's id, by which a script would not find its checkpoints in the next job."""
+    """Add a note to each set-up line and argument whose value is another in hpc-ddp's job. Such
+    values count the script's tasks (by its `numbers`), where hpc-ddp's job has one task for each
+    node; are drawn anew at each start; or have the job's id, by which the next job would not find
+    the checkpoints."""
     per_node = numbers.get("SLURM_NTASKS_PER_NODE", 1)
     has_tasks = per_node > 1 and result.values.get("launcher", ("torchrun",))[0] == "torchrun"
     lines = [entry for entry in result.lists.get("setup", ()) if not PRINTS.match(entry[0])]
@@ -98,13 +101,14 @@ def convert(
     text: str, cwd: Path, folder: Path, arguments: Sequence[str] = (), name: str = "",
     environ: Mapping[str, str] = {},
 ) -> Conversion:  # fmt: skip
-    """Return the settings of a job script's text; none of it is run.
+    """Return the settings of a job script's text, and what became of its lines; none of it is run.
 
-    `cwd` is where it is submitted from, `folder` the one of the project file that is to be written,
-    `arguments` are the script's own, ``$1`` and so on; where a line of set-up or clean-up uses
-    them, another before it sets them. `name` is the one of its file, `environ` the environment of
-    the shell that will submit. A configuration of Accelerate that the script names is read. Raise
-    UsageError where the parser of bash or of YAML is missing.
+    `cwd` is the folder that the script is submitted from, `folder` that of the project file to be
+    written. `arguments` are the script's own, ``$1`` and so on; where a line of set-up or clean-up
+    uses them, a line before it sets them. `name` is the name of the script's file, `environ` the
+    environment of the shell that will submit. Of other files, only the program and a configuration
+    of Accelerate that the script names are read. Raises UsageError where the parser of bash or of
+    YAML is missing.
     """
     directives = read_directives(text)
     numbers = sizes(directives)

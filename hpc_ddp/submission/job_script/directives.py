@@ -33,14 +33,15 @@ _CHAIN = "a chain: one run goes on until it has finished"
 GPUS = ("gpus-per-node", "gres", "gpus-per-task", "gpus")
 _NEXT = f"{NO_COMPONENTS}: the lines above are the job; submit each other component as its own"
 _OF_ANOTHER = "of another component of a heterogeneous job: submit that as a job of its own"
-_LATER = ("nodes", "cpus-per-task", *GPUS)  # what the launch has to do with, too
+_LATER = ("nodes", "cpus-per-task", *GPUS)  # options that the launch may have, too
 
 
 @dataclass
 class Directives:
-    """The directives of a job script: `options` has (value, line) by sbatch's long name, the value
-    '' for a flag; `marks` the group and the reason of lines that count for nothing, by line;
-    `replaced` (line, reason) of single options, beside which others of the line may count."""
+    """The directives of a job script: `options` has (value, line) by sbatch's long name, with the
+    value '' for a flag. `marks` has (group, reason), by line, of lines that count for nothing.
+    `replaced` has (line, reason) of single options that count for nothing, while other options of
+    the line may count."""
 
     options: dict[str, tuple[str, int]] = field(default_factory=dict)
     marks: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -50,19 +51,21 @@ class Directives:
         return self.options.get(name, (None, 0))[0]
 
     def line(self, *names: str) -> int:
-        """Return the line of the first of these options that is there; 0 without."""
+        """Return the line of the first of the options `names` that the script has; 0 without one.
+        """
         return next((self.options[name][1] for name in names if name in self.options), 0)
 
     def number(self, name: str) -> int | None:
-        """Return the value of an option; None for one that is no number, or not there."""
+        """Return the value of an option as a number; None where it is no number, or the script does
+        not have the option."""
         text = self.get(name) or ""
         return int(text) if text.isdecimal() else None
 
 
 def read_directives(text: str) -> Directives:
-    """Return the directives of a job script's text, as sbatch reads them: up to the first command,
-    of two equal ones the last. The others are marked, and lines that can't be read; so are those of
-    a heterogeneous job from its second component on."""
+    """Return the directives of a job script's text as sbatch reads them: those before the first
+    command, and the last of two for the same option. The others are marked; so are lines that can't
+    be read, and those of a heterogeneous job from its second component on."""
     result, has_begun, is_first = Directives(), False, True
     for number, line in enumerate(text.splitlines(), 1):
         if not line.startswith("#SBATCH"):
@@ -92,8 +95,8 @@ def read_directives(text: str) -> Directives:
 
 
 def _pairs(words: list[Word]) -> Iterator[tuple[str, str]]:
-    """Take the options off the beginning of `words`; yield the long name of each, which may be cut
-    short there, and its value, '' for a flag."""
+    """Yield the long name and the value ('' for a flag) of each option at the beginning of `words`,
+    and remove the words of these options. A name there may be cut short."""
     while words and re.match(r"--?\w", words[0].text):
         name, operand = option_name(words.pop(0), SHORT_OPTIONS, SBATCH)
         if (
@@ -109,9 +112,9 @@ def _pairs(words: list[Word]) -> Iterator[tuple[str, str]]:
 
 def take_directives(directives: Directives, result: Conversion, file: str = "") -> None:
     """Put directives into a conversion: the groups of their lines, and the settings of those that
-    are taken over; an output with the job's name has that of the script's `file`, as Slurm names
-    a job. Nodes, CPUs, GPUs and pyxis are left to `program.take`: the launch has such options, too.
-    """
+    are taken over. Where an output has the job's name (``%x``) and no job name is set, the job gets
+    that of the script's `file`, as Slurm names a job. Nodes, CPUs, GPUs and pyxis are left to
+    `program.take`, since the launch has such options, too."""
     for name, (operand, line) in directives.options.items():
         text = f"--{name}={operand}" if operand else f"--{name}"
         group, reason = _use(name, operand)
@@ -151,8 +154,9 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
 
 
 def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str]) -> None:
-    """Put an array with ``%1``, which may be a chain, into a conversion as an array where the job
-    script or its program, as `texts`, reads the index of a task; a note says what it has become."""
+    """Put an array with ``%1``, which may be a chain of jobs, into a conversion as an array if the
+    job script or its program (the `texts`) reads the index of a task; otherwise it is one run. A
+    note says which. Another array changes nothing."""
     operand, line = directives.options.get("array", ("", 0))
     if not operand.endswith("%1"):
         return
@@ -167,8 +171,8 @@ def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str])
 
 
 def _exported(operand: str) -> list[tuple[str, str | None]]:
-    """Return the variables that an operand of ``--export`` names, with their values; None is the
-    value of the shell that submits."""
+    """Return the variables that an operand of ``--export`` names, with their values; None stands
+    for the value in the shell that submits."""
     words = re.findall(r"(?:^|,)(\w+)(=('[^']*'|\"[^\"]*\"|[^,]*))?", operand)
     return [
         (name, content.strip("'\"") if sign else None)
@@ -178,7 +182,8 @@ def _exported(operand: str) -> list[tuple[str, str | None]]:
 
 
 def _use(name: str, operand: str) -> tuple[str, str]:
-    """Return the group of a directive, and why it is not taken over; '' for one that is."""
+    """Return the group of a directive, and the reason if hpc-ddp sets it itself; '' if it is taken
+    over."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")
     if name == "export" and operand in ("NONE", "NIL"):
         return TAKEN, ""
@@ -188,8 +193,8 @@ def _use(name: str, operand: str) -> tuple[str, str]:
 
 def sizes(directives: Directives) -> dict[str, int]:
     """Return the numbers of nodes, tasks, GPUs and CPUs that follow from the directives, by the
-    names of Slurm's variables; without a number of nodes, tasks are those of one. Numbers that do
-    not follow are left out."""
+    names of Slurm's variables. Where the number of nodes does not follow, the tasks are those of
+    one node. Numbers that do not follow, or are 0, are left out."""
     least, _, most = (directives.get("nodes") or "").partition("-")
     tasks, per_node = directives.number("ntasks"), directives.number("ntasks-per-node")
     nodes = int(least) if least.isdecimal() and most in ("", least) else None
@@ -215,14 +220,14 @@ def sizes(directives: Directives) -> dict[str, int]:
 
 
 def read_gpus(options: Mapping[str, str], names: tuple[str, ...] = GPUS) -> int:
-    """Return the number of GPUs in the first of the options `names` that is there; 0 without.
-    `options` are values by sbatch's long name."""
+    """Return the number of GPUs in the first of the options `names` that is among the `options`,
+    values by sbatch's long name; 0 without one."""
     return next((_request(options, name)[1] for name in names if name in options), 0)
 
 
 def gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | None:
-    """Return the settings ``gpus-per-node``, of `count` GPUs with the type that the options name,
-    and ``gpu-request``, the option that asks for them; None where none asks for GPUs."""
+    """Return the settings ``gpus-per-node``, `count` GPUs of the type that the options name, and
+    ``gpu-request``, the option that asks for them; None where no option asks for GPUs."""
     for name in GPUS:
         kind, number = _request(options, name)
         if number:
@@ -232,9 +237,9 @@ def gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | Non
 
 
 def _request(options: Mapping[str, str], name: str) -> tuple[str, int]:
-    """Return the type ('' without) and the number of GPUs that an option asks for. Without a number
-    that is 1 for ``gres`` and 0 for another option; it is 0 also for an option that is not there.
-    """
+    """Return the type ('' without one) and the number of GPUs that the option `name` asks for.
+    Where it gives no number, that is 1 for ``gres`` and 0 for another option. It is 0 also if the
+    option is not in `options`, or ``gres`` names no GPU."""
     start = "(?:.*,)?gpu:?" if name == "gres" else ""
     match = re.match(rf"{start}(?:([A-Za-z][\w.-]*):)?(\d*)", options.get(name, ""))
     if not match:

@@ -46,10 +46,10 @@ def take(
     cwd: Path, folder: Path,
 ) -> None:  # fmt: skip
     """Put the launch of a statement into a conversion: program, arguments, Python, container,
-    variables and sizes, and its marks as groups of lines; `cwd` and `folder` as `convert` has them.
+    variables and sizes, and its marks as groups of lines. `cwd` and `folder` are as in `convert`.
 
-    Without a launch these are the sizes and the image of the directives. The conversion has the
-    set-up lines already. The launch is changed.
+    Without a launch only the sizes and the image of the directives are put there. The conversion
+    must have the set-up lines already. The launch itself is changed.
     """
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
@@ -81,8 +81,8 @@ def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
 
 
 def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
-    """Write the program's arguments, but for those that are lost; an option before a lost one goes
-    with it."""
+    """Write the program's arguments into the conversion. An argument that is lost is left out, and
+    so is the option before it. If that is the ``-c`` of bash, there is no program either."""
     result = writer.result
     for before, argument in zip([literal(""), *launch.args], launch.args, strict=False):
         option = before.text if re.fullmatch(r"--?[A-Za-z][\w.-]*", before.text) else ""
@@ -95,8 +95,8 @@ def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
 
 
 def _take_settings(launch: Launch, writer: ArgumentWriter) -> None:
-    """Write the launch's settings: single words, flags and lists, but for what is lost or
-    hpc-ddp's."""
+    """Write the launch's settings into the conversion: single words, flags and lists. Left out are
+    words that are lost, with the container's option before them, and ``--mpi`` of srun."""
     result = writer.result
     for key, words in launch.settings.items():
         for before, word in zip([literal(""), *words], words, strict=False):
@@ -118,8 +118,9 @@ def _take_settings(launch: Launch, writer: ArgumentWriter) -> None:
 
 
 def _take_variables(launch: Launch, writer: ArgumentWriter, is_open: bool) -> None:
-    """Write the launch's variables: as ``[env]``, or as a set-up line where earlier lines change
-    them, or may (`is_open`), or the text has variables."""
+    """Write the launch's variables into the conversion: into ``[env]``, or as set-up lines where
+    earlier lines change them or may do so (`is_open`), or where their values have code. Variables
+    of hpc-ddp's become notes; lost ones are left out."""
     result = writer.result
     for name, word in launch.env.items():
         at = word.line or launch.line
@@ -134,8 +135,8 @@ def _take_variables(launch: Launch, writer: ArgumentWriter, is_open: bool) -> No
 
 
 def _take_marks(launch: Launch, result: Conversion) -> None:
-    """Put the launch's marks into `result`: lost lines and notes as they are, and one mark for all
-    that hpc-ddp sets itself of a line."""
+    """Put the launch's marks into `result`: lost lines and notes as they are; for each line one
+    mark for all that hpc-ddp sets itself."""
     busy = {launch.line, *(word.line for word in launch.words)}
     ours: dict[int, list[str]] = {}
     for at, group, text in launch.marks:
@@ -153,8 +154,9 @@ def _take_marks(launch: Launch, result: Conversion) -> None:
 
 
 def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> None:
-    """Put a set-up line ``unset NAME`` into `result` for each variable that the program does not
-    get: behind the other lines, or before them where ``env`` stands before their ``bash -c``."""
+    """Put a set-up line ``unset NAME`` into `result` for each variable that ``env`` unsets for the
+    program. It stands behind the other lines, or before them where ``env`` stands before their
+    ``bash -c``. A variable of hpc-ddp's becomes a note; one of Slurm's is lost."""
     of_task = "node-setup" if launch.kind else "worker-setup"
     outer = statement.outer.unset if statement.outer else {}
     for name, (line, is_of_task) in launch.unset.items():
@@ -169,9 +171,9 @@ def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> Non
 
 
 def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -> None:
-    """Put the program into `result` as ``script``: a path below `cwd` as seen from `folder`, else
-    an absolute one. Where only the job knows its place, a command gets it as an argument
-    (``no-python``), which changes the launch."""
+    """Put the program into `result` as ``script``: by its path from `folder` if it is below `cwd`,
+    else by an absolute one. Where only the job knows the program's place, the launch is changed: a
+    command (``no-python``) gets the program as an argument. Without a program nothing happens."""
     if (word := launch.program) is None:
         return
     line, kind = word.line or launch.line, launch.settings.keys() & {"module", "no-python"}
@@ -200,7 +202,8 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
 
 
 def _has_environment(launch: Launch, directives: Directives) -> bool:
-    """Return whether a file that an option of sbatch or srun names has the image, as at CSCS."""
+    """Return whether the image is named by a file, ``--environment`` of sbatch or srun, as at CSCS.
+    """
     words = launch.settings.get("srun", [])
     return "environment" in directives.options or any(
         word.text.startswith("--environment=") for word in words
@@ -208,9 +211,9 @@ def _has_environment(launch: Launch, directives: Directives) -> bool:
 
 
 def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> None:
-    """Leave among the launch's settings the Python that its path names, or that set-up lines or
-    the job's environment bring; take out any other: hpc-ddp finds that by itself. Note each folder
-    that a set-up line puts at the end of PATH: the script's Python may be there."""
+    """Leave the launch's ``python`` only if it has a path, or if set-up lines or the job's
+    environment bring it; hpc-ddp finds any other by itself. Add a note on each folder that a set-up
+    line puts at the end of PATH: the script's Python may be there."""
     python = launch.settings.pop("python", [literal("python", launch.line)])
     for text, line in result.lists.get("setup", ()):
         if launch.program and (end := _AT_THE_END.search(text)):
@@ -228,8 +231,8 @@ def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> N
 
 
 def _take_image(launch: Launch, directives: Directives, result: Conversion) -> None:
-    """Add the image, and pyxis' other options, of the directives to the launch's settings; a
-    container without an image is taken out of them, and its line is lost. A note says in which
+    """Add the image of the directives, and their other options of pyxis, to the launch's settings.
+    A container without an image is removed from these, and its line is lost. A note says in which
     folder a container of pyxis starts."""
     words = {n: literal(operand, at) for n, (operand, at) in directives.options.items()}
     tool = launch.settings.get("container-tool", [literal("")])[0].text
@@ -260,14 +263,14 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
 
 
 def _of_home(text: str) -> str:
-    """Return a path with the home folder for ``~`` and ``$HOME``."""
+    """Return a path with the home folder in place of ``~`` or ``$HOME`` at its beginning."""
     return os.path.expanduser(re.sub(r"^\$\{?HOME\}?(?=/)", "~", text))
 
 
 def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
-    """Read a configuration of Accelerate from the path in `word`: its keys become the variables
-    that its launcher sets, ``num_processes`` the number of workers if no option has it, other keys
-    notes. A configuration that can't be read is a note."""
+    """Read a configuration of Accelerate from the path in `word`. Its keys become the variables
+    that Accelerate's launcher sets; ``num_processes`` the number of processes, if no option has it;
+    other keys become notes. A configuration that can't be read becomes a note."""
     path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
     line = word.line or launch.line
     import yaml
@@ -293,8 +296,8 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
 
 
 def _tasks_of_node(launch: Launch, numbers: Mapping[str, int]) -> int:
-    """Return the number of tasks on a node: of the launch's in all, which come before those of a
-    node for Slurm, else the job's. `numbers` as `sizes` has them."""
+    """Return the number of tasks on a node: from the launch's tasks in all, else from its tasks on
+    a node, as Slurm does, else the job's, else 1. `numbers` are as from `sizes`."""
     of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
     return of_launch or launch.tasks_per_node or numbers.get("SLURM_NTASKS_PER_NODE", 1)
 
@@ -302,9 +305,9 @@ def _tasks_of_node(launch: Launch, numbers: Mapping[str, int]) -> int:
 def _take_gpus(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> int:
-    """Put the number of a node's GPUs into `result`, of the directives, else of the launch, and
-    return it, 0 without one. Options by which a container gets GPUs are hpc-ddp's where there is
-    one, and taken out of the launch's settings."""
+    """Return the number of a node's GPUs, from the directives, else from the launch; 0 without one.
+    Put it into `result`. If there are GPUs, options by which a container gets them are removed from
+    the launch's settings, since hpc-ddp gives them."""
     count = numbers.get("SLURM_GPUS_ON_NODE", 0)
     wanted = {name: operand for name, (operand, _) in directives.options.items()}
     wanted = wanted if count else launch.gpus
@@ -330,10 +333,10 @@ def _take_gpus(
 def _take_sizes(
     launch: Launch, result: Conversion, directives: Directives, numbers: dict[str, int], gpus: int
 ) -> None:
-    """Put the numbers of nodes, CPUs and workers into `result`: those of the directives (`numbers`,
-    as `sizes` has them) with their lines, else the launch's with its line, or as many workers as a
-    node has `gpus`; and the command that starts the tasks, unless it is srun with a launcher of
-    workers in them."""
+    """Put the numbers of nodes, CPUs and workers into `result`, with their lines: from the
+    directives (`numbers`, as from `sizes`), else from the launch; without workers as many as a node
+    has `gpus`. Put in also the command that starts the tasks, unless that is srun and a launcher of
+    workers runs in them."""
     line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes
     is_range = "SLURM_NNODES" not in numbers and "nodes" in directives.options
     at = directives.line("nodes", "ntasks") or line
