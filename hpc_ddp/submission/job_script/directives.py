@@ -51,8 +51,7 @@ class Directives:
         return self.options.get(name, (None, 0))[0]
 
     def line(self, *names: str) -> int:
-        """Return the line of the first of the options `names` that the script has; 0 without one.
-        """
+        """Return the line of the first of the options `names` that is in the script; 0 without."""
         return next((self.options[name][1] for name in names if name in self.options), 0)
 
     def number(self, name: str) -> int | None:

@@ -202,8 +202,7 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
 
 
 def _has_environment(launch: Launch, directives: Directives) -> bool:
-    """Return whether the image is named by a file, ``--environment`` of sbatch or srun, as at CSCS.
-    """
+    """Return whether a file names the image, by ``--environment`` of sbatch or srun, as at CSCS."""
     words = launch.settings.get("srun", [])
     return "environment" in directives.options or any(
         word.text.startswith("--environment=") for word in words
