@@ -106,9 +106,9 @@ def convert(
     `cwd` is the folder that the script is submitted from, `folder` that of the project file to be
     written. `arguments` are the script's own, ``$1`` and so on; where a line of set-up or clean-up
     uses them, a line before it sets them. `name` is the name of the script's file, `environ` the
-    environment of the shell that will submit. Of other files, only the program and a configuration
-    of Accelerate that the script names are read. Raises UsageError where the parser of bash or of
-    YAML is missing.
+    environment of the shell that will submit. The program, and a configuration of Accelerate that
+    the script names, are read, too. Raises UsageError where the parser of bash or of YAML is
+    missing.
     """
     directives = read_directives(text)
     numbers = sizes(directives)
