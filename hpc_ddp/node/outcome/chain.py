@@ -28,28 +28,28 @@ TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states of a job that Slu
 
 
 def own_id(environ: dict[str, str]) -> str:
-    """Return the id by which a command of Slurm changes this job and no other one.
-
-    The number of an array's last task is that of the whole array, too: a requeue by it restarts all
-    of its tasks, those that run and those that have finished. Raise KeyError outside of a job.
-    """
+    """Return the id by which a command of Slurm changes this job and no other one: for a task of an
+    array ``ARRAY_INDEX``. The last task's SLURM_JOB_ID is also the id of the whole array: a requeue
+    by that number restarts all tasks, those that run and those that have finished. Raises KeyError
+    outside of a job."""
     task = environ.get("SLURM_ARRAY_TASK_ID")
     return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else environ["SLURM_JOB_ID"]
 
 
 def is_link(run: RunFolder, job: JobRef) -> bool:
-    """Return whether a job was queued by the job before it, and not by a person. May raise OSError
-    where the run's folder can't be read."""
+    """Return whether the run has noted a job as a link: one that the job before it has queued, and
+    not a person. Raises OSError where the run's folder can't be read."""
     return job.is_among(run.links())
 
 
 def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> None:
-    """Record `job`, this one, as the link of the job that it waited for (SLURM_JOB_DEPENDENCY),
-    where that job was killed before it could do so: its sbatch answered late. The record is the
-    newest attempt's ``next.json`` if that attempt is the earlier job's, else ``early-links.json``.
-    Nothing for a job that the run knows already, as each that a person has submitted.
+    """Record this job, `job`, as the link of the earlier job that it waited for
+    (SLURM_JOB_DEPENDENCY), if the run does not know this job yet: the earlier job was then killed
+    before its sbatch answered. The record is the newest attempt's ``next.json`` if that attempt
+    belongs to the earlier job, else ``early-links.json``. The run knows each job that a person has
+    submitted.
 
-    Raise OSError if the run's folder can't be read or written.
+    Raises OSError if the run's folder can't be read or written.
     """
     waited_for = environ.get("SLURM_JOB_DEPENDENCY", "")
     dependency = re.fullmatch(r"afterany:(\d+)(,singleton)?", waited_for)
@@ -66,11 +66,12 @@ def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> No
 def check_wanted(
     run: RunFolder, restarts: int, is_link: bool, job: JobRef, array: JobRef | None = None
 ) -> None:
-    """Refuse a job, a task of an `array` (None: of none), if its run was cancelled or given up,
-    unless a person has queued it later.
+    """Refuse a job by an HpcDdpError if its run was cancelled or given up, unless a person has
+    queued the job after that. `array` is the array's job if `job` is one of its tasks, else None.
 
-    A first start (`restarts` is 0) of a job that is no link (`is_link`) is a wish to go on: it
-    deletes the marks ``cancelled`` of the run and its array, unless they name the job or `array`.
+    The first start (`restarts` is 0) of a job that is no link (`is_link`) shows that a person wants
+    to go on: the marks ``cancelled`` of the run and of its array are then deleted, unless they name
+    `job` or `array`.
 
     Raises
     ------
@@ -93,12 +94,12 @@ def check_wanted(
 
 
 def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
-    """Return whether the job before a link was to be the chain's last one, and could not cancel the
-    link: by that job's verdict, or by Slurm where a scancel may have ended it before a verdict.
+    """Return whether the chain was to end with the job before `link`, which could not cancel the
+    link. True where that job's verdict gives up or says that it was cancelled; without a verdict,
+    where Slurm says that it was cancelled.
 
-    A job that ended in its set-up lines was the last one unless Slurm took it away there, by a
-    preemption or with its node. Raise HpcDdpError as `_end_state`, OSError where the journal can't
-    be read.
+    A job that has ended in its set-up lines ends the chain, unless Slurm ended it (`TAKEN_AWAY`).
+    Raises HpcDdpError as `_end_state`, OSError where the journal can't be read.
     """
     early = read_json(run.early_links)
     before = next((id for id, job in early.items() if link.is_same(JobRef.parse(str(job)))), None)
@@ -117,9 +118,9 @@ def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
 def _end_state(run: RunFolder, job_id: str) -> str:
     """Return Slurm's state in which the job before a link has ended.
 
-    The controller forgets a job after MinJobAge (300 s by default), and that it was taken away is
-    then as likely as that it was cancelled: the accounting is asked. A silent controller is waited
-    for without end. Raise HpcDdpError where neither knows it.
+    The controller forgets a job after MinJobAge (300 s by default), and then the accounting is
+    asked. A silent controller is waited for without end. Raises HpcDdpError where neither knows the
+    job: it may have been cancelled as well as preempted.
     """
     try:
         return slurm.show_job(job_id, give_up=math.inf).state
@@ -135,11 +136,11 @@ def _end_state(run: RunFolder, job_id: str) -> str:
 
 
 def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
-    """Queue the chain's next job before this one's set-up lines, since a preemption would end this
-    one in them, and note it in ``early-links.json``.
+    """Queue the chain's next job before this job's set-up lines run, and note it in
+    ``early-links.json``: a preemption in the set-up lines would end this job.
 
-    A refusal of Slurm is printed, and nothing is noted. Raise OSError if the run's journal can't be
-    read, or that file can't be written; in the latter case the job is queued.
+    A refusal of Slurm is printed, and nothing is noted. Raises OSError if the run's journal can't
+    be read, or if ``early-links.json`` can't be written; in the latter case the job is queued.
     """
     link = _queue_link(run, environ)
     if link:
@@ -148,10 +149,11 @@ def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
 
 
 def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
-    """Cancel the job that this one queued before its set-up lines: this one is not to start.
+    """Cancel the next job that `queue_early` has queued, if there is one, and remove it from
+    ``early-links.json``: this job is not to start.
 
-    Without one, nothing. A refused scancel is passed over: that job finds the reason itself. Raise
-    OSError if ``early-links.json`` can't be written.
+    A refused scancel is passed over: the next job finds at its start that it is not wanted. Raises
+    OSError if ``early-links.json`` can't be written; the next job is then not cancelled.
     """
     early = read_json(run.early_links)
     link = early.pop(environ["SLURM_JOB_ID"], None)
@@ -164,12 +166,12 @@ def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
 def queue_next_link(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], give_up: float | None = None
 ) -> JobRef | None:
-    """Queue the chain's next job, unless `queue_early` has, and return it.
+    """Queue the chain's next job, unless `queue_early` has queued one; note it as the attempt's
+    link, and return it. In each case ``early-links.json`` is deleted.
 
-    It is noted as the attempt's link, and ``early-links.json`` is deleted. None where Slurm refuses
-    it, or does not answer until `give_up` (see `slurm.show_job`); the reason is printed. Each link
-    does it at its start: at its end it may be killed. Raise OSError if the run's folder can't be
-    read or written.
+    Each job calls this at its start, since it may be killed at its end. None where Slurm refuses
+    the next job, or does not answer until `give_up` (see `slurm.show_job`); the reason is printed.
+    Raises OSError if the run's folder can't be read or written.
     """
     queued = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
     link = JobRef.parse(queued) if queued else _queue_link(run, environ, give_up)
@@ -182,12 +184,12 @@ def queue_next_link(
 def _queue_link(
     run: RunFolder, environ: dict[str, str], give_up: float | None = None
 ) -> JobRef | None:
-    """Submit the script once more, to start after this job, on its cluster and off blamed nodes;
-    link the job to the run and return it.
+    """Submit the script once more, on this job's cluster and off blamed nodes; return the new job,
+    which starts after this one. The index of runs notes it as a job of the run.
 
-    None where Slurm refuses it, or does not answer until `give_up` (see `slurm.sbatch`), which is
-    printed. A ``--hold`` or ``--begin`` of the script was for the first job, and is undone; a hold
-    that Slurm does not release is printed. Raise OSError if a journal of the run can't be read.
+    None where Slurm refuses the job, or does not answer until `give_up` (see `slurm.sbatch`); the
+    reason is printed. The script's ``--hold`` or ``--begin`` was for the first job, and is undone;
+    a refusal to release the hold is printed. Raises OSError if a journal of the run can't be read.
     """
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
     shell = first_job.before_setup(environ).items()

@@ -19,9 +19,9 @@ GIVEN_UP = "given up"
 def notify_of_end(
     run: RunFolder, facts: AttemptFacts, decided: Verdict, exit_code: int | None = None
 ) -> None:
-    """Send the message of the verdict `decided` if there is one to send. It is called before the
-    verdict is carried out, without an `exit_code`, and afterwards with that of the batch script.
-    Takes `LIMIT_S` + 1 s at most; a message that can't be sent is printed."""
+    """Send the message of the verdict `decided`, if `_event_of` has an event for it. The batch
+    script calls this twice: without `exit_code` before the verdict is carried out, and afterwards
+    with its own exit code. Waits `LIMIT_S` + 1 s at most; a failure to send is printed."""
     if event := _event_of(run, facts, decided, exit_code):
         step = "" if facts.step is None else f", at step {facts.step}"
         reason = f": {decided.why}" if decided.why else f": {decided.cause}"
@@ -31,7 +31,9 @@ def notify_of_end(
 def _event_of(
     run: RunFolder, facts: AttemptFacts, decided: Verdict, exit_code: int | None
 ) -> str | None:
-    """Return the event in words, None where `notify_of_end` has no message to send."""
+    """Return the event in words, None where the user gets no message. Without `exit_code` that is
+    only a hang that is requeued; with it, a run that is given up, needs the user, or has finished
+    (but not a single task of an array)."""
     if exit_code is None:  # a requeue ends the batch shell, and with it this process
         is_hang = facts.failure is not None and facts.failure.kind == "hang"
         goes_on = decided.action == Action.REQUEUE
@@ -46,8 +48,9 @@ def _event_of(
 
 
 def notify(run: RunFolder, spec: JobSpec, event: str, text: str) -> None:
-    """Send a message about a run to the addresses of its job (``--notify``), if it has some. Takes
-    `LIMIT_S` + 1 s at most; a failure is printed, and nothing raised."""
+    """Send a message about a run to the addresses in the file of ``--notify``; do nothing where the
+    job has no such file. Waits `LIMIT_S` + 1 s at most; a failure is printed, and nothing
+    raised."""
     if spec.notify is None:
         return
     lines = [text, f"run: {run.path}", f"hpc-ddp explain {RunFolder(run.whole).quoted}"]

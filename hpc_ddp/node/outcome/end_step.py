@@ -31,11 +31,12 @@ LAUNCHERS = ("srun", "mpirun", "orterun", "prterun", "ibrun")
 
 
 def guard(environ: dict[str, str], shell: int) -> None:
-    """Kill the step of the batch script `shell`, a process id, where it would cost the verdict.
+    """Kill the step of the batch script, whose process id is `shell`, where the step would leave no
+    time for the verdict: `ENDED_S` after all nodes have recorded their end, and `KEPT_S` before
+    Slurm ends the batch shell at the time limit.
 
-    That is `ENDED_S` after all nodes have recorded their end, and `KEPT_S` before Slurm ends the
-    batch shell at the time limit. Looks every `POLL_S`, and ends with its process; where job.json
-    is broken or can't be read, prints so and returns.
+    Looks each `POLL_S` or sooner, without end: the caller ends the process. Returns only where
+    job.json is broken or can't be read, and prints so.
     """
     env = AttemptEnv.from_env(environ)
     try:
@@ -55,7 +56,8 @@ def guard(environ: dict[str, str], shell: int) -> None:
 
 
 def _kill_wait() -> float:
-    """Ask Slurm for the cluster's KillWait, and return it in seconds; its default without one."""
+    """Return the cluster's KillWait in seconds, for which Slurm is asked; `KILL_WAIT_S` where Slurm
+    does not say it."""
     try:
         return float(slurm.show_config().get("KillWait", "").split()[0])
     except (HpcDdpError, ValueError, IndexError):
@@ -63,20 +65,22 @@ def _kill_wait() -> float:
 
 
 def _pause(env: AttemptEnv, grace_s: float) -> float:
-    """Return the seconds until the next look, 1 to `POLL_S`."""
+    """Return the seconds until the next look, 1 to `POLL_S`: the look is due `grace_s` after the
+    job's time limit at the latest."""
     return max(1.0, min(POLL_S, _end(env) + grace_s - time.time()))
 
 
 def _end(env: AttemptEnv) -> float:
-    """Return the end of the job's time, as `batch.watch` keeps it, in unix seconds; inf without a
-    limit."""
+    """Return the end of the job's time in unix seconds, inf without a limit: that in the attempt's
+    file ``end-time``, which `batch.watch` keeps up to date, else that in the environment."""
     end_time = read_seconds(env.attempt_folder.end_time) or env.end_time
     return float("inf") if end_time is None else end_time
 
 
 def _have_all_ended(env: AttemptEnv, spec: JobSpec) -> bool:
-    """Return whether all tasks of all nodes have recorded their end. The first node's are looked at
-    before the others'. False where the disk does not answer, or a record is damaged."""
+    """Return whether all tasks of all nodes have recorded their end. The other nodes' records are
+    read only where the first node has some. False where the disk can't be read, or a record is
+    damaged."""
     attempt = env.attempt_folder
     try:
         nodes = list(env.nodes)
@@ -88,9 +92,11 @@ def _have_all_ended(env: AttemptEnv, spec: JobSpec) -> bool:
 
 
 def _is_last_moment(env: AttemptEnv, job_id: str, grace_s: float) -> bool:
-    """Return whether Slurm ends the batch shell within seconds. Slurm is asked for the limit once
-    more; where it does not answer, it ends nothing; where it does not say what is left of the job's
-    time, the noted end counts. False for a preempted job, which Slurm itself requeues."""
+    """Return whether Slurm ends the batch shell within seconds: the noted end of the job's time is
+    more than `grace_s` seconds ago, and so is the end by Slurm's record, which is asked for then.
+    A record that does not say what is left of the job's time confirms the noted end. False where
+    Slurm does not answer, since it then ends nothing, and for a preempted job, which Slurm itself
+    requeues."""
     if time.time() < _end(env) + grace_s:
         return False
     job = ask(job_id, is_quiet=True, give_up=time.monotonic() + ANSWER_S)
@@ -102,8 +108,8 @@ def _is_last_moment(env: AttemptEnv, job_id: str, grace_s: float) -> bool:
 
 
 def _kill_step(shell: int, why: str) -> None:
-    """Send SIGKILL to the launchers and preflights among the children of the process `shell`, the
-    batch script, and print `why`."""
+    """Send SIGKILL to the launchers and preflights among the children of the batch script, whose
+    process id is `shell`; print for each that it is killed, and `why`."""
     for pid in children_by_parent().get(shell, []):
         with suppress(OSError):
             name = proc_text(pid, "comm").strip()

@@ -29,17 +29,17 @@ from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
 
 PAUSE_S = 5.0
 SECOND_ANSWER_S = 5.0  # how long a second answer of Slurm is waited for
-TRIES = 120  # of a requeue, each with an answer of Slurm
+TRIES = 120  # to requeue a job, each after a look at Slurm's record of the job
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
 
 
 def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Job | None:
-    """Return Slurm's record of a job; None where it refuses or does not answer, and without
-    `is_quiet` print why.
+    """Return Slurm's record of a job; None where Slurm refuses or does not answer. The reason is
+    printed then, unless `is_quiet`.
 
-    `give_up`, a time of ``time.monotonic()``, ends the wait for a silent controller; inf: never,
-    None: after two minutes.
+    The wait for a silent controller ends at `give_up`, a time of ``time.monotonic()`` (inf: it
+    never ends; None: it ends after two minutes).
     """
     try:
         return slurm.show_job(job_id, give_up)
@@ -51,11 +51,12 @@ def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Jo
 
 def restarts_of(environ: dict[str, str]) -> int:
     """Return how often Slurm has started this job again; 0 where SLURM_RESTART_COUNT is not set,
-    also outside of a job. Raise KeyError where it is set and SLURM_JOB_ID is not.
+    also outside of a job.
 
-    Slurm sets SLURM_RESTART_COUNT in such a job alone. Another one may have it from a job in which
-    a person has called sbatch: so Slurm is asked, and without an answer the variable counts, or
-    what it was before `first_job.variables`.
+    Slurm sets SLURM_RESTART_COUNT only in a job that it has started again. But a person may have
+    called sbatch in such a job, and the new job has inherited the variable: so Slurm is asked.
+    Without an answer the variable counts, with the value that Slurm gave it (`first_job.variables`
+    may have changed it). Raises KeyError where it is set and SLURM_JOB_ID is not.
     """
     restarts = int(environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or 0)
     job = ask(environ["SLURM_JOB_ID"]) if restarts else None
@@ -63,9 +64,10 @@ def restarts_of(environ: dict[str, str]) -> int:
 
 
 def ask_settled(job_id: str) -> Job | None:
-    """Wait until a job is neither suspended nor being set up, however long that lasts, and return
-    Slurm's record of it, or None, as `ask` does. In these states a job says nothing of how its step
-    has ended, and another node may stop later than one that has lost its workers."""
+    """Wait until a job is neither suspended nor being set up, however long these states last;
+    return Slurm's record of the job, or None, as `ask` does. In these states the record does not
+    tell how the job's step has ended. A suspension also reaches some nodes later than others: one
+    node may have lost its workers before another one stops."""
     job = ask(job_id)
     while job and job.state in UNSETTLED:
         time.sleep(PAUSE_S)
@@ -84,8 +86,8 @@ def go_on(
     user goes on; keep the run off bad nodes. Return the batch script's exit code: 0 if the run
     continues, `CAN_GO_ON` if only the user can continue it, else the verdict's own.
 
-    A Slurm without an answer is waited for until `_last_moment`; refusals are printed. Raise
-    OSError if the run's folder can't be read or written.
+    A silent Slurm is waited for until `_last_moment`; its refusals are printed. Raises OSError if
+    the run's folder can't be read or written.
     """
     if facts.spec.continue_by == "resubmit":
         return _end_link(run, attempt, environ, facts, decided)
@@ -103,13 +105,14 @@ def go_on(
 def _requeue(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
 ) -> int:
-    """Requeue the job, if this attempt still is its current one, keep it off bad nodes and restore
-    its time limit; where the site refuses the requeue, queue a new job (`_resubmit`). Return the
-    batch script's exit code; after a requeue Slurm ends the batch shell, too.
+    """Requeue the job, if this attempt still is its current one; return the batch script's exit
+    code. After a requeue the job is kept off bad nodes, has its full time limit again, and Slurm
+    ends the batch shell. Where the site refuses the requeue, a new job is queued (`_resubmit`).
 
-    The code is 0 if the run goes on, also for an attempt that is not the current one; `CAN_GO_ON`
-    where the job is cancelled or over by now, or Slurm gives no answer until `_last_moment`, or in
-    `TRIES` tries. Raise OSError if the run's folder can't be read or written.
+    The code is 0 if the run goes on, also where this attempt is not the current one; `CAN_GO_ON`
+    where the job is cancelled or over by now, or where neither a requeue nor a refusal has come
+    until `_last_moment` or in `TRIES` tries; the reason is printed. Raises OSError if the run's
+    folder can't be read or written.
     """
     job_id = own_id(environ)
     give_up = _last_moment(attempt, environ)
@@ -159,9 +162,10 @@ def _requeue(
 
 
 def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
-    """Let a waiting job with ``--time-min`` have its whole time limit again. For this attempt Slurm
-    gave it `limit_s` seconds (None: not known), which it keeps, and lets the user raise only while
-    the job waits. A limit that an operator has raised stays. A refusal is printed."""
+    """Set the time limit of a waiting job with ``--time-min`` to its ``--time`` again. For this
+    attempt Slurm set the limit to `limit_s` seconds (None: not known): the requeued job would keep
+    that, and the user may raise it only while the job waits. Does nothing without ``--time-min``,
+    or where `limit_s` is no shorter than ``--time``. A refusal is printed."""
     if not spec.time_min or spec.time_s is None or (limit_s or 0) >= spec.time_s:
         return
     try:
@@ -173,18 +177,17 @@ def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
 
 
 def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
-    """Return until when Slurm is waited for, by ``time.monotonic()``; inf without a time limit.
-
-    No answer is no refusal, so it is waited for until `VERDICT_S` before the job's end.
-    """
+    """Return the time of ``time.monotonic()`` until which Slurm is waited for: `VERDICT_S` before
+    the job's end, inf without a time limit. A silent Slurm has refused nothing, so it is waited
+    for as long as possible."""
     end = read_seconds(attempt.end_time) or AttemptEnv.from_env(environ).end_time
     return math.inf if end is None else time.monotonic() + end - time.time() - VERDICT_S
 
 
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
-    """Queue a new job that continues the run, where the site refuses the requeue of this one, or a
-    chain has no next one. Return the batch script's exit code: 0, or `CAN_GO_ON` where Slurm
-    refuses it. Raise OSError as `queue_next_link`."""
+    """Queue a new job that continues the run, where the site refuses the requeue of this job, or a
+    chain has no next job. Return the batch script's exit code: 0, or `CAN_GO_ON` where Slurm
+    refuses the new job or does not answer. Raises OSError as `queue_next_link`."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link is None:
         return _leave_to_the_user(run)
@@ -194,11 +197,12 @@ def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -
 
 def end_as_failed(environ: dict[str, str], code: int) -> int:
     """Return the exit code with which the batch script ends the job as failed: `code`, or another
-    one, which is printed, where the cluster's RequeueExit or RequeueExitHold has that; Slurm would
-    start the job again, for ever, also one that may not be requeued.
+    code where the cluster's RequeueExit or RequeueExitHold lists `code`, which is printed. After a
+    listed code Slurm would start the job again, for ever, even one with ``--no-requeue``.
 
-    An expedited job, which Slurm would hold in the queue, is first kept from a requeue by Slurm; a
-    refusal is printed. In an allocation `code` is returned as it is.
+    Slurm would requeue and hold an expedited job that fails, so this first forbids Slurm to requeue
+    it; a refusal is printed. In an allocation `code` is returned as it is. Raises KeyError outside
+    of a job.
     """
     if INTERACTIVE in environ:
         return code
@@ -232,11 +236,11 @@ def _end_link(
 ) -> int:
     """End one job of a chain; return the batch script's exit code.
 
-    If the run continues, the next job, which waits already, is kept off bad nodes; one that is
-    missing, or over already, is queued anew, but not one that a person has cancelled. The code is 0
-    then, or `CAN_GO_ON` without a next job. If nothing is left to do, the next job is cancelled,
-    unless the attempt is superseded, and the code is the verdict's own. Refusals of Slurm are
-    printed. Raise OSError if the run's folder can't be read or written.
+    If the run continues, the next job, which waits already, is kept off bad nodes. A next job that
+    is missing, or over already, is queued anew, unless a person has cancelled it. The code is then
+    0, or `CAN_GO_ON` where there is no next job. If the run does not continue, the next job is
+    cancelled, unless the attempt is superseded, and the code is the verdict's own. Refusals of
+    Slurm are printed. Raises OSError if the run's folder can't be read or written.
     """
     link = attempt.link
     if decided.action == Action.REQUEUE:
@@ -259,8 +263,8 @@ def _end_link(
 
 def _end_state_of(link: JobRef, give_up: float) -> str:
     """Return Slurm's state of a chain's next job that has ended before its turn; '' where it has
-    not ended, and without an answer until `give_up`, by ``time.monotonic()``. A job that neither
-    the controller nor the accounting knows counts as CANCELLED."""
+    not ended, or where Slurm gives no answer until `give_up`, a time of ``time.monotonic()``. A job
+    that neither the controller nor the accounting knows counts as CANCELLED."""
     try:
         job = slurm.show_job(link.id, give_up)
     except slurm.NoAnswerError:

@@ -15,11 +15,14 @@ from hpc_ddp.node.outcome.verdict import most_in_a_row
 def too_many_silent(
     spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
 ) -> str | None:
-    """Return why no attempt may follow those that ended without a verdict; None when one may, and
-    before the first attempt. A superseded attempt counts as one without, in a row of them if it has
-    saved nothing: Slurm has started the job again by itself, as after each node that goes down.
+    """Return why no attempt may follow the last one; None where one may, and before the first.
 
-    `events` and `numbers` (ascending) are those of the attempts since the run's last submit;
+    An attempt may not follow where the last one ended without a verdict and the run has had more
+    starts than a bound on requeues permits, or where too many attempts in a row ended without a
+    verdict and without a checkpoint. Superseded attempts count as ones without a verdict: Slurm has
+    started the job again by itself, as after each node that goes down.
+
+    `events`, and the attempts' `numbers` (ascending), are those since the run's last submit;
     `most_requeues` is the operators' limit, inf without one.
     """
     verdicts = [event for event in events if isinstance(event, VerdictGiven)]
