@@ -15,13 +15,13 @@ KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to pr
 
 
 def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
-    """Keep a waiting job off the nodes that were to blame within a day, where others are left.
+    """Set the nodes that Slurm keeps a waiting job off to those of `excluded_nodes`; do nothing
+    where that returns None. So nodes that were blamed more than a day ago are used again.
 
-    Nodes that were blamed longer ago are taken off Slurm's list again, which would keep them.
-    Nothing where `excluded_nodes` returns None. The blamed nodes that the job is kept off are
-    printed; so is a refusal of Slurm, after which the job stays as it is. Slurm is waited for until
-    `give_up`, a time of ``time.monotonic()`` (None: two minutes), for its list, and two minutes for
-    the change. Raise OSError if the journal can't be read.
+    The blamed nodes that the job is kept off are printed; so is a refusal of Slurm, which leaves
+    the job as it is. A silent Slurm is waited for until `give_up`, a time of ``time.monotonic()``
+    (None: two minutes), for its list, and two minutes for the change. Raises OSError if the journal
+    can't be read.
     """
     nodes = excluded_nodes(run, job_id, give_up)
     if nodes is None:
@@ -37,13 +37,13 @@ def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
 
 
 def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) -> list[str] | None:
-    """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, less all
-    that verdicts have blamed; and those of the blamed ones that were to blame within the last day.
+    """Return the nodes to keep the job off: those that Slurm keeps it off already and that no
+    verdict has blamed, and those that verdicts have blamed within the last day. The latter are left
+    out where sbatch, in a test, says that the job could not start without them.
 
-    None where no verdict since the last submit has blamed any, or Slurm refuses, or gives no answer
-    until `give_up`, a time of ``time.monotonic()`` (None: two minutes). All blamed nodes are left
-    out where the job could not start without them, by a test with sbatch. Refusals of Slurm are
-    printed. Raise OSError if the journal can't be read.
+    None where no verdict since the last submit has blamed a node, or where Slurm refuses its list,
+    or gives no answer until `give_up`, a time of ``time.monotonic()`` (None: two minutes). Refusals
+    of Slurm are printed. Raises OSError if the journal can't be read.
     """
     events = since_submit(run.events())
     blamed = set(_bad_nodes(events, since=0.0))
@@ -69,6 +69,6 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
 
 
 def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:
-    """Return the nodes, sorted, that verdicts have blamed since a time, in unix seconds."""
+    """Return the nodes, sorted, that verdicts after the time `since`, in unix seconds, blame."""
     verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
     return sorted({node for verdict in verdicts for node in verdict.bad_nodes})

@@ -44,9 +44,9 @@ _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 class Failure:
     """A worker that did not end well.
 
-    `code` is as Popen gives it, negative for a signal; `rank` is None for torchrun itself; `time`
-    is in unix seconds by the node's clock; `error` is '' where nothing is known, and `last_line`
-    then the log's.
+    `rank` is None where torchrun itself failed. `code` is the exit code as Popen gives it, negative
+    for a signal. `time` is that of the end, in unix seconds by the node's clock. `error` is the
+    line that names the error, '' where none is known; `last_line` then is the last line of the log.
     """
 
     rank: int | None
@@ -58,10 +58,11 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """The first of these that applies: ``left`` (`early_exits`); ``torn down`` (by SIGTERM);
-        ``exception`` (differing collectives, or an error of the device); ``signal``, unless the
-        error is that a peer is gone; ``hang``; ``disk`` (exit code `CAN_GO_ON`); ``communication``
-        (a peer is gone); ``exception`` (any other error); ``exit`` (no error)."""
+        """The first of these that applies: ``left`` (`early_exits`); ``torn down`` (SIGTERM);
+        ``exception`` (differing collectives, or an error of the device); ``signal`` (any other
+        signal, unless the error is that a peer is gone); ``hang``; ``disk`` (exit code
+        `CAN_GO_ON`); ``communication`` (a peer is gone); ``exception`` (any other error); ``exit``
+        (no error)."""
         if self.error.startswith(EARLY_EXIT):
             return "left"
         if self.code in _TORN_DOWN:
@@ -80,13 +81,15 @@ class Failure:
 
     @property
     def is_of_usage(self) -> bool:
-        """Whether it is a UsageError of hpc_ddp.training: a wrong call, which comes again."""
+        """Whether the error is a UsageError of hpc_ddp.training: a wrong call by the script, which
+        would fail again."""
         return self.kind == "exception" and self.error.startswith(f"{UsageError.__name__}: ")
 
     @property
     def is_of_clock(self) -> bool:
-        """Whether a clock that goes on in a suspension may be to blame, as a watchdog's or torch's:
-        for each kind but ``exception``, ``signal`` and ``left``, and for all with SIGABRT."""
+        """Whether a timeout may be the cause, as a watchdog's or torch's, whose clock goes on while
+        the job is suspended: for SIGABRT, and for each kind but ``exception``, ``signal`` and
+        ``left``."""
         is_aborted = self.code == -signal.SIGABRT
         return is_aborted or self.kind in ("hang", "communication", "disk", "exit", "torn down")
 
@@ -113,11 +116,9 @@ def _signal_name(number: int) -> str:
 
 
 def from_record(record: dict[str, Any]) -> list[Failure]:
-    """Return the failures that a node has recorded of its end, [] without any; where its supervisor
-    has killed the workers, those by SIGKILL with the code of SIGTERM.
-
-    `record` is the JSON of a record file. Raise KeyError or TypeError for one of another form.
-    """
+    """Return the failures in `record`, the JSON of a node's record of its end; [] without any.
+    Where the node's supervisor has killed the workers, failures by SIGKILL get the code of SIGTERM:
+    they say nothing about the cause. Raises KeyError or TypeError for a record of another form."""
     failures = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
     if record.get("killed"):  # what we killed ourselves says nothing about the cause
         return [
@@ -127,8 +128,9 @@ def from_record(record: dict[str, Any]) -> list[Failure]:
 
 
 def early_exits(events: Iterable[JournalEvent], attempt: int) -> list[Failure]:
-    """Return the ranks that have ended by themselves amid the training, as by ``sys.exit(0)``,
-    since its last start in an attempt by a run's `events`; each with exit code 0."""
+    """Return a failure with exit code 0 for each rank that has ended by itself amid the training,
+    as by ``sys.exit(0)``, by the `events` of the run's journal. Only the attempt of the number
+    `attempt` counts, from the last start of its workers on."""
     events_here = [event for event in events if event.attempt == attempt]
     start = last_event(events_here, WorkerStarted)
     return [
@@ -141,15 +143,18 @@ def early_exits(events: Iterable[JournalEvent], attempt: int) -> list[Failure]:
 
 
 def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> Failure | None:
-    """Return the failure that the others follow from, None without any.
+    """Return the failure that the others follow from: the one whose kind comes first in `order`,
+    among equal kinds the earliest. None without `failures`. Clocks of nodes differ, so time comes
+    last.
 
-    `exits`, of `early_exits`, count beside failures: also of the same rank, if it was torn down at
-    its exit; one that has an exit code of its own has left when it began to exit. A worker whose
-    peer has died says that a connection closed, and one that was ended by the agent died of
-    SIGTERM: neither is a cause where there is another one. A rank that hangs with Python's lock
-    exits without a word, and its peers say why: ``hang`` comes before ``exit``. A rank that leaves
-    by itself has its peers hang, or lose it. Among equals the earliest counts; clocks of nodes
-    differ, so time comes last.
+    A worker whose peer has died says that a connection closed, and a worker that the agent has
+    ended died of SIGTERM: neither is a cause where there is another one. A rank that hangs with
+    Python's lock exits without a word, and its peers say why: ``hang`` comes before ``exit``. The
+    peers of a rank that leaves by itself hang, or lose it: ``left`` comes before ``hang``.
+
+    `exits`, of `early_exits`, are candidates besides `failures` if their rank has no failure, or
+    was only torn down. A failure without an error counts as ``left``, at the time of its rank's
+    exit, if there is one.
     """
     first = dict.fromkeys(("exception", "signal", "disk"), 0)
     order = {**first, "left": 1, "hang": 2, "exit": 3, "communication": 4, "torn down": 5}
@@ -157,7 +162,7 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
     exits_by_rank = {early.rank: early for early in exits}
 
     def place_of(failure: Failure) -> tuple[int, float]:
-        """Return the order of a failure's kind, and its time."""
+        """Return the place of a failure's kind in `order`, and the failure's time."""
         early = exits_by_rank.get(failure.rank) if failure.kind == "exit" else None
         return (order["left"], early.time) if early else (order[failure.kind], failure.time)
 
@@ -168,18 +173,18 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
 def reason_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:
     """Return the fields ``error`` and ``last_line`` of a worker's failure, as `Failure` has them.
 
-    The error is that of `error_of`, which has the parameters, too. The last line, by which the
-    worker may have said why it ended, is '' if there is an error; after a signal it is the line of
-    the script, or of a library, that the signal came in, '' where that is not known.
+    The error is that of `error_of`, which explains the parameters. The last line of the log, by
+    which the worker may have said why it ended, is '' if there is an error. After a signal it is
+    the line of Python code in which the worker got the signal, '' where that is not known.
     """
     error = error_of(failure, run, folder)
     return _with_last_line(failure["code"], error, folder.rank_log(failure["rank"]))
 
 
 def reason_of_agent(code: int, error: str, folder: NodeFolder) -> dict[str, str]:
-    """Return the fields of torchrun's own failure as `reason_of` does, with the last line of its
-    log: a library may have ended it, for want of memory, say. `code` is its exit code, and `error`
-    what it has reported, or ''."""
+    """Return the same fields as `reason_of` for a failure of torchrun itself. `code` is torchrun's
+    exit code, `error` the error that it has reported, or ''. Without an error the last line of its
+    log may tell the reason: a library may have ended it for want of memory, say."""
     return _with_last_line(code, error, folder.agent_log)
 
 
@@ -190,12 +195,12 @@ def _with_last_line(code: int, error: str, log: Path) -> dict[str, str]:
 
 
 def error_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
-    """Return the error of a worker, '' without one; `failure` has its ``rank``, exit ``code`` and
-    the ``time`` of its end, in unix seconds.
+    """Return the error of a worker, '' without one; `failure` has the worker's ``rank``, its exit
+    ``code`` and the ``time`` of its end, in unix seconds.
 
-    The error is in the worker's log in the node's `folder`, or in its journal of the last minute
-    before the end; files that can't be read count as empty. A worker that died of a signal has
-    none, but for NCCL's or gloo's reason to abort (SIGABRT).
+    The error is looked for in the worker's log in the node's `folder`, and in its journal of the
+    last `JOURNALED_S` before the end; files that can't be read count as empty. A worker that died
+    of a signal has no error, apart from NCCL's or gloo's reason to abort (SIGABRT).
     """
     rank, code = failure["rank"], failure["code"]
     log = folder.rank_log(rank)
@@ -208,10 +213,10 @@ def error_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str
 
 def last_exception(log: Path) -> str:
     """Return the line of the last traceback that names the exception, in the part of a log that
-    the worker's last start has written; '' when it has none, or there is no such log.
+    the worker's last start has written; '' where there is no traceback, or no such log.
 
-    A script that can't be parsed has no traceback, only that line. At most 500 characters, from the
-    last `TAIL_BYTES`.
+    For a script that can't be parsed Python prints no traceback, only the line: that is returned.
+    At most 500 characters; only the last `TAIL_BYTES` of the log are read.
     """
     text = _end_of(log)
     _, marker, after = text.rpartition("Traceback (most recent call last):\n")
@@ -222,15 +227,15 @@ def last_exception(log: Path) -> str:
 
 
 def _end_of(log: Path) -> str:
-    """Return the part of a log that the worker's last start has written, of the last `TAIL_BYTES`;
+    """Return the part that the worker's last start has written of the last `TAIL_BYTES` of a log;
     '' where there is no such log."""
     return read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Return the last ten lines that a worker's last start has written, without blank ones, and
-    without hpc-ddp's own on an early exit; each at most 500 characters. [] where there is no such
-    log."""
+    """Return the last ten lines that a worker's last start has written to a log, without blank
+    lines and hpc-ddp's own about an early exit; each is cut to 500 characters. [] where there is no
+    such log."""
     lines = [line for line in _end_of(log).splitlines() if EARLY_EXIT not in line]
     return [line.strip()[:500] for line in lines if line.strip()][-10:]
 
@@ -247,12 +252,12 @@ def _error_line(log: Path) -> str:
 
 
 def abort_reason(log: Path) -> str:
-    """Return the last line that NCCL's watchdog or gloo has logged before it aborted a worker, ''
-    without one, or where there is no such log.
+    """Return the last line that NCCL's watchdog or gloo has logged before it aborted a worker; ''
+    where there is no such line, or no such log. At most 500 characters.
 
-    NCCL does so where a peer is gone, so such a worker is not the cause; gloo where the peer sends
-    another size (`MISMATCH`). An error of the worker's own device, ``CUDA error: …``, counts before
-    the other lines, and without the words before it. At most 500 characters.
+    NCCL aborts where a peer is gone, so such a worker is not the cause; gloo aborts where the peer
+    sends another size (`MISMATCH`). Where a line names an error of the worker's own device, the
+    last such error is returned, from ``CUDA error: `` or ``HIP error: `` on.
     """
     lines = _ABORTED.findall(_end_of(log))
     errors = _OF_DEVICE.findall("\n".join(lines))
@@ -262,12 +267,11 @@ def abort_reason(log: Path) -> str:
 
 
 def journaled_error(journal: Path, since: float, attempt: int) -> str:
-    """Return the error that a worker journaled last in an attempt, '' when there is none since a
-    time (unix seconds).
+    """Return the error that a worker journaled last in an attempt, at the time `since` (unix
+    seconds) or later; '' without one, and where the journal can't be read. At most 500 characters.
 
-    `hpc_ddp.training` explains an error of its own to people, without a traceback in the log; its
-    text is returned without the type. At most 500 characters. A journal that can't be read counts
-    as empty.
+    `hpc_ddp.training` prints an error of its own for people, without a traceback in the log: such
+    an error is returned without its type.
     """
     for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
         event = parse_event(line)

@@ -27,13 +27,14 @@ RESTARTS = "HPC_DDP_SLURM_RESTARTS"
 
 
 def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return Slurm's variables of the first job of a run, by name, as far as it would be wrong to
-    go on with those of this one, whose `environ` it is; `starts` is the number of attempts before.
+    """Return, by name, the variables to set in this job, so that its script goes on as in the run's
+    first job. `starts` is the number of attempts before this one, `environ` this job's environment.
 
-    SLURM_RESTART_COUNT counts these: scripts resume by it. The number of an array's tasks and the
-    range of their indexes are those of the whole array, of which this job may have a part: scripts
-    share out their data by them. SLURM_SUBMIT_DIR is the folder of the first submit. Raise OSError
-    where the job of the run, or its array, can't be read, and UsageError for a broken one.
+    SLURM_RESTART_COUNT counts those attempts: scripts resume by it. SLURM_SUBMIT_DIR is the folder
+    of the first submit. In a task of an array the number of tasks and the range of their indexes
+    are those of the whole array, since scripts share out their data by them, and this job may have
+    only some of the tasks. `RESTARTS` has Slurm's own count. Raises OSError where the run's
+    job.json can't be read, UsageError where it is broken.
     """
     array = RunFolder(run.whole)
     spec = JobSpec.from_json(array.job_json.read_bytes())
@@ -56,14 +57,19 @@ def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[s
 
 
 def count_starts(run: RunFolder) -> int:
-    """Return how many attempts a run has had since ``--fresh``. May raise OSError."""
+    """Return how many attempts a run has had since its last ``--fresh``, or in all without one.
+    Raises OSError where the run's folder can't be read."""
     return run.next_attempt() - first_attempt(run.events())
 
 
 def before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the batch shell's environment from before its set-up lines, which a new job repeats:
-    what they have exported would count twice. `environ`, that of now, for a job without such lines,
-    and where the file that the batch script has written can't be read."""
+    """Return the environment that the batch shell had before its set-up lines, but HPC_DDP_UMASK as
+    in `environ`, the environment now. A new job runs the set-up lines again, and their exports must
+    not count twice.
+
+    The batch script has written that environment to a file. `environ` itself is returned for a job
+    without set-up lines, where the file can't be read or is another user's, and where only
+    `environ` finds sbatch."""
     try:
         path = _file(environ)
         if path.lstat().st_uid != os.geteuid():
@@ -84,14 +90,16 @@ def forget_before_setup(environ: Mapping[str, str]) -> None:
 
 
 def _file(environ: Mapping[str, str]) -> Path:
-    """Return the path of that file; raise KeyError without a job or a run."""
+    """Return the path of the file with the environment from before the set-up lines; raise KeyError
+    without a job or a run."""
     run = RunFolder(Path(environ["HPC_DDP_RUN"]))
     return RunFolder(run.whole).logs / f".environ-{environ['SLURM_JOB_ID']}"
 
 
 def main(_: list[str]) -> int:
-    """Answer the batch script with the lines that set `variables`, before its set-up lines; return
-    0. Where the run's folder can't be used, nothing is set: ``batch begin`` comes to it again."""
+    """Give the batch script, before its set-up lines, the lines that export `variables`, and return
+    0. Where the run's folder can't be used, no line is given: ``batch begin``, which comes later,
+    reports the error."""
     environ = dict(os.environ)
     with suppress(HpcDdpError, OSError):
         run = run_of_job(environ)

@@ -55,12 +55,13 @@ APART = (
 
 
 def check_budget(run: RunFolder, spec: JobSpec) -> None:
-    """Refuse to start an attempt if the run, or its array's tasks together, have used the budget.
+    """Refuse to start an attempt if the run, or all tasks of its array together, have used up the
+    budget of GPU hours (``--budget-gpu-hours``).
 
     Raises
     ------
     HpcDdpError
-        they have; this is journalled as a verdict, and the job's message is sent
+        the budget is used up; this is journalled as a verdict, and the job's message is sent
     OSError
         the journals can't be read
     """
@@ -71,14 +72,15 @@ def check_budget(run: RunFolder, spec: JobSpec) -> None:
 
 
 def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
-    """Refuse another attempt where too many since the last submit have ended without a verdict.
+    """Refuse another attempt where too many since the last submit have ended without a verdict, by
+    `too_many_silent`. Preempted attempts do not count: the accounting is asked for them.
 
-    A job may take its own first node down each time, and with it the batch shell that would count.
+    A job may take its first node down each time, and with it the batch shell that would count.
 
     Raises
     ------
     HpcDdpError
-        too many have; this is journalled as a verdict, and the job's message is sent
+        too many attempts have; this is journalled as a verdict, and the job's message is sent
     OSError
         the journal can't be read
     """
@@ -97,8 +99,9 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
 
 
 def _preemptions(run: RunFolder) -> list[JournalEvent]:
-    """Return a notice for each start of the run's jobs that Slurm has ended by a preemption, by its
-    accounting: while a container started, there was nothing that could journal one."""
+    """Return a notice for each attempt that Slurm has preempted, by its accounting, which is asked.
+    A job that is preempted while its container starts has no process that could journal a
+    notice."""
     attempts = [(attempt.number, attempt.info) for attempt in run.attempts()]
     numbers = {(job.get("job_id"), job.get("restarts")): number for number, job in attempts}
     job_ids = {job["job_id"] for _, job in attempts if job.get("job_id")}
@@ -111,8 +114,9 @@ def _preemptions(run: RunFolder) -> list[JournalEvent]:
 
 
 def _vain_boots(run: RunFolder, events: list[JournalEvent]) -> list[JournalEvent]:
-    """Return a notice for each attempt that Slurm has taken back before any supervisor began: a
-    cloud's node did not boot, for which the first one, with the batch script, did not wait."""
+    """Return a notice for each superseded attempt in which no supervisor has begun: a node of a
+    cloud did not boot, and Slurm has requeued the job. The batch script on the first node does not
+    wait until the other nodes have booted."""
     superseded = {e.attempt for e in events
                   if isinstance(e, VerdictGiven) and e.cause == Cause.SUPERSEDED}  # fmt: skip
     return [
@@ -123,8 +127,9 @@ def _vain_boots(run: RunFolder, events: list[JournalEvent]) -> list[JournalEvent
 
 
 def _give_up(run: RunFolder, spec: JobSpec, cause: Cause, why: str, hint: str) -> NoReturn:
-    """Journal a verdict for the last attempt, by which none may follow it, and send the job's
-    message; raise HpcDdpError, the refusal of the next attempt."""
+    """Journal the verdict `cause` for the last attempt, so that no attempt follows it; send the
+    job's message; raise HpcDdpError with the reason `why`, and `hint`, to refuse the next
+    attempt."""
     journal = run.journal("batch", max(run.next_attempt() - 1, 0))
     journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, (), "given up"))
     notify(run, spec, GIVEN_UP, why)
@@ -141,15 +146,16 @@ def judge(
     job: Job | None,
     goes_on: bool = True,
 ) -> tuple[AttemptFacts, Verdict]:
-    """Gather the facts of an attempt that has ended; decide how the run continues, journal and
-    print it, and return both.
+    """Gather the facts of an attempt that has ended and decide how the run continues; journal and
+    print the verdict; return the facts and the verdict.
 
-    `job` is Slurm's record of the job, None without an answer and without Slurm; with it, Slurm is
-    asked for the state of silent nodes. Without `goes_on` a requeue is the user's to make, as is
-    printed then. With ``--stage`` the verdict, and the run's parcel, are as `judge_stage` leaves
-    them. Raise OSError if the run's folder can't be read, UsageError for a broken job.json,
-    KeyError, TypeError or ValueError for a damaged file of the attempt. A journal that refuses the
-    verdict is only reported.
+    `job` is Slurm's record of the job, None without an answer and without Slurm; with a record,
+    Slurm is also asked for the state of silent nodes. `goes_on` is False where the user has to
+    continue the run, not Slurm: the text says so. With ``--stage``, `judge_stage` may change the
+    verdict and remove the run's parcel. If the journal refuses the verdict, that is only printed.
+
+    Raises OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError,
+    TypeError or ValueError for a damaged file of the attempt.
     """
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
@@ -179,15 +185,17 @@ def judge(
 
 
 def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: set[str]) -> Verdict:
-    """Return the verdict `decided` of a run with ``--stage``; or in place of it, once in a run, a
-    requeue without the copy of the environment, where that may be at fault.
+    """Return the verdict of a run with ``--stage``: `decided`, or, once in a run, a requeue without
+    the copy of the environment where that copy may be at fault.
 
-    It may be where the verdict gives up after an attempt that has `staged` Python
-    (`AttemptFolder.staged`), or a worker was killed for want of memory, of which the copy has taken
-    some; and the parcel where the disk is full that it lies on. The run is marked as `unstaged`
-    then, and its parcel removed; an array's stays for its other tasks, unless the disk is full. A
-    run beyond its budget or limit of requeues keeps the verdict `decided`, and so does one that
-    can't be marked. A finished run's parcel is removed, but for an array's.
+    The copy may be at fault where `decided` gives up after an attempt that has `staged` Python
+    (`AttemptFolder.staged`); where a worker was killed for want of memory, of which a copy in
+    memory has taken some; and where the disk with the run's parcel is full. The run is then marked
+    as `unstaged`, and its parcel is removed; the parcel of an array stays for the other tasks,
+    unless the disk is full. A run beyond its budget or its limit of requeues keeps the verdict
+    `decided`, and so does a run that can't be marked.
+
+    The parcel of a finished run is removed, too, unless the run is a task of an array.
     """
     if decided.cause == Cause.FINISHED and not run.is_task:
         shutil.rmtree(run.parcel, ignore_errors=True)
@@ -214,10 +222,10 @@ def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: s
 def _record(
     run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict, goes_on: bool
 ) -> None:
-    """Write the verdict to the journal, and to stderr, the end of the job's output, for users, with
+    """Write the verdict to the journal, and print it to stderr, the job's output. Printed are also
     the path of the failed worker's log, and, unless the run goes on by itself, the commands that
-    send what trackers recorded offline. A journal that refuses the verdict is tried for a minute,
-    and then only reported."""
+    send what trackers have recorded offline. If the journal still refuses the verdict after a
+    minute, that is only printed."""
     has_failed = decided.cause in (Cause.FAILED, Cause.STOOD_STILL)
     failure = facts.failure if has_failed else None
     where: dict[str, Any] = {}
@@ -251,8 +259,9 @@ def _record(
 
 
 def _sequel(facts: AttemptFacts, action: Action, goes_on: bool) -> str:
-    """Return what follows an attempt, in words: a requeued run goes on where the attempt has saved
-    or restored a checkpoint; '' where nothing follows."""
+    """Return in words what follows an attempt, '' where nothing does. A requeued run "goes on" if
+    the attempt has a step in the journal, and a checkpoint was saved or restored since the last
+    submit; else it "is started again"."""
     if action != Action.REQUEUE:
         return "given up" if action == Action.GIVE_UP else ""
     if not goes_on:
@@ -274,18 +283,19 @@ def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
 
 
 def since_submit(events: list[JournalEvent], attempt: float = math.inf) -> list[JournalEvent]:
-    """Return the events since the newest submit whose first attempt is `attempt` or an earlier one,
-    by default since the last submit: with fixed code a run has its retries anew.
+    """Return the events of the attempts since the last submit, or since the newest submit whose
+    first attempt is not after `attempt`; all events without a submit. So a run that is submitted
+    again, with fixed code, has its retries anew.
 
-    By attempt and not by time, since the login node's clock is another one. Without a submit, all.
+    The attempts' numbers decide, not times: the login node's clock may differ.
     """
     first = _first_attempt(events, attempt)
     return [event for event in events if event.attempt >= first]
 
 
 def _first_attempt(events: list[JournalEvent], attempt: float) -> int:
-    """Return the number of the attempt with which the newest submit began, without the submits that
-    began after `attempt`, such as one whose job still waits; 0 without a submit."""
+    """Return the number of the first attempt of the newest submit; submits whose first attempt is
+    after `attempt` do not count, such as one whose job still waits. 0 without a submit."""
     submits = [event for event in events if isinstance(event, Submitted)]
     numbers = (submit.first_attempt for submit in submits)
     return max((number for number in numbers if number <= attempt), default=0)

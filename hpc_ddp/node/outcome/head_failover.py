@@ -29,16 +29,17 @@ DEPUTIES = (1, 2)  # by index: few, since all would ask the controller
 
 
 def watch(place: Place, environ: dict[str, str]) -> threading.Event:
-    """Return an event that is set once Slurm has taken the first node from the job.
+    """Return an event that is set once Slurm has taken the first node from the job. For this a
+    thread is started that asks Slurm every `ASK_EVERY_S`, but only on the `DEPUTIES`: on other
+    nodes, and without Slurm, the event is never set.
 
-    On the `DEPUTIES` a thread, which this starts, asks Slurm every `ASK_EVERY_S`; on other nodes,
-    and without Slurm, the event is never set. The node's own torchrun does not tell: it waits for
-    an answer of the rendezvous for as long as TCP does, a quarter of an hour where the link is cut.
+    torchrun on this node notices the loss later: it waits for an answer of the rendezvous as long
+    as TCP does, a quarter of an hour where the link is cut.
     """
     is_gone = threading.Event()
 
     def look() -> None:
-        """Ask Slurm every `ASK_EVERY_S` until the job has nodes, and the first is none of them."""
+        """Ask Slurm every `ASK_EVERY_S` until the job has lost its first node; set the event."""
         while not is_gone.wait(ASK_EVERY_S):
             nodes = _nodes_left(environ)
             if nodes and place.nodes[0] not in nodes:
@@ -50,13 +51,13 @@ def watch(place: Place, environ: dict[str, str]) -> threading.Event:
 
 
 def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]) -> None:
-    """Give the verdict in place of the batch shell, if Slurm has lost that shell's node, the first,
-    and this node is the first of those that are left.
+    """Give the verdict in place of the batch shell, if Slurm has dropped the first node, on which
+    that shell ran, and this node is the first of those that are left. The verdict requeues or ends
+    the job.
 
-    For a node whose torchrun has ended. It waits, at most `PATIENCE_S`, until Slurm has dropped the
-    first node, the first node has recorded its end, a later attempt has begun, or `has_notice`
-    returns True; without Slurm not at all. The verdict requeues or ends the job. Raises as
-    `_end_job`.
+    The supervisor calls this once this node's torchrun has ended. It waits until Slurm has dropped
+    the first node, the first node has recorded its end, a later attempt has begun, or `has_notice`
+    returns True; `PATIENCE_S` at most, and without Slurm not at all. Raises as `_end_job`.
     """
     first = place.attempt.node(place.nodes[0])
     give_up = time.monotonic() + PATIENCE_S
@@ -75,11 +76,12 @@ def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
 
 
 def _end_job(environ: dict[str, str]) -> None:
-    """Give the verdict and carry it out; cancel the job if it is not requeued, since without a
-    batch shell it does not end by itself.
+    """Give the verdict and carry it out; cancel the job if it still has nodes then, since without
+    a batch shell it does not end by itself. If Slurm refuses to cancel the job, it ends at its time
+    limit.
 
-    HpcDdpErrors are printed, other errors of `batch.verdict` raised, such as OSError if the run's
-    folder can't be used. A job that Slurm does not cancel ends at its time limit.
+    An HpcDdpError of `batch.verdict` is printed; its other errors are raised, such as OSError if
+    the run's folder can't be used.
     """
     try:
         batch.verdict(environ)
@@ -91,9 +93,9 @@ def _end_job(environ: dict[str, str]) -> None:
 
 
 def _nodes_left(environ: dict[str, str]) -> list[str]:
-    """Ask Slurm for the nodes that this start of the job has, and return them; [] where the job
-    does not run, has been started again, or Slurm does not answer for `slurm.PATIENCE_S`. Raise
-    KeyError outside of a job."""
+    """Return the nodes that this start of the job has by Slurm, which is asked; [] where the job
+    does not run, has been started again, or Slurm refuses or does not answer for
+    `slurm.PATIENCE_S`. Raises KeyError outside of a job."""
     job_id = environ["SLURM_JOB_ID"]
     try:
         job = slurm.show_job(job_id)

@@ -20,11 +20,11 @@ _FILES = {"cgroup": "memory.oom_control", "cgroup2": "memory.events"}
 
 def kills(proc: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for want of memory, 0 where it does not
-    count.
+    count. Only the difference of two calls tells something.
 
-    The number is that of this process's memory cgroup, in which a supervisor's workers are, too;
-    or, without such a counter, that of the whole machine, in which other jobs have their part: only
-    differences matter. `proc` is where procfs is mounted.
+    The kills are those in this process's memory cgroup, in which a supervisor's workers are, too;
+    without such a counter those of the whole machine, also in other jobs. `proc` is where procfs is
+    mounted.
     """
     for path in [*_counters(proc), proc / "vmstat"]:
         match = re.search(r"^oom_kill (\d+)$", _read(path), re.M)
@@ -34,8 +34,8 @@ def kills(proc: Path = Path("/proc")) -> int:
 
 
 def name_kills(failures: list[dict[str, Any]], before: int) -> None:
-    """Set ``error`` to `KILLED` in the failures whose ``code`` is that of SIGKILL, if `kills` is
-    more now than `before`, its number when the workers started."""
+    """If the kernel has killed a process since the workers started, when `kills` returned `before`,
+    set ``error`` to `KILLED` in each of `failures` whose ``code`` is that of SIGKILL."""
     if kills() > before:
         for failure in failures:
             if failure["code"] == -signal.SIGKILL:
@@ -43,8 +43,8 @@ def name_kills(failures: list[dict[str, Any]], before: int) -> None:
 
 
 def _counters(proc: Path) -> list[Path]:
-    """Return where this process's memory cgroup may have its counter, the nearest first; the files
-    need not exist."""
+    """Return the files in which the kernel may count the kills in this process's memory cgroup,
+    then in the cgroups above it; the files need not exist."""
     files = []
     for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)

@@ -77,8 +77,8 @@ class AttemptFacts:
     restarts
         the job's restart count when this attempt started
     nodes, records
-        the attempt's node names, and what the nodes recorded of their ends; a node that was lost
-        and went on in vain, while an elastic job did without it, has `left`
+        the attempt's node names, and the records that tasks wrote of their ends; one with ``left``
+        is of a node that was lost and went on in vain, while an elastic job did without it
     lost_nodes
         silent nodes that Slurm says are down or do not answer
     gpu_hours
@@ -104,7 +104,7 @@ class AttemptFacts:
 
     @property
     def bad_nodes(self) -> Sequence[str]:
-        """The nodes to blame for the end of this attempt: lost ones, and the preflight's unfit."""
+        """The nodes to blame for this attempt's end: the lost, and those unfit by the preflight."""
         unfit_nodes = self.unfit.bad_nodes if self.unfit else []
         return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
 
@@ -131,7 +131,7 @@ class AttemptFacts:
 
     @property
     def ends(self) -> Sequence[dict[str, Any]]:
-        """The records of nodes that were with the others to the end."""
+        """The records of nodes that were in the job to its end: those without ``left``."""
         return [record for record in self.records if not record.get("left")]
 
     @property
@@ -167,8 +167,8 @@ class AttemptFacts:
 
     @property
     def notices(self) -> list[str]:
-        """The reason of a stop that the ranks agreed on, and the sources of the notices that nodes
-        or the preflight recorded, or that the journal has for the time limit; [] without any."""
+        """Why the attempt was asked to stop, [] if it was not: the reason of the stop on which the
+        ranks agreed, and the sources of the notices of nodes, the preflight and the time limit."""
         stopped, notice = self.here(Stopped), self.here(NoticeGiven)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
         sources += [self.unfit.notice] if self.unfit and self.unfit.notice else []
@@ -178,7 +178,8 @@ class AttemptFacts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt has ended, what follows, why, and the exit code of the batch script."""
+    """The end of an attempt (`cause`), what follows (`action`), the reason in words, and the exit
+    code of the batch script."""
 
     cause: Cause
     action: Action
@@ -189,7 +190,7 @@ class Verdict:
 def silent_nodes(
     spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the nodes, sorted, that have `left`, or of which a task has recorded no end."""
+    """Return the nodes, sorted, that lack the record of a task's end; ``left`` ones don't count."""
     heard = Counter(record["node"] for record in records if not record.get("left"))
     return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
 
@@ -256,7 +257,7 @@ def _cause(facts: AttemptFacts) -> Cause:
 
 
 def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
-    """Return why another attempt is not to be made after one with this cause, None when it is."""
+    """Return why no attempt may follow this one, which ended with `cause`; None where one may."""
     spec = facts.spec
     if over_text := over_budget(spec, facts.gpu_hours) or over_requeues(facts, cause):
         return over_text
@@ -292,9 +293,9 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
 
 
 def over_requeues(facts: AttemptFacts, cause: Cause) -> str | None:
-    """Return why the bounds on requeues permit none after an end with this cause, None where they
-    do: the operators' is on all of them, `max_requeues` on those that no failure has caused, but
-    for 0."""
+    """Return why the bounds permit no requeue after an end with `cause`, None where they do. The
+    operators' bound counts all requeues, `max_requeues` those after other causes than `FAILED`;
+    `max_requeues` 0 permits none at all."""
     most, count = facts.spec.max_requeues, len(facts.verdicts)
     if most == 0:
         return "it must not be started twice (--max-requeues 0)"
@@ -320,8 +321,8 @@ def _never_began(verdict: VerdictGiven) -> bool:
 def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
     """Count the attempts in a row, this one included, that brought no newer checkpoint.
 
-    The job may crash its nodes, or a script of the site may signal each attempt. Attempts whose end
-    is none of theirs count 0: preemptions, and the time limit of a script with its own checkpoints.
+    The job may crash its nodes, or a script of the site may signal each attempt. Passed over are
+    preemptions, Slurm's own requeues, and time limits of a script with checkpoints of its own.
     """
     excused = {Cause.PREEMPTED, Cause.SUPERSEDED, *(() if facts.is_ours else (Cause.TIME_LIMIT,))}
     if cause in excused or facts.progress:
@@ -338,7 +339,7 @@ def _ended_silently(verdict: VerdictGiven) -> bool:
 
 
 def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
-    """Return the sentence for a run that has used up its GPU hours, None for one that has not."""
+    """Return that a run has used up its GPU hours, as a text; None for one that has not."""
     if spec.budget_gpu_hours is None or gpu_hours < spec.budget_gpu_hours:
         return None
     budget = spec.budget_gpu_hours
@@ -346,7 +347,7 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
 
 
 def _why_no_retry(facts: AttemptFacts) -> str | None:
-    """Return why an attempt that has failed is not made again, None when it is."""
+    """Return why no attempt may follow this one, which has failed; None where one may."""
     failure = facts.failure
     is_of_script = failure and failure.kind in ("exception", "exit", "left")
     if is_of_script and not last_event(facts.events, FirstStep):
@@ -372,8 +373,8 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
 
 
 def _no_progress(facts: AttemptFacts) -> str | None:
-    """Return the reason to give up where the last attempt with a verdict failed or ran into the
-    time limit and saved nothing new, and nothing was saved since then; None otherwise."""
+    """Return the reason to give up where the last attempt with a verdict had failed, or run into
+    the time limit, and had saved nothing new, and nothing was saved since; None otherwise."""
     last = facts.verdicts[-1] if facts.verdicts else None
     if last is None or last.cause not in (Cause.FAILED, Cause.TIME_LIMIT) or last.progress:
         return None
