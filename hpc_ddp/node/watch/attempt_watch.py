@@ -20,16 +20,16 @@ QUICK_S = 5.0  # after a change, in case this host's cache still has the file as
 
 
 class AttemptWatch:
-    """Tells a supervisor when the attempt's files are worth a look.
+    """Tells a supervisor when to read the attempt's files.
 
-    Where the links to its peers are whole, the peers wake it. The first supervisor runs beside the
-    batch script, whose writes Linux tells it of, and wakes the others. Where links are missing, or
-    Linux does not tell, it looks each `LOOK_EVERY_S`.
+    The first supervisor runs on the node of the batch script: Linux tells it of the script's
+    writes, and it wakes the other supervisors. A supervisor that lacks a link to a peer, or is not
+    told by Linux, reads the files each `LOOK_EVERY_S`.
     """
 
     def __init__(self, place: Place, task: Task) -> None:
-        """Take the supervisor's place, and its number among those of the attempt; the first one
-        begins to watch the attempt's folder. The owner starts `links`."""
+        """Begin, in the first supervisor (``task.index`` 0), to watch the attempt's folder. `place`
+        and `task` are the supervisor's own. The caller has to start `links`."""
         self.links = PeerLinks(place, task)
         # Seconds between two looks while `is_quiet`, and between two for a later attempt.
         self._quiet_s = QUIET_S * task.per_node if task.index else QUIET_FIRST_S
@@ -45,12 +45,13 @@ class AttemptWatch:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether this supervisor is told of each change."""
+        """Whether this supervisor is told of each change, so that it need not look often."""
         return self.links.is_whole and (self._folder is None or self._folder.works)
 
     def is_due(self) -> bool:
-        """Return whether to read ``notice``, ``failed`` and ``end-time`` now. After a True the next
-        one comes with a wake-up, or after `LOOK_EVERY_S`, or far later while `is_quiet`."""
+        """Return whether to read ``notice``, ``failed`` and ``end-time`` now: after a wake-up, and
+        where the last True is `LOOK_EVERY_S` ago. While `is_quiet` that pause is far longer, but
+        not in the first `QUICK_S` after a wake-up."""
         now = time.monotonic()
         if self._is_woken():
             self._quick_until = now + QUICK_S
@@ -61,8 +62,8 @@ class AttemptWatch:
         return True
 
     def _is_woken(self) -> bool:
-        """Return whether a peer or Linux has told of a change since the last call; a change that
-        Linux tells of is passed on to the peers."""
+        """Return whether a peer or Linux has told of a change since the last call. Where Linux has
+        told of one, or has lost events, this wakes the peers."""
         is_woken = self.links.take_wake()
         if self._folder and self._folder.works:
             names = self._folder.changes()
@@ -72,12 +73,13 @@ class AttemptWatch:
         return is_woken
 
     def is_fence_due(self) -> bool:
-        """Return whether to ask now if a later attempt has begun: True at most once in
-        `FENCE_EVERY_S`, and less often while all peers are connected.
+        """Return whether to look now if a later attempt has begun: True at most once in
+        `FENCE_EVERY_S`, and less often while the peers on other nodes are all connected.
 
-        Where a later attempt runs, behind a cut link or beside a dead slurmd, these peers are gone.
-        A node without peers has no such sign, nor have nodes that have lost the controller and not
-        each other: there the first supervisor looks for all, and the others see it go.
+        Where a later attempt runs, behind a cut link or beside a dead slurmd, peers of this attempt
+        are gone. A job of one node has no such sign. Nor have nodes that have lost the controller
+        but not each other: there the first supervisor looks more often than the others, which see
+        it go.
         """
         now = time.monotonic()
         is_rare = self._has_peers and self.is_quiet

@@ -23,8 +23,8 @@ class FolderWatch:
     """Collects the names of files in a folder that processes of this host create or change."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin to watch; where that is not possible (another system than Linux, a limit of the
-        kernel's, no such folder) `works` is False, and `changes` returns None."""
+        """Begin to watch `folder`. Where this is not possible (another system than Linux, a limit
+        of the kernel's, no such folder), `works` is False, and `changes` returns None."""
         self._fd = -1
         if sys.platform != "linux":
             return
@@ -40,12 +40,12 @@ class FolderWatch:
 
     @property
     def works(self) -> bool:
-        """Whether the folder is watched, so that `changes` can return names."""
+        """Whether the folder is watched; else `changes` always returns None."""
         return self._fd >= 0
 
     def changes(self) -> set[str] | None:
         """Return the names of files that were created or changed since the last call; None where
-        that is not known, and any may have been."""
+        they are not known, and any file may have changed."""
         if not self.works:
             return None
         names: set[str] = set()

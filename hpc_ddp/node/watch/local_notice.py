@@ -22,7 +22,8 @@ class LocalNotice:
     """
 
     def __init__(self) -> None:
-        """Make the file, empty; none where the system has no such files."""
+        """Make the file, empty. Where the system has no files of memory, there is none, and `write`
+        does nothing."""
         self._fd = -1
         with suppress(OSError):
             self._fd = memory_file(LOCAL_NOTICE)
@@ -30,14 +31,14 @@ class LocalNotice:
         self._size_bytes = 0
 
     def env(self) -> dict[str, str]:
-        """Return the variable by which workers find the file; {} without one."""
+        """Return the environment variable by which workers find the file; {} without a file."""
         path = f"/proc/{os.getpid()}/fd/{self._fd}"
         return {"HPC_DDP_LOCAL_NOTICE": path} if self._fd >= 0 else {}
 
     def write(self, **fields: object) -> None:
-        """Set ``source``, ``end_time`` (unix seconds) or ``beat`` (seconds), beside those that were
-        written before; nothing without a file. The text that is there is overwritten in one call,
-        and never gets shorter."""
+        """Set ``source``, ``end_time`` (unix seconds) or ``beat`` (seconds) in the file; fields of
+        earlier calls stay. Does nothing without a file. The text is overwritten in one call, and
+        never gets shorter, so a reader always finds whole JSON."""
         if self._fd < 0:
             return
         self._fields |= fields

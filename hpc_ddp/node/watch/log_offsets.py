@@ -1,9 +1,9 @@
 """A copy of rank 0's log, and when the logs of a node's workers have grown.
 
-The workers write to their logs themselves, so nothing of what they print can be lost or held up by
-somebody in between; but a line has no time of its own. So about once a second their supervisor
-notes which logs have grown, and to what size. By this, lines of many ranks are put in order. Linux
-tells it which logs those are: a log that does not grow costs the shared disk nothing.
+The workers write to their logs themselves: no process in between can lose or hold up what they
+print. But a line has no time of its own. So about once a second their supervisor notes which logs
+have grown, and to what size: by these notes lines of many ranks are put in order. Linux tells the
+supervisor which logs have grown: a log that does not grow costs the shared disk nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class LogCopy:
     """Copies what is appended to a log to this process's stdout."""
 
     def __init__(self, log: Path) -> None:
-        """Begin behind what the log has by now, from a start whose port was taken."""
+        """Begin behind what the log has by now: an earlier start, whose port was taken, wrote
+        that."""
         self.log = log
         self._position = log.stat().st_size if log.exists() else 0
 
     def show(self) -> None:
-        """Copy the new bytes; nothing where there is no log. Raise OSError if it can't be read."""
+        """Copy to stdout what was appended since the last call; do nothing where there is no log.
+        Raises OSError if the log can't be read."""
         try:
             with open(self.log, "rb") as file:
                 file.seek(self._position)
@@ -43,12 +45,13 @@ class LogCopy:
 
 
 class Growth:
-    """Appends lines to a node's ``printed``: unix seconds, a rank, and the size of its log by then,
-    in bytes."""
+    """Appends lines to the file ``printed`` of a node: unix seconds, a rank, and the size in bytes
+    that the rank's log had then."""
 
     def __init__(self, node: NodeFolder, shows_rank_0: bool = False) -> None:
-        """Begin with no known log; `node`, whose folder exists, may be of one rank alone. With
-        `shows_rank_0`, `note` also copies what is appended to rank 0's log to stdout."""
+        """Begin to watch the folder of `node`, which exists; where the folder is that of a single
+        rank, only that rank's log counts. With `shows_rank_0`, `note` also copies to stdout what is
+        appended to rank 0's log."""
         self._shown = LogCopy(node.rank_log(0)) if shows_rank_0 else None
         self._node = node
         self._watch = FolderWatch(node.path)
@@ -60,10 +63,10 @@ class Growth:
 
     def note(self) -> None:
         """Append a line for each log that has grown since the last call, and copy the new part of
-        rank 0's log if it is shown; nothing if none has grown.
+        rank 0's log if it is shown.
 
-        An OSError is passed over, and the next call tries again: without a line, the output of the
-        ranks is only less well ordered.
+        An OSError is passed over, and the next call looks at all logs: where a line is missing, the
+        output of the ranks is only less well ordered.
         """
         names = None if self._is_unsure else self._changed_names()
         try:
@@ -76,15 +79,16 @@ class Growth:
             return
 
     def note_all(self) -> None:
-        """Do as `note`, and look at all logs."""
+        """Do what `note` does, but look at all logs, also those of which Linux tells nothing."""
         self._is_unsure, self._looks_since_new = True, 0
         self.note()
 
     def _changed_names(self) -> set[str] | None:
-        """Return the names of files that have changed; None where that is not known.
+        """Return the names of files that have changed; None where they are not known.
 
-        Every `CHECK_EVERY_S` the known logs' sizes are looked at, too: where one has grown and
-        Linux has not told of it, as on a special file system, the watch is ended for good.
+        Each `CHECK_EVERY_S` the sizes of the known logs are compared, too. If a log has grown and
+        Linux has not told of it, as on a special file system, the watch is ended: later calls
+        return None.
         """
         names = self._watch.changes()
         if names is not None and time.monotonic() >= self._check_at:
@@ -99,7 +103,8 @@ class Growth:
         return names
 
     def _note_sizes(self, logs: Iterable[Path]) -> None:
-        """Append a line for each of `logs` that has grown; raise OSError if the disk fails."""
+        """Append a line for each of `logs` that has grown since its last line. Raises OSError if
+        the disk fails; then none is noted as grown."""
         sizes = {path: path.stat().st_size for path in logs}
         grown = {path: size for path, size in sizes.items() if size > self._logs.get(path, 0)}
         if not grown:
@@ -112,14 +117,14 @@ class Growth:
         self._logs |= grown
 
     def _logs_among(self, names: Iterable[str]) -> list[Path]:
-        """Return the logs of the supervisor's ranks among files with these names."""
+        """Return the paths of those `names` that are logs of the supervisor's ranks."""
         return [self._node.path / name for name in sorted(names) if fnmatch(name, self._pattern)]
 
     def _all_logs(self) -> list[Path]:
-        """Return all known logs of the supervisor's ranks. The folder is listed for new ones at
-        each call until there is one, and at `LIST_EVERY` calls after the newest, since other
-        workers may come seconds later; then at each `LIST_EVERY`-th call. Raise OSError if the disk
-        fails."""
+        """Return all known logs of the supervisor's ranks. This lists the folder for new logs at
+        each call until there is one, and at the `LIST_EVERY` calls after the newest, since other
+        workers may start seconds later; after that at each `LIST_EVERY`-th call. Raises OSError if
+        the disk fails."""
         since = self._looks_since_new
         self._looks_since_new += 1
         if not self._logs or since < LIST_EVERY or since % LIST_EVERY == 0:

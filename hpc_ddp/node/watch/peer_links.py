@@ -2,9 +2,10 @@
 
 The files of the attempt say what has happened; a wake-up only says that they are worth a look. So
 the supervisors need not ask the shared disk each second, and what comes over the network decides
-nothing. The supervisors are a tree: each one has a connection to its parent, and at most `FANOUT`
-other nodes and the tasks of its own node for children. A supervisor that is not connected to all of
-them asks the disk as often as it did without any network.
+nothing. The supervisors form a tree: each one is connected to its parent and to its children. The
+children of a node's first supervisor are those of at most `FANOUT` other nodes, and the others of
+its own node. A supervisor that lacks one of these links asks the disk as often as without a
+network.
 
 Both ends of a connection prove that they know the attempt's secret, without sending it: HMAC-SHA256
 over a number that the other end has drawn. Messages are lines of JSON.
@@ -43,8 +44,8 @@ STRANGERS = 64  # connections at a time whose other end has not proved itself
 
 @dataclass(frozen=True)
 class Task:
-    """A supervisor among the `count` ones of its attempt: its number `index`, from 0 on, and how
-    many each node has."""
+    """The number `index` of a supervisor, from 0 on, among the `count` supervisors of its attempt,
+    of which each node has `per_node`."""
 
     index: int
     count: int
@@ -72,7 +73,8 @@ class Task:
 
 @dataclass(eq=False)
 class Link:
-    """A connection to another supervisor; `task` is its number, None until that is proved."""
+    """A connection to another supervisor. `task` is that supervisor's number, None until it has
+    proved that it knows the secret; `nonce` is the text that it has to use in its proof."""
 
     socket: socket.socket
     task: int | None = None
@@ -81,14 +83,14 @@ class Link:
     _buffer: bytes = b""
 
     def send(self, **message: Any) -> None:
-        """Send a message. An error is passed over: a link that takes none falls silent, and is
-        dropped for that."""
+        """Send a message. An error is passed over: a broken link brings no messages either, and is
+        dropped for its silence."""
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come. Raise OSError where the link has ended or nothing has
-        come (BlockingIOError), ValueError for what is no message."""
+        """Yield the messages that have come. Raises BlockingIOError where nothing has come, another
+        OSError where the link has ended, ValueError for a line that is no message."""
         data = self.socket.recv(4096)
         if not data:
             raise OSError("the link has ended")
@@ -104,10 +106,10 @@ class Link:
 
 
 class PeerLinks:
-    """Connects a supervisor with its parent and children; a thread of its own does all of it."""
+    """Keeps a supervisor connected to its parent and children, by a thread of its own."""
 
     def __init__(self, place: Place, task: Task) -> None:
-        """Take the supervisor's place and number; `start` begins."""
+        """Note the supervisor's place and number. Connections are made after `start`."""
         self._place, self._task = place, task
         self._parent: Link | None = None
         self._children: list[Link] = []
@@ -121,7 +123,7 @@ class PeerLinks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parent and all children are connected."""
+        """Whether the parent and all children are connected, and have proved themselves."""
         if self._has_ended:
             return False
         peers = {link.task for link in self._links()}
@@ -129,25 +131,26 @@ class PeerLinks:
         return parent | self._task.children <= peers
 
     def start(self) -> None:
-        """Start the thread; nothing for a supervisor without peers."""
+        """Start the thread; do nothing for an attempt with a single supervisor."""
         if self._task.count > 1:
             threading.Thread(target=self._serve, name="peer links", daemon=True).start()
 
     def wake(self) -> None:
-        """Have all other supervisors look at the attempt's files; those that can't be reached find
-        out by themselves."""
+        """Have all other supervisors look at the attempt's files. A supervisor that can't be
+        reached looks often by itself."""
         self._wake_all_but(None)
 
     def take_wake(self) -> bool:
-        """Return whether a peer has woken this supervisor, has joined or has gone since the last
-        call."""
+        """Return whether, since the last call, a peer has woken this supervisor, has connected or
+        has gone; forget it."""
         if not self._woken.is_set():
             return False  # without clear(): it may be set by now
         self._woken.clear()
         return True
 
     def _wake_all_but(self, origin: Link | None) -> None:
-        """Send a wake-up to all proved links but `origin`, by which it came; None: it is ours."""
+        """Send a wake-up to all peers that have proved themselves, but not by `origin`, the link by
+        which it came (None: this supervisor has begun it)."""
         for link in self._links():
             if link is not origin and link.task is not None:
                 link.send(wake=True)
@@ -159,8 +162,8 @@ class PeerLinks:
     # --- the thread -------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Listen, connect and pass wake-ups on until the process ends. Where the shared disk or the
-        port refuses, there are no links: the supervisor then asks the disk."""
+        """Listen, connect and pass wake-ups on until the process ends; the thread runs this. Where
+        the secret can't be read or no port is free, the thread ends, and there are no links."""
         try:
             self._secret = patiently(self._place.attempt.secret.read_bytes)
             if self._task.children:
@@ -182,8 +185,8 @@ class PeerLinks:
             self._selector.close()
 
     def _listen(self) -> None:
-        """Open a port for the children, and write its number into this node's folder; raise OSError
-        where that is not possible."""
+        """Open a port for the children, and write its number to this supervisor's port file. Raises
+        OSError where one of the two fails."""
         listener = listen_on_any_port()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, listener)
@@ -191,7 +194,7 @@ class PeerLinks:
         patiently(partial(write_json, self._port_file(self._task.index), port))
 
     def _port_file(self, task: int) -> Path:
-        """Return the file with the port of supervisor `task`."""
+        """Return the path of the file with the port of the supervisor with the number `task`."""
         rank = None if self._task.per_node == 1 else task
         return self._place.attempt.node(self._node_of(task), rank).peer_port
 
@@ -199,8 +202,9 @@ class PeerLinks:
         return self._place.nodes[task // self._task.per_node]
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept a connection and send it a number, by which its other end has to prove itself;
-        close it at once where `STRANGERS` others have not done so yet."""
+        """Accept a connection as a child's link and send it the link's `nonce`, which the other end
+        has to use in its proof. Close the connection at once where `STRANGERS` others are still
+        without a proof."""
         with suppress(OSError):
             connection, _ = listener.accept()
             if sum(link.task is None for link in self._children) >= STRANGERS:
@@ -211,7 +215,7 @@ class PeerLinks:
             link.send(nonce=link.nonce)
 
     def _add(self, connection: socket.socket) -> Link:
-        """Return the link of a connection, of which `_serve` hears from now on."""
+        """Return a new link for a connection; `_serve` reads what comes by it from now on."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = Link(connection)
@@ -219,8 +223,9 @@ class PeerLinks:
         return link
 
     def _connect_if_due(self) -> None:
-        """Try to connect to the parent, for `CONNECT_S` at most; nothing where there is a link,
-        none is needed, or the pause after a failed try is not over."""
+        """Try to connect to the parent, for `CONNECT_S` at most. Do nothing for a supervisor
+        without a parent, where it has the link, or where the pause after the last try is not
+        over."""
         parent, now = self._task.parent, time.monotonic()
         if parent is None or self._parent or now < self._connect_at:
             return
@@ -232,7 +237,8 @@ class PeerLinks:
                 self._parent = self._add(socket.create_connection((host, port), CONNECT_S))
 
     def _read(self, link: Link) -> None:
-        """Act on a link's messages; drop it where it has ended, or says what it must not."""
+        """Read and act on a link's messages. Drop the link where it has ended, sends something that
+        is no message, or where its other end fails to prove itself."""
         try:
             for message in link.receive():
                 if link.task is not None:
@@ -245,8 +251,8 @@ class PeerLinks:
             self._drop(link)
 
     def _act_on(self, link: Link, message: dict[str, Any]) -> None:
-        """At a wake-up wake this supervisor and, once within FORWARD_EVERY_S, its other peers; any
-        other message only shows that the link is there."""
+        """At a wake-up, wake this supervisor and, at most once in `FORWARD_EVERY_S`, its other
+        peers. Ignore other messages: they only show that the link is there."""
         if message.get("wake") is not True:
             return
         self._woken.set()
@@ -255,11 +261,12 @@ class PeerLinks:
             self._wake_all_but(link)
 
     def _proves_itself(self, link: Link, message: dict[str, Any]) -> bool:
-        """Take the next message of a link whose other end is not known yet, and answer it; return
-        False where the other end does not know the secret, or is neither parent nor child.
+        """Handle a message of a link whose other end is not proved yet, and answer it. Return False
+        where the other end does not know the secret, or is neither parent nor child.
 
-        The parent draws a number; the child answers with its proof and a number of its own, and the
-        parent with its proof. A link that is proved gets its `task`, and wakes this supervisor.
+        The parent sends its nonce; the child answers with its proof and a nonce of its own, and the
+        parent with its proof. Once the other end is proved, the link gets its `task`, and this
+        supervisor is woken: it may have missed earlier wake-ups.
         """
         if link is self._parent and "nonce" in message:
             nonce = str(message["nonce"])
@@ -280,12 +287,13 @@ class PeerLinks:
         return True
 
     def _proof(self, nonce: str, task: int) -> str:
-        """Return what supervisor `task` answers to a number that was drawn for it."""
+        """Return the proof by which supervisor `task` shows that it knows the secret, for the
+        `nonce` that was sent to it."""
         return hmac.new(self._secret, f"{nonce} {task}".encode(), "sha256").hexdigest()
 
     def _beat_if_due(self) -> None:
-        """Each `BEAT_S` send a sign of life to the peers, and drop the links by which nothing has
-        come for `SILENCE_S`."""
+        """Once in `BEAT_S`, send an empty message to the peers as a sign of life, and drop the
+        links by which nothing has come for `SILENCE_S`."""
         now = time.monotonic()
         if now < self._beat_at:
             return
@@ -297,7 +305,8 @@ class PeerLinks:
                 link.send()
 
     def _drop(self, link: Link) -> None:
-        """Close a link. If it was a peer's, whose node may be lost, wake this supervisor."""
+        """Close and forget a link. If its other end was proved, wake this supervisor: the peer's
+        node may be lost."""
         self._selector.unregister(link.socket)
         link.socket.close()
         if link is self._parent:

@@ -14,9 +14,10 @@ class Signals:
     """Notes signals, and wakes the loop. A handler that did more could run at any moment."""
 
     def __init__(self) -> None:
-        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on; they also wake
-        `wait`, by the process's wake-up descriptor. The former are unblocked: a dry run starts this
-        process with them blocked. `seen` has the signals' numbers; its reader empties it."""
+        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on. Each also wakes
+        `wait`, by the process's wake-up descriptor. The `NOTICE_SIGNALS` are unblocked, since a dry
+        run starts this process with them blocked; their numbers are added to `seen`, which its
+        reader empties."""
         self.seen: list[int] = []
         self._read, self._write = socket.socketpair()  # kept: the descriptors must stay open
         self._read.setblocking(False)
@@ -27,12 +28,13 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Add a signal to `seen`; a child's end only wakes the loop."""
+        """Handle a signal: add its number to `seen`, unless it is SIGCHLD, which only wakes
+        `wait`."""
         if number != signal.SIGCHLD:
             self.seen.append(number)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for some seconds, or until a signal comes (a child's end is one); not at all if one
-        has come since the last call."""
+        """Sleep for `seconds`, or until a signal comes, also SIGCHLD. Return at once if one has
+        come since the last call."""
         if select.select([self._read], [], [], seconds)[0]:
             self._read.recv(4096)
