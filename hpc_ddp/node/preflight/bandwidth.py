@@ -1,10 +1,10 @@
 """The part of the preflight that needs torch: its import, and the speeds between nodes.
 
-An all-reduce is as slow as its slowest link, and over a dead one fails on all nodes alike, so it
-names no node. Before it, each node therefore exchanges data with several others in turn. The best
-of these speeds is the node's own: a slow partner does not count. Only the first device of a node is
-measured, and so one of its network cards; where NCCL can't even start, all nodes say so, and none
-is named.
+An all-reduce is as slow as its slowest link, and fails on all nodes alike if one link is dead: it
+names no node. So before it each node exchanges data with several others in turn. The best of these
+speeds counts as the node's own: a slow partner does no harm. Only the first device of a node is
+measured, and so only one of its network cards. Where NCCL can't even start, all nodes report that,
+and no node is named.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ REDUCED = 1 << 20  # elements of the all-reduce, 4 MiB
 
 
 def import_torch() -> Any:
-    """Import torch and return it; report its version and accelerators, and the stage ``torch`` as
-    completed. If it can't be imported, return None and report a fault, and no stage."""
+    """Import torch and return the module; report its version and accelerators, and the stage
+    ``torch`` as completed. If torch can't be imported, report only a fault, and return None."""
     began = time.time()
     try:
         import torch
@@ -49,10 +49,11 @@ def _first_line(error: Exception) -> str:
 
 
 def accelerators(torch: Any) -> tuple[str | None, int]:
-    """Return torch's type of the accelerators here, and their number; None and 0 without any.
+    """Return torch's name for the type of this node's accelerators, as ``cuda``, and their number;
+    None and 0 without any. `torch` is the module.
 
-    `torch` is the module. A type whose tensors no backend of this torch sends counts as none:
-    Apple's, or NVIDIA's where torch is built without NCCL.
+    Accelerators whose tensors no backend of this torch can send do not count: Apple's, and NVIDIA's
+    where torch is built without NCCL.
     """
     device, dist = usable(torch), torch.distributed
     if device is None or not dist.is_backend_available(
@@ -63,10 +64,8 @@ def accelerators(torch: Any) -> tuple[str | None, int]:
 
 
 def partner(rank: int, world: int, turn: int) -> int | None:
-    """Return the rank of `world` ones that `rank` meets in a turn, None if it pauses.
-
-    In any `world` consecutive turns each rank meets each other rank once.
-    """
+    """Return which rank, of `world` ranks, the rank `rank` meets in a turn; None if it pauses. In
+    any `world` consecutive turns each rank meets each other rank once."""
     peer = (turn - rank) % world
     return None if peer == rank else peer
 
@@ -89,7 +88,7 @@ class Meter:
     """
 
     def __init__(self, torch: Any, device: str) -> None:
-        """Take the module torch, and the type of the device, as ``cuda`` or ``cpu``."""
+        """Keep the module torch, and `device`, the type of the tensors' device, as ``cuda``."""
         self._torch, self._dist, self._device = torch, torch.distributed, device
 
     def _tensor(self, count: int, number: float) -> Any:
@@ -97,12 +96,12 @@ class Meter:
         return self._torch.full((count,), number, dtype=self._torch.float32, device=self._device)
 
     def exchange(self, peer: int) -> float:
-        """Send tensors to the rank `peer` and receive as many from it at the same time; return the
-        best speed in MB/s. The peer has to call it too.
+        """Send tensors to the rank `peer` while equally large ones are received from it; return the
+        best speed in MB/s. The peer has to call this too.
 
-        For small tensors the slower end's measurement counts: what only lies in a node's buffer
-        counts as sent. Large ones follow only if that is over `FAST_MB_S`: a slow link must not
-        keep the other members waiting.
+        The speed of small tensors is the lower one of both ends' measurements, since an end counts
+        bytes as sent that only lie in its buffer. Large tensors follow only if that speed is over
+        `FAST_MB_S`: a slow link must not keep the other members waiting.
         """
         speed = self._best_speed(peer, SMALL)
         speed_there = self._tensor(1, 0.0)
@@ -113,17 +112,15 @@ class Meter:
         return speed
 
     def _best_speed(self, peer: int, count: int) -> float:
-        """Exchange `count` elements with a peer `REPEATS` times; return the best speed in MB/s. The
-        peer has to call it too."""
+        """Exchange `count` elements with the rank `peer` `REPEATS` times; return the best speed in
+        MB/s. The peer has to call this too."""
         outgoing, incoming = self._tensor(count, 1.0), self._tensor(count, 0.0)
         return max(_speed(count, self._swap(outgoing, incoming, peer)) for _ in range(REPEATS))
 
     def _swap(self, outgoing: Any, incoming: Any, peer: int) -> float:
-        """Send `outgoing` to a peer while `incoming` is received; return the seconds that it took.
-
-        They are float32 tensors of one size on the device, whose work is waited for. The peer has
-        to call it too.
-        """
+        """Send `outgoing` to the rank `peer` while `incoming` is filled with what the peer sends;
+        return how many seconds both took, with the device's work. Both are float32 tensors of one
+        size on the device. The peer has to call this too."""
         dist, begin = self._dist, time.perf_counter()
         pair = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
         for work in dist.batch_isend_irecv(pair):
@@ -133,11 +130,8 @@ class Meter:
         return time.perf_counter() - begin
 
     def all_reduce(self, count: int) -> tuple[float, bool]:
-        """Add up `count` elements over all members; return the speed in MB/s, and whether the sum
-        is right.
-
-        Every member must call it: it is a collective.
-        """
+        """Add up tensors of `count` elements over all members by a collective; return the speed in
+        MB/s, and whether the sum is right. Every member must call this."""
         dist = self._dist
         world = dist.get_world_size()
         values = self._tensor(count, dist.get_rank() + 1.0)
@@ -153,13 +147,13 @@ def _speed(count: int, duration_s: float) -> float:
 
 
 def join(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
-    """Join the process group as `rank`, and return the group's meter; links are made as they are
-    first used, but for backends that need all members for that.
+    """Join the process group as `rank`, and return the group's meter. Every member must call this.
+    Links are made when they are first used, apart from backends that need all members for that.
 
-    Rank 0 listens for the store with its `server`, which the store then owns. The first device
+    Rank 0 serves the store by its socket `server`, which the store then owns. The first device
     becomes torch's current one. Variables of NCCL and gloo are set in the process's environment.
-    Every member must call it. The group stays until the process ends. Raise RuntimeError if the
-    others do not come within the group's time limit, or a link breaks.
+    The group stays until the process ends. Raises RuntimeError if the other members do not come
+    within the group's time limit, or a link breaks.
     """
     world, device = len(group.members), group.device
     dist, timeout = torch.distributed, timedelta(seconds=group.timeout_s)
@@ -183,12 +177,13 @@ def join(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
 
 
 def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None:
-    """Report the best speed of exchanges with other members, from the turn `first` on, and that of
-    an all-reduce.
+    """Report the best speed of exchanges with other members, and the speed of an all-reduce. The
+    exchanges are at most `TURNS`, from the turn `first` on. Every member must call this; `members`
+    are the nodes' names by rank, two at least.
 
-    The first exchange that fails is reported as trouble with its partner; then no speed is measured
-    or reported any more. A wrong sum is reported as a fault. `members` are the nodes' names by
-    rank, two at least; every member must call it. Raise RuntimeError if the all-reduce fails.
+    The first exchange that fails is reported as trouble with its partner; then nothing more is
+    measured, and no speed reported. A wrong sum of the all-reduce is reported as a fault. Raises
+    RuntimeError if the all-reduce fails.
     """
     speeds = []
     for turn in range(first, first + min(TURNS, len(members))):
@@ -210,11 +205,11 @@ def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None
 
 
 def run(torch: Any, node: str, server: socket.socket, group: Group) -> None:
-    """Measure the speeds between the members, and report them or why their group broke.
+    """Join the process group, measure the speeds between its members, and report them. Every member
+    must call this. `node` is this node, one of the members; `server` is the socket for `join`.
 
-    `node` is among the members; `server` as `join` has it. Every member must call it.
-    RuntimeErrors, torch's only ones, are reported as ``exchange_error``; the stage is reported as
-    completed in any case.
+    A RuntimeError of torch is reported as ``exchange_error``. After it, too, the stage ``exchange``
+    is reported as completed.
     """
     rank = group.members.index(node)
     try:

@@ -40,7 +40,7 @@ _LABEL = re.compile(r"\s*(\d+): ")
 
 
 class NoticeError(Exception):
-    """A notice asks the attempt to end."""
+    """A notice has asked the attempt to end; the text is the notice's word."""
 
 
 class LaunchError(Exception):
@@ -49,7 +49,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """The command that starts `checks`: on all nodes, or on the one named `node`."""
+    """A command that starts `checks`: on the node named `node`, or on all nodes by srun (None)."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -74,8 +74,8 @@ class Dialogue:
         notice: Callable[[], str],
         log: Path,
     ) -> None:
-        """Start the commands, and a thread for each that reads its output; raise OSError if one
-        can't start."""
+        """Start the commands, and for each a thread that reads its output. Raises OSError if a
+        command can't be started."""
         self.reports: Reports = {node: NodeReport() for node in nodes}
         self._nodes, self._notice = nodes, notice
         # A command's node (None: all nodes) and a line of its output, None at its end.
@@ -91,13 +91,15 @@ class Dialogue:
             reader.start()
 
     def _read(self, node: str | None, process: subprocess.Popen[bytes]) -> None:
-        """Put all lines of a process into the queue, and None at its end; run by its thread."""
+        """Put each line of a process into the queue, with its `node`, and None at the end of its
+        output. The reader thread runs this."""
         for line in process.stdout or ():
             self._lines.put((node, line.decode(errors="replace").rstrip()))
         self._lines.put((node, None))
 
     def send(self, **question: Any) -> None:
-        """Send one line of JSON to all nodes; a process that has ended is passed over."""
+        """Send `question` as one line of JSON to all nodes; a process that has ended is passed
+        over."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -107,16 +109,17 @@ class Dialogue:
     def wait(
         self, stage: str, nodes: Sequence[str], slack: float = 1.0, first_s: float | None = None
     ) -> list[str]:
-        """Wait until each of some nodes has completed a stage, can't complete it any more, or is
-        late; return those without any fault, also of an earlier stage.
+        """Wait until each of `nodes` has completed a stage, can't complete it any more, or is late;
+        return those that have no fault, neither of this stage nor of an earlier one. Messages that
+        come meanwhile go into `reports`, other lines into the log. A node that has not completed
+        the stage gets a fault, unless it has one.
 
-        A node can't if its task has ended, or it has no torch; one with another fault is still
-        waited for. The time limit is that of `STAGES`, times `slack`, or `SLOW` times the median of
-        the nodes that are through, if that is longer. It begins anew each time that a node is
-        through: a lost node is late by comparison with the others, however many there are, and
-        however busy. Until a first node is through it is `first_s`, if that is given. A node that
-        has not completed the stage gets a fault, unless it has one.
-        Messages go into `reports`, other lines into the log.
+        A node can't complete the stage if its task has ended, or if it has no torch; nodes with
+        other faults are still waited for. The time limit is that of `STAGES`, times `slack`, or
+        `SLOW` times the median time of the nodes that have completed the stage, if that is longer.
+        The limit begins anew each time that a node is done: so a lost node is late by comparison
+        with the others, however many or busy they are. Until the first node has completed the
+        stage, the limit is `first_s` seconds, if given.
 
         Raises
         ------
@@ -154,8 +157,8 @@ class Dialogue:
         return [node for node in nodes if not self.reports[node].faults]
 
     def _is_pending(self, node: str, stage: str) -> bool:
-        """Return whether a node may still complete a stage: it has not yet, its task runs, and it
-        has a torch (no fault ``torch``)."""
+        """Return whether a node may still complete a stage: the node has not completed it yet, its
+        task runs, and it has no fault ``torch``."""
         report = self.reports[node]
         is_over = report.has_ended or not self._is_running() or "torch" in dict(report.faults)
         return stage not in report.stages and not is_over
@@ -166,8 +169,8 @@ class Dialogue:
         return any(reader.is_alive() for reader in self._readers) or not self._lines.empty()
 
     def _fault_of(self, report: NodeReport, late: str) -> tuple[str, str]:
-        """Return the fault, check and reason, of a node that has not completed a stage; `late` is
-        the reason where neither its task nor srun has ended."""
+        """Return the fault, as check and reason, of a node that has not completed a stage; `late`
+        is the reason where neither the node's task nor srun has ended."""
         if report.has_ended:
             return "ended", f"ended early: {report.last_line or 'without a word'}"
         if not self._is_running():  # because of the controller, say: no fault of a node
@@ -175,11 +178,11 @@ class Dialogue:
         return "silent", f"{late} ({self._last_line})" if self._last_line else late
 
     def _handle_line(self, node: str | None, line: str | None) -> None:
-        """Handle a line of a node's process, or of srun's where `node` is None; None is the end of
-        the process. A message goes into the node's report. Another line goes into the log, and
-        becomes the last line of the node's task, or is one of srun's own.
+        """Handle a line of the process of `node`, or of srun where `node` is None. A message goes
+        into the report of its node. Any other line goes into the log; it becomes the last line of
+        the node's task, or is handled as srun's own. The `line` None is the end of the process.
 
-        Raise NoticeError as `_add_message`, LaunchError as `_handle_line_of_srun`, OSError if the
+        Raises NoticeError as `_add_message`, LaunchError as `_handle_line_of_srun`, OSError if the
         log can't be written.
         """
         if line is None:
@@ -202,10 +205,11 @@ class Dialogue:
             self._handle_line_of_srun(text)
 
     def _handle_line_of_srun(self, text: str) -> None:
-        """Note a line of srun's own: a task that has ended, or else the line for later messages.
+        """Handle a line that srun itself has printed: note in the reports that tasks have ended, or
+        else keep the line as the reason of later faults.
 
-        Raise LaunchError if Slurm could not start a task, once the node, or all if the name is no
-        node's, have a fault.
+        Raises LaunchError if the line says that Slurm could not start a task. Its node has a fault
+        then, or all nodes if the name in the line is not that of a node.
         """
         if failed := _LAUNCH.match(text):
             why = f"Slurm can't start a task: {failed[2]}"
@@ -221,10 +225,9 @@ class Dialogue:
             self._last_line = text
 
     def _add_message(self, text: str) -> None:
-        """Add a node's message, as JSON, to its report; raise NoticeError if it is a notice.
-
-        A torn message, and one of no node, is passed over: the node's stage will be missing.
-        """
+        """Add a message, `text` in JSON, to the report of its node; raise NoticeError if it is a
+        notice. A torn message is passed over, and so is one without a known node: the node's stage
+        will be missing."""
         with contextlib.suppress(ValueError, KeyError):
             message = json.loads(text)
             if "notice" in message:
@@ -232,8 +235,9 @@ class Dialogue:
             self.reports[message["node"]].add(message)
 
     def close(self, patience_s: float) -> None:
-        """Close the nodes' input, so that they end, and wait for them; after `patience_s` terminate
-        them, after as long again kill them. Their last lines do not get into `reports`."""
+        """Close the input of the nodes' processes, so that they end, and wait for them. After
+        `patience_s` seconds terminate those that still run, after as many again kill them. Their
+        last lines do not get into `reports`."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 assert process.stdin is not None
@@ -251,15 +255,15 @@ class Dialogue:
 
 
 def _start(command: Command) -> subprocess.Popen[bytes]:
-    """Start a command with pipes for its input and its joint output; raise OSError if it can't
-    be."""
+    """Start a command and return its process, with a pipe for its input and one for stdout and
+    stderr together. Raises OSError if it can't be started."""
     pipe, stdout = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(command.argv, env=command.env, stdin=pipe, stdout=pipe, stderr=stdout)
 
 
 def _numbers(text: str, end: int) -> list[int]:
-    """Return the numbers below `end` of a list such as ``1-3,5``; raise ValueError for another
-    form."""
+    """Return the numbers below `end` in a text such as ``1-3,5``; raise ValueError for a text of
+    another form."""
     numbers: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")

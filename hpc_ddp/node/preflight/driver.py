@@ -63,12 +63,12 @@ def examine(
     """Test all nodes by `commands`, whose processes end with the test; return the fields of the
     event `preflight`. A second test follows where the first has found a `DOUBTFUL` fault.
 
-    `notice` returns a word once the attempt is asked to end, '' before: then the outcome is not ok,
-    and blames no node. Where Slurm can't start the task of a node, that node alone has a fault, and
-    the tests of the others end early. The environment of the commands names the attempt. Lines that
-    they print beside messages go to the attempt's ``preflight.log``.
+    `notice` returns '' until the attempt is asked to end, then a word: the outcome is then not ok,
+    and blames no node. Where Slurm can't start the task of a node, the test of all nodes ends
+    early. The environment of the first command names the attempt. Printed lines that are no
+    messages go to the attempt's ``preflight.log``.
 
-    Raise OSError if the run's folder can't be read or written, or a command can't be started;
+    Raises OSError if the run's folder can't be read or written, or a command can't be started;
     UsageError for a broken job.json.
     """
     spec = JobSpec.from_json(run.job_json.read_bytes())
@@ -92,8 +92,9 @@ def examine(
 
 
 def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool, first_s: float) -> Reports:
-    """Call `converse` with a new folder of the run, end the dialogue, remove the folder and return
-    the reports, after a LaunchError as they are by then. Raises the other errors of `converse`."""
+    """Make a folder in the run for `converse` and call it; then end the dialogue, remove the folder
+    and return the reports. A LaunchError of `converse` only ends it early, and the reports are as
+    they are by then; its other errors are raised."""
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
     patience_s = CLOSE_S
     try:
@@ -110,16 +111,16 @@ def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool, first_s
 
 
 def _without_blame(why: str) -> dict[str, Any]:
-    """Return the fields, but for `seconds`, of a preflight that failed for a reason that is no
-    node's."""
+    """Return the fields of the event, without ``seconds``, for a preflight that has failed for the
+    reason `why`, which is no node's fault."""
     return {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
 
 
 def start_limit(spec: JobSpec, env: AttemptEnv) -> float:
-    """Return for how many seconds the first word of all nodes is waited for: as long as the
-    rendezvous would wait, or half of the time that the job has left, if that is less; `CHECKS_S` at
-    least. A container may have to be fetched, and set-up lines of a node may copy data to it.
-    """
+    """Return for how many seconds the driver waits for the first message of the nodes: as long as
+    the rendezvous would wait, or half of the time that the job has left, if that is less, but at
+    least `CHECKS_S`. A node may first have to fetch a container, and its set-up lines may copy data
+    to it."""
     end_time = read_seconds(env.attempt_folder.end_time) or env.end_time or math.inf
     longest_s = START_AFTER_SETUP_S if spec.node_setup else START_S
     return max(CHECKS_S, min(longest_s, (end_time - time.time()) / 2))
@@ -133,11 +134,11 @@ def converse(
     again: bool,
     first_s: float = START_S,
 ) -> None:
-    """Ask the questions that `checks` answers, and add the faults that only all answers together
-    show; the result is in the dialogue's `reports`.
+    """Send the questions that `checks` answers to all nodes, and add the faults that only all
+    answers together show; the result is in the dialogue's `reports`.
 
-    The nodes write files into `folder`, and have other partners if `again`. The first word of all
-    nodes is waited for `first_s` seconds. Raises as `Dialogue.wait` and `_needed_bytes`.
+    The nodes write files into `folder`; with `again` they have other partners. `first_s` is the
+    limit in seconds for the nodes' first messages. Raises as `Dialogue.wait` and `_needed_bytes`.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
     with listen_on_any_port() as server:
@@ -174,11 +175,9 @@ def converse(
 
 
 def _needed_bytes(run: RunFolder) -> int:
-    """Return how many bytes the run's folder must have free: the size of the newest checkpoint.
-
-    `NEEDED_BYTES` without a checkpoint, or where its size can't be read. Raise OSError if the
-    checkpoints can't be listed.
-    """
+    """Return how many bytes must be free for the run's folder: as many as the newest checkpoint
+    has, or `NEEDED_BYTES` without a checkpoint, or where its size can't be read. Raises OSError if
+    the checkpoints can't be listed."""
     for path in published(run.checkpoints)[:1]:
         with contextlib.suppress(OSError, ValueError, KeyError):
             sizes = [facts["size"] for facts in read_manifest(path)["files"].values()]
@@ -187,8 +186,8 @@ def _needed_bytes(run: RunFolder) -> int:
 
 
 def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
-    """Journal and print the outcome, the `fields` of `examine`; return whether the training can
-    start."""
+    """Write the outcome, the `fields` of `examine`, to the journal. Print the faults and notes, and
+    that all nodes are fit if they are. Return whether the training can start."""
     run.journal("batch", attempt).write(PreflightEnded(**fields))
     summary = fields.get("summary") or {"texts": {}}
     for text, (count, node) in summary["texts"].items():
@@ -202,13 +201,14 @@ def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Make the preflight of the attempt in the environment, with `argv` as the command of its step.
+    """Make the preflight of the attempt that the environment names, with `argv` as the command of
+    its step; return 0 if the training can start, else 1.
 
-    Outside of an attempt, in an allocation, it takes the next attempt's number. Return 0 if the
-    training can start, else 1, also after a notice: SIGTERM, SIGINT or SIGHUP, which the process
-    handles from now on, or the attempt's file. HpcDdpErrors and OSErrors are printed, and
-    journalled as the outcome. Raise KeyError without attempt and allocation, KeyError or ValueError
-    for a damaged file of the attempt.
+    In an allocation, without an attempt, the next attempt's number is claimed. After a notice the
+    code is 1: SIGTERM, SIGINT or SIGHUP, which this process handles from now on, or the attempt's
+    file ``notice``. HpcDdpErrors and OSErrors are printed, and journalled as the outcome. Raises
+    KeyError without attempt and allocation, KeyError or ValueError for a damaged file of the
+    attempt.
     """
     environ = dict(os.environ)
     signals: list[str] = []
