@@ -15,8 +15,8 @@ SLOW = 5  # times slower than usual is a fault, while processors are free
 AGREE = 2  # partners that have to be late with a node, lest chance or one of them is the reason
 SHOWN = 32  # nodes and findings in the event, whatever the number of nodes
 
-# Checks: whose faults Slurm's controller or another node may cause; whose faults any node would
-# have; whose faults need a second opinion, by other partners.
+# Sets of checks: their faults may be caused by Slurm's controller or another node; any other node
+# would have them as well; they need a second opinion, by other partners.
 UNCLEAR = {"silent", "step", "exchange"}
 OF_ANY_NODE = {"torch", "ended", "scratch", "step"}
 DOUBTFUL = {"link", "scratch", "bandwidth", "exchange"}
@@ -24,8 +24,8 @@ DOUBTFUL = {"link", "scratch", "bandwidth", "exchange"}
 
 @dataclass(frozen=True)
 class Trouble:
-    """A failed check between a node, which reports it, and its partner `peer`; `turn` counts the
-    exchanges, and `late` says that it may have failed for want of time."""
+    """A failed check between a node, which reports it, and its partner `peer`. `turn` is the number
+    of the exchange, `late` whether the check may have failed for want of time."""
 
     peer: str
     check: str
@@ -41,19 +41,19 @@ class NodeReport:
     Attributes
     ----------
     contact
-        how the others reach it: ``host``, ``port``, ``store_port``
+        how other nodes reach this one: ``host``, ``port``, ``store_port``
     stages
-        those that it has completed
+        the stages that the node has completed
     values, notes
-        for the journal
+        findings by name, and remarks, for the journal
     faults
         pairs of check and reason
     troubles
-        failed checks of its partners, which may be either node's fault
+        checks between this node and a partner that failed; either may be at fault
     last_line
-        the last line of its task that was no message
+        the last line of the node's task that was no message
     has_ended
-        its task has
+        whether the node's task has ended
     """
 
     contact: dict[str, Any] = field(default_factory=dict)
@@ -66,8 +66,8 @@ class NodeReport:
     has_ended: bool = False
 
     def add(self, message: dict[str, Any]) -> None:
-        """Add one message of the node. Raise KeyError for one that lacks a field; what comes before
-        that in the order below is added."""
+        """Add one message of the node to the report. Raises KeyError for a message that lacks a
+        field; the fields that this handles before are added then."""
         if "stage" in message:
             self.stages.add(message["stage"])
         self.contact |= message.get("contact", {})
@@ -86,11 +86,12 @@ Reports = dict[str, NodeReport]
 
 
 def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
-    """Return a few nodes that explain failed checks, given as pairs of observer and partner; empty
-    without any.
+    """Return a few nodes that explain all failed checks, given as pairs of observer and partner:
+    one end of each pair at least is among them. Empty without pairs.
 
-    The node with the most failed checks comes first. Where several have equally many, all those
-    that observed a failure are taken, since nothing tells them apart; or all, where none did.
+    Nodes with the most failed checks are chosen first, then those with the most of the checks that
+    are still unexplained. Where several have equally many, all of them that have observed a failure
+    are chosen, since nothing tells them apart; or all of them, where none has.
     """
     open_pairs, covering = set(pairs), set[str]()
     while open_pairs:
@@ -103,15 +104,16 @@ def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = ()) -> None:
-    """Add a fault to the nodes that explain the failed checks of one kind: link, scratch or
-    bandwidth.
+    """Add a fault to the nodes that explain the failed checks of one kind (see `cover`): link,
+    scratch or bandwidth.
 
-    `more` are further pairs of observer and node, where the observer is no node. Pairs with a node
-    that has a fault already do not count; nor do failures of later turns than the first that has
-    some, since they follow from it, nor late links to or from a node that is slow to reach itself.
+    `more` are further pairs of observer and node, where the observer is no node. Three kinds of
+    pairs do not count: those with a node that has a fault already; those of later turns than the
+    first turn with a failure, from which they follow; and late links of which one end is slow to
+    reach itself.
 
-    Where all failed checks of a node were late, and there are more than two nodes, it gets the
-    fault only if `AGREE` partners that get none say so, else a note.
+    Where all failed checks of a node were late, and there are more than two nodes, the node gets
+    the fault only if `AGREE` of its partners that get no fault are in these checks; else a note.
     """
     unfit = {node for node, report in reports.items() if report.faults}
     busy = {node for node, r in reports.items() if r.values.get("delay_s", 0.0) > LINK_S / SLOW}
@@ -143,8 +145,8 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
 
 
 def blame_fabric(reports: Reports) -> None:
-    """Add a fault to nodes with another interconnect than most of those that have one, or without
-    one; nodes without a report of it count for nothing."""
+    """Add a fault to each node whose interconnect is not the most frequent one, or that has none
+    while others have one. Nodes that have not reported on the interconnect are left out."""
     names = [report.values["fabric"] for report in reports.values() if "fabric" in report.values]
     most = Counter(name for name in names if name).most_common(1)
     for report in reports.values():
@@ -155,8 +157,9 @@ def blame_fabric(reports: Reports) -> None:
 
 
 def blame_torch(reports: Reports) -> None:
-    """Add a fault to nodes with another torch than most, and to those where it does not see the
-    GPUs; a node may get both. Nodes without a report of torch get none."""
+    """Add a fault to nodes whose version of torch is not the most frequent one, and to nodes where
+    torch does not see the GPUs; a node may get both. Nodes that have not reported on torch get no
+    fault."""
     versions = [report.values["torch"] for report in reports.values() if "torch" in report.values]
     usual = Counter(versions).most_common(1)[0][0] if versions else None  # ties: the first
     for report in reports.values():
@@ -169,8 +172,8 @@ def blame_torch(reports: Reports) -> None:
 
 
 def blame_exchange(reports: Reports) -> None:
-    """Add a fault to the nodes that explain failed exchanges; if then no node has a fault of any
-    kind, to all whose exchange broke."""
+    """Add a fault to the nodes that explain failed exchanges. If no node has a fault of any kind
+    after that, add one to each node that has reported an ``exchange_error``."""
     blame_pairs(reports, "bandwidth")
     if not any(report.faults for report in reports.values()):
         for report in reports.values():
@@ -179,8 +182,8 @@ def blame_exchange(reports: Reports) -> None:
 
 
 def blame_slow(reports: Reports) -> None:
-    """Add a fault to nodes whose best speed is below the median, divided by `SLOW` and by `strain`.
-    Nodes without a measured speed count for nothing."""
+    """Add a fault to nodes whose best speed is lower than the median of all nodes, divided by
+    `SLOW` and by `strain`. Nodes without a measured speed are left out."""
     slack = SLOW * strain(reports)
     best = {
         node: report.values["exchange_mb_s"]
@@ -202,8 +205,9 @@ def strain(reports: Reports) -> float:
 
 
 def confirm(first: Reports, second: Reports) -> None:
-    """Drop the `DOUBTFUL` faults of the second reports that the first ones do not have, and add
-    notes to the second ones about each doubtful fault that only one of both has."""
+    """Remove from the second reports the `DOUBTFUL` faults of checks that the same node has not
+    failed in the first ones. Add a note to the second report about each doubtful check that the
+    node has failed only once."""
     for node, report in second.items():
         before, after = dict(first[node].faults), dict(report.faults)
         chance = DOUBTFUL & (before.keys() ^ after.keys())
@@ -215,11 +219,12 @@ def outcome(reports: Reports) -> dict[str, Any]:
     """Return the fields of the event ``preflight`` that follow from the reports: ok, bad_nodes,
     hopeless, why, report, summary.
 
-    A fault that all nodes have is no node's: then ``bad_nodes`` is empty. ``hopeless``: other nodes
-    would have it as well. ``why`` has that of all nodes, or the first one of three at most, and the
-    number of further nodes. ``report`` has `SHOWN` nodes at most, those with faults or notes before
-    others. ``summary`` has the number of nodes; the `SHOWN` most frequent faults and notes, each
-    with the number of its nodes and one of them; and lowest, median and highest of the numbers.
+    ``bad_nodes`` are the nodes with faults, but none where all nodes have one fault in common: no
+    node is to blame for that. ``hopeless`` is True where other nodes would have this fault as well.
+    ``why`` is this fault, or else the first fault of three nodes at most, with the number of
+    further ones. ``report`` has `SHOWN` nodes at most, those with faults or notes first.
+    ``summary`` has the number of nodes; the `SHOWN` most frequent texts of faults and notes, each
+    with the number of its nodes and the first of them; and the `_quantiles` of all values.
     """
     unfit = [node for node, report in reports.items() if report.faults]
     shared = _shared_checks(reports)
@@ -251,7 +256,8 @@ def outcome(reports: Reports) -> dict[str, Any]:
 
 
 def _quantiles(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the lowest, the median and the highest of the numbers of each key."""
+    """Return by key the lowest, the median and the highest of the numbers that `rows` have under
+    the key; other values are left out."""
     numbers: dict[str, list[float]] = {}
     for key, number in (pair for row in rows for pair in row.items()):
         if isinstance(number, int | float):
@@ -260,9 +266,9 @@ def _quantiles(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _shared_checks(reports: Reports) -> set[str]:
-    """Return the checks that all nodes have failed, without those that may be due to a single node
-    or to the link between two; empty without any. Nodes that have `UNCLEAR` faults alone do not
-    count where two others are left."""
+    """Return the checks that all nodes have failed; nodes with only `UNCLEAR` faults do not count
+    where two others are left. Left out are checks that a single node, or the link between two
+    nodes, may have failed by its own fault."""
     checks = [{check for check, _ in report.faults} for report in reports.values()]
     # A silent node may have the same fault as the others; one node alone speaks for itself.
     speaking = [faults for faults in checks if not faults or faults - UNCLEAR]

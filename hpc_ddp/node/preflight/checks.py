@@ -48,7 +48,7 @@ TMPDIR_BYTES = 64 << 20  # less space than this is none
 class Order(NamedTuple):
     """The first question, with the same keys as in JSON."""
 
-    nodes: Sequence[str]  # names of all; a node with another disk could not read the attempt's file
+    nodes: Sequence[str]  # all names; a node without the shared disk can't read them from a file
     folder: str  # path of the folder in which each node writes a file of its name
     secret: str  # content of these files, and the first line of a connection between nodes
     gpus: int  # that the job has on each node
@@ -58,15 +58,16 @@ class Order(NamedTuple):
 
 
 class UnfitError(Exception):
-    """A reason for which a node is unfit, as the end of the sentence '<node>: …'."""
+    """A node is unfit; the text is the reason, to stand behind '<node>: '."""
 
 
 def interface(place: Place) -> dict[str, Any]:
-    """Return ``interface``, the name of the one that the workers will use, and ``address``, its
-    IPv4 address, None if it has only IPv6; {} for a lone node without an interface.
+    """Return ``interface``, the name of the network interface that the workers will use, and
+    ``address``, its IPv4 address (None if it has only IPv6). {} for a lone node for which none is
+    chosen.
 
-    Raise UnfitError if no interface leads to the other nodes, or the chosen one is not there or has
-    no address.
+    Raises UnfitError if no interface leads to the other nodes, or if the chosen one does not exist
+    or has no address.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME") or place.chosen_interface
     if name is None:
@@ -83,11 +84,9 @@ def interface(place: Place) -> dict[str, Any]:
 
 
 def interconnect(place: Place) -> dict[str, Any]:
-    """Return ``fabric``, the name of this node's interconnect or None, ``cards``, the number of its
-    devices, and a ``note`` if NCCL can't use it.
-
-    {} where nodes are processes of one machine, and for a lone node.
-    """
+    """Return ``fabric``, the name of this node's interconnect, None without one; ``cards``, the
+    number of its devices; and a ``note`` if NCCL can't use the interconnect. {} where the nodes are
+    processes of one machine, and for a lone node."""
     if place.is_local or len(place.nodes) == 1:
         return {}
     interconnect = fabric_lookup.look()
@@ -98,20 +97,21 @@ def interconnect(place: Place) -> dict[str, Any]:
 def gpus(
     wanted: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return ``gpus``, the number of GPUs here that the job may use, None where it is unknown; a
-    ``note`` where it is uncertain; and in a job with GPUs ``gpus_there``, the number by nvidia-smi,
-    or else device files, if one of both tells.
+    """Return ``gpus``, the number of GPUs on this node that the job may use (None where that is
+    unknown); a ``note`` where the number is uncertain; and, in a job with GPUs, ``gpus_there``, the
+    number by nvidia-smi, or else by device files, where one of them tells it.
 
-    Slurm sets the variables of several vendors where its gres.conf names none, so only those of the
-    vendor with the most device files count; without device files, NVIDIA's if nvidia-smi is there,
-    else all of them. The lowest number counts.
+    ``gpus`` is the lowest of the numbers by nvidia-smi or device files and by the variables of
+    visible devices. Slurm sets the variables of several vendors where its gres.conf names none, so
+    only those of one vendor count: the one with the most device files, or NVIDIA if there are no
+    device files but nvidia-smi; without both, those of all vendors.
 
     Parameters
     ----------
     wanted
         number of GPUs that the job has on each node
     environ
-        with the vendors' variables of visible devices
+        the environment, which may have the vendors' variables of visible devices
     listed
         number of GPUs that nvidia-smi lists, None without such a program
     files
@@ -120,7 +120,7 @@ def gpus(
     Raises
     ------
     UnfitError
-        fewer GPUs are here
+        the job may use fewer GPUs than `wanted`
     """
     name = max(files, key=lambda name: files[name], default="NVIDIA" if listed is not None else "")
     vendors = [VENDORS[name]] if name else VENDORS.values()
@@ -144,10 +144,9 @@ def gpus(
 
 
 def _nvidia_smi() -> int | None:
-    """Return the number of GPUs, or of MIG parts, that nvidia-smi lists; None without that program.
-
-    Raise UnfitError if it fails, TimeoutExpired of subprocess if it takes longer than `GPU_S`.
-    """
+    """Return the number of GPUs that nvidia-smi lists, or of MIG devices if these are more; None
+    where there is no such program. Raises UnfitError if it fails, ``subprocess.TimeoutExpired`` if
+    it takes longer than `GPU_S`."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=GPU_S)
     except FileNotFoundError:
@@ -163,13 +162,14 @@ def _nvidia_smi() -> int | None:
 
 
 def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
-    """Return this node's GPUs as `gpus` does, of which the job has `wanted` on each node; {} for
-    nodes that are processes of one machine.
+    """Count this node's GPUs and return what `gpus` returns; `wanted` is the number that the job
+    has on each node. {} where the nodes are processes of one machine.
 
-    Only nvidia-smi is used of the vendors' programs: it names a GPU that has failed while its file
-    is still there. The programs of other vendors are written in Python, and break in a job's
-    environment, or count cards in place of devices. One that is late is a note where device files
-    tell the number. Raise UnfitError as `gpus` and `_nvidia_smi`, and where it is late without any.
+    nvidia-smi is the only vendor's program that is asked: it shows that a GPU has failed whose
+    device file is still there. Other vendors' programs are written in Python, and break in a job's
+    environment, or count cards in place of devices. If nvidia-smi is late, that is a note where
+    device files tell the number, else an UnfitError. Raises UnfitError also as `gpus` and
+    `_nvidia_smi`.
     """
     if place.is_local:  # nodes that are processes of one machine, with gloo on CPU
         return {}
@@ -186,11 +186,9 @@ def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
 
 
 def tmpdir(path: Path) -> dict[str, Any]:
-    """Write 1 MiB to a temporary file in TMPDIR, `path`, and return ``tmpdir`` and ``tmpdir_free``,
-    its path and its free space in bytes.
-
-    Raise UnfitError if it can't be written, or has less than `TMPDIR_BYTES` free.
-    """
+    """Write 1 MiB to a temporary file in `path`, the folder TMPDIR, and return ``tmpdir``, the
+    path, and ``tmpdir_free``, the free space in bytes. Raises UnfitError if the folder can't be
+    written, or has less than `TMPDIR_BYTES` free."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(1 << 20))
@@ -204,8 +202,8 @@ def tmpdir(path: Path) -> dict[str, Any]:
 
 
 def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str, Any]:
-    """Write `secret` to a file in `folder`, which shows partners a shared disk; return
-    ``scratch_free``, the run folder's free space in bytes.
+    """Write `secret` to this node's file in `folder`, by which partners see that the disk is
+    shared; return ``scratch_free``, the run folder's free space in bytes.
 
     Raises
     ------
@@ -226,16 +224,17 @@ def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str
 
 
 def load() -> dict[str, Any]:
-    """Return ``load``, the load average of the last minute per processor, {} on a system without
-    one."""
+    """Return ``load``, the load average of the last minute per processor; {} on a system that
+    has no load average."""
     with contextlib.suppress(OSError):
         return {"load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)}
     return {}
 
 
 def check_node(place: Place, order: Order) -> None:
-    """Make the checks of this node alone, and report their values and notes, and an UnfitError as a
-    fault. They write a temporary file in TMPDIR, and this node's file in the order's folder."""
+    """Make the checks of this node alone; report the values and notes of each, or its UnfitError as
+    a fault. The checks write a temporary file in TMPDIR, and this node's file in the order's
+    folder."""
     folder = Path(order.folder)
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "load": load,
@@ -257,15 +256,15 @@ def check_node(place: Place, order: Order) -> None:
 
 
 def _set_network(place: Place) -> None:
-    """Set the variables of the interface and of the fabric in this process's environment, as the
-    workers will have them."""
+    """Set the variables of the network interface and of the fabric in this process's environment
+    to the values that the workers will get."""
     fabric_env = place.fabric_env(fabric_lookup.look()) if place.seeks_fabric else {}
     os.environ.update(fabric_env | place.interface_env())
 
 
 def _read_question() -> dict[str, Any]:
-    """Wait for the next question on stdin and return it; exit the process with 0 at the end of the
-    questions. Raise ValueError for a torn line."""
+    """Wait for the next question on stdin and return it. Exits the process with 0 when stdin is
+    closed. Raises ValueError for a torn line."""
     line = sys.stdin.readline()
     if not line:
         os._exit(0)  # threads that still listen or resolve a name are not waited for
@@ -274,18 +273,18 @@ def _read_question() -> dict[str, Any]:
 
 
 def _end_with_notice(number: int, frame: FrameType | None) -> None:
-    """Report the signal as a notice, and exit the process with 0."""
+    """Report the signal `number` as a notice, and exit the process with 0."""
     report(notice=signal.Signals(number).name)
     os._exit(0)
 
 
 def main(argv: list[str]) -> int:
-    """Answer the driver's questions on stdin until they end, as the module's table has it.
+    """Answer the driver's questions on stdin in the order of the module's table, then exit the
+    process with 0, whatever the checks have found. `argv` is not used.
 
-    It never returns: it exits the process with 0, whatever the checks say, and on a signal of
-    `NOTICE_SIGNALS`, which is reported as a notice. `argv` is not used. Raise OSError as
-    `Place.from_env` and where no port is free; KeyError, TypeError or ValueError for a wrong
-    environment or a damaged question.
+    A signal of `NOTICE_SIGNALS` is reported as a notice, and ends the process with 0 at once.
+    Raises OSError as `Place.from_env`, and where no port is free; KeyError, TypeError or ValueError
+    for a wrong environment or a damaged question.
     """
     os.environ["HPC_DDP_NODE"] = ""  # for a notice that comes before the order
     for number in NOTICE_SIGNALS:

@@ -24,10 +24,12 @@ PAYLOAD = 256 << 10  # bytes each way: more than fits into small packets
 
 
 def partners(nodes: Sequence[str], node: str, again: bool = False) -> list[str]:
-    """Return the nodes that `node` checks, at most `PARTNERS`, [] for a lone one; as many check it.
+    """Return the nodes that `node` checks, at most `PARTNERS`, [] for a lone node. Equally many
+    nodes check `node`.
 
-    The partners are at the same distances from each node, on a ring of all; with `again` at other
-    ones. From 17 nodes on the distances are less than half a ring: no two nodes check each other.
+    All nodes form a ring, and each node has its partners at the same distances along the ring; with
+    `again` the distances are other ones. From 17 nodes on all distances are below half of the ring:
+    no two nodes check each other.
     """
     count = min(PARTNERS, len(nodes) - 1)
     index, half = nodes.index(node), max(count, (len(nodes) - 1) // 2)
@@ -37,18 +39,17 @@ def partners(nodes: Sequence[str], node: str, again: bool = False) -> list[str]:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Answers partners that send the secret, with the node's name and the bytes that they sent.
-
-    It listens on all interfaces, IPv4 and IPv6; a thread serves until the process ends.
-    """
+    """A server that answers each partner that sends the secret, with the node's name and then the
+    bytes that the partner sends. It listens on all interfaces, IPv4 and IPv6; a thread serves until
+    the process ends."""
 
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, node: str, secret: str, port: int = 0) -> None:
-        """Open the port, or any free one where it is taken, and start the thread; raise OSError
-        where there is none."""
+        """Listen on `port`, or on any free one where that is taken, and start the thread; the
+        attribute `port` is the number. Raises OSError where no port is free."""
         try:
             super().__init__(("", port), _Answer)
         except OSError:
@@ -58,7 +59,7 @@ class Listener(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def server_bind(self) -> None:
-        """Bind the socket, to IPv4 as well if it is of IPv6; raise OSError where the port is
+        """Bind the socket; a socket of IPv6 also to IPv4. Raises OSError where the port is
         taken."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -71,8 +72,8 @@ class _Answer(socketserver.StreamRequestHandler):
     server: Listener
 
     def handle(self) -> None:
-        """Answer one connection; a partner without the secret gets nothing, and a broken link is no
-        error."""
+        """Answer one connection. A partner without the secret gets no answer; a connection that
+        breaks, or is silent for `LINK_S`, is given up without an error."""
         self.connection.settimeout(LINK_S)
         with contextlib.suppress(OSError):
             if hmac.compare_digest(self.rfile.readline(100).strip(), self.server.secret):
@@ -86,8 +87,8 @@ def reach(node: str, address: str, port: int, secret: str) -> None:
     Raises
     ------
     OSError
-        there is no connection, or it leads to another node; one of `LATE` if it is silent for
-        `LINK_S` or breaks
+        there is no connection, or it leads to another node; one of the errors `LATE` if the
+        connection is silent for `LINK_S`, or breaks
     """
     with (
         socket.create_connection((address, port), timeout=LINK_S) as peer,
@@ -115,10 +116,11 @@ def is_loopback(addresses: Iterable[str]) -> bool:
 
 
 def link_trouble(place: Place, peer: str, port: int, secret: str) -> tuple[str, bool]:
-    """Return why this node does not reach a partner by its name, '' if it does, and whether the
-    reason may be want of time. Takes `LINK_S` for each of the partner's answers, at most.
+    """Return why this node does not reach the partner `peer` by its name, '' if it does, and
+    whether the reason may be want of time. Waits `LINK_S` at most for each of the partner's
+    answers.
 
-    `port` is that of the partner's `Listener`, which is tried at the first address only.
+    `port` is that of the partner's `Listener`. Only the first address of the name is tried.
     """
     host = place.host_of(place.nodes.index(peer))
     failure = f"the name {host} does not resolve here"
@@ -135,8 +137,8 @@ def link_trouble(place: Place, peer: str, port: int, secret: str) -> tuple[str, 
 
 
 def own_delay(node: str, port: int, secret: str) -> dict[str, float]:
-    """Return ``delay_s``, the seconds in which this node reaches its own `Listener` on loopback; {}
-    if it does not."""
+    """Return ``delay_s``, the seconds that this node needs to reach its own `Listener` by loopback;
+    {} if it does not reach it."""
     begin = time.monotonic()
     with contextlib.suppress(OSError):
         reach(node, "127.0.0.1", port, secret)
@@ -145,13 +147,13 @@ def own_delay(node: str, port: int, secret: str) -> dict[str, float]:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's text; for an OSError that has a number, without it."""
+    """Return an error's text, without the number that an OSError may have."""
     return str(getattr(error, "strerror", None) or error)
 
 
 def file_trouble(folder: Path, peer: str, secret: str) -> str:
-    """Return why a partner's file, with the secret in it, is not seen here within `VISIBLE_S`; ''
-    if it is."""
+    """Wait until this node sees the file of the partner `peer`, with the secret in it, in `folder`;
+    return '' then, or the reason for a fault after `VISIBLE_S`."""
     end = time.monotonic() + VISIBLE_S
     while not contains(folder / peer, secret):
         if time.monotonic() > end:
@@ -161,7 +163,7 @@ def file_trouble(folder: Path, peer: str, secret: str) -> str:
 
 
 def contains(path: Path, text: str) -> bool:
-    """Return whether a file contains exactly a text; False if it can't be read."""
+    """Return whether a file's content is exactly `text`; False if it can't be read."""
     with contextlib.suppress(OSError):
         return path.read_text() == text
     return False
@@ -171,8 +173,8 @@ def check_partners(place: Place, ports: Mapping[str, int], folder: Path, secret:
     """Check this node's partners, all at once; report troubles of links and of shared files, and
     this node's own delay meanwhile.
 
-    `ports` are those of the `Listener`s of the partners and of this node, by name. Each node has
-    written a file of its name into `folder`, on a shared disk, with the `secret` in it.
+    `ports` has the ports of the `Listener`s of the partners and of this node, by node. Each node
+    has written the `secret` to a file of its own name in `folder`, which is on a shared disk.
     """
     peers = [node for node in ports if node != place.node]
     with ThreadPoolExecutor(2 * PARTNERS + 1) as pool:
