@@ -73,7 +73,8 @@ class ForkedProcess:
     returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the worker runs. Does not
+        wait."""
         if self.returncode is None:
             with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -82,8 +83,8 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code, as `poll`; raise subprocess.TimeoutExpired
-        after `timeout` seconds, None: never."""
+        """Wait for the worker's end and return its exit code, as `poll`. Raises
+        ``subprocess.TimeoutExpired`` after `timeout` seconds (None: never)."""
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if end is not None and time.monotonic() > end:
@@ -100,10 +101,10 @@ class ForkServer:
     is_reported: bool = False  # the reason of a refusal is printed once
 
     def fork(self, command: Sequence[str], environ: dict[str, str]) -> ForkedProcess | None:
-        """Have the server fork a worker that runs `command` (`started_by`) with the environment
-        `environ`, and return it, a child of this process. None where the server refuses, has ended,
-        or does not answer within `ANSWER_S`: the worker has to be started by exec then. The first
-        reason for that is printed."""
+        """Have the server fork a worker that runs `command`, as `started_by` makes it, with the
+        environment `environ`; return the worker, which is a child of this process. None where the
+        server refuses, has ended, or does not answer within `ANSWER_S`: the caller then has to
+        start the worker by exec. The first reason for that is printed."""
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
@@ -125,13 +126,14 @@ class ForkServer:
 
 
 def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
-    """Fork the server for a `script` with its arguments, in which torch is imported already.
+    """Fork the server for a `script` (its words, with the arguments) from this process, which has
+    imported torch; return the agent's end of the server.
 
-    Return the agent's end of the server. In each worker that the server forks the call returns once
-    more, with the script that the process is to run. None where nothing can be forked: on other
-    systems than Linux; and, which is printed, for a program that is no script, where workers get
-    variables that an import may depend on, and with threads, which a site's ``sitecustomize`` may
-    start, and a fork does not have.
+    In each worker that the server forks the call returns once more, with the script that the
+    process has to run. Returns None where workers can't be forked: on other systems than Linux;
+    for a program that is no script; where each worker gets set-up lines or variables of its own, on
+    which an import may depend; and where this process has threads, which a fork would not have (a
+    site's ``sitecustomize`` may start some). All but the first reason are printed.
     """
     if sys.platform != "linux":
         return None
@@ -173,9 +175,9 @@ class _Server:
     output: int = -1  # a file with what the imports print
 
     def serve(self) -> ForkedScript:
-        """Make the imports, then fork a worker for each request, until the agent closes the
-        connection, which ends this process with 0. Return in each worker, with its script. A script
-        that is unfit for this has each request refused."""
+        """Make the imports, then fork a worker for each request; in a worker, return its script. In
+        the server this never returns: the process ends with 0 once the agent closes the connection.
+        Where the script is unfit for a fork, each request is refused."""
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:  # a preempting Slurm may signal each process of the step
             signal.signal(number, signal.SIG_IGN)
@@ -207,10 +209,11 @@ class _Server:
             return self._become_worker(command, environ)
 
     def _import_all(self) -> None:
-        """Import `ALWAYS`, then what the script needs, while a fork tries the accelerator; set
-        `refusal` where that fails. The process may be another one afterwards (`_import_in_child`).
+        """Import `ALWAYS`, then the modules that the script imports, while a fork tries the
+        accelerator; set `refusal` where that trial fails. It may return in a child of the process
+        that has called it, which then serves (`_import_in_child`).
 
-        Raise UnfitError where a forked worker would differ from one that is started.
+        Raises UnfitError where a forked worker would differ from one that is started by exec.
         """
         is_other = getattr(sys.flags, "safe_path", False) or sys.flags.no_user_site
         if "PYTHONHASHSEED" not in self.environ or is_other:
@@ -226,9 +229,11 @@ class _Server:
             self.refusal = trial.failure()
 
     def _import_in_child(self, names: Sequence[str], folders: Sequence[Path], trial: Trial) -> bool:
-        """Fork a child that imports modules and serves in place of this process. Return True in the
-        child, whose `refusal` is then that of the accelerator's `trial`; False in this process if a
-        module turns out to be unfit; else end this process with 1 once the child has ended."""
+        """Fork a child that imports the modules `names` and serves in place of this process; return
+        True in the child, whose `refusal` is then the failure of the accelerator's `trial`.
+
+        This process waits for the child's end. It returns False if a module is unfit for a fork;
+        else it ends with 1, as the child may have taken a request with it."""
         reader, writer = Pipe(duplex=False)
         with reader, writer:
             child = self._fork_importer(names, folders)
@@ -242,12 +247,9 @@ class _Server:
         return False
 
     def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
-        """Fork a process that imports the packages, and return its id; return 0 in that process,
-        which is to serve in place of this one.
-
-        If a package turns out to be unfit, which can't be undone, that process prints the reason
-        and ends with the code `UNFIT`.
-        """
+        """Fork a process that imports `packages`, and return its id; return 0 in that process once
+        it has done so. An import can't be undone: if one is unfit for a fork, the process prints
+        the reason, and ends with the code `UNFIT`."""
         size = os.fstat(self.output).st_size
         if child := os.fork():
             return child
@@ -262,9 +264,9 @@ class _Server:
         return 0
 
     def _refusal(self, command: list[str], environ: dict[str, str]) -> str:
-        """Return why a worker with this command and environment is not to be forked, or '': by
-        `refusal`, for another command than `started_by` makes, and where a variable that an import
-        may depend on has changed since the imports."""
+        """Return why no worker with this command and environment may be forked, '' where one may:
+        the server's `refusal`, a command that `started_by` has not made, or a variable that has
+        changed since the imports, and on which an import may depend."""
         if self.refusal:
             return self.refusal
         start = started_by(sys.executable, [])
@@ -277,8 +279,8 @@ class _Server:
         return ""
 
     def _fork(self) -> int | str | None:
-        """Fork twice, so that the agent becomes the parent; return the worker's process id, or why
-        there is none. Return None in the worker."""
+        """Fork twice, so that the agent becomes the worker's parent; return the worker's process
+        id, or the reason for which the fork has failed. Return None in the worker."""
         reader, writer = os.pipe()
         try:
             between = os.fork()
@@ -304,9 +306,9 @@ class _Server:
         return int(text) if text else "a fork has failed"
 
     def _become_worker(self, command: list[str], environ: dict[str, str]) -> ForkedScript:
-        """Make this process, just forked, the worker that `worker.py` would make of it, once it is
-        the agent's child, and return its script. It prints what the imports have printed, and exits
-        with 1 where the agent has died. Raises as `worker.prepare` and `ForkedScript.of`."""
+        """Prepare this process, just forked, as `worker.py` would, and return its script. First
+        waits until the process is the agent's child; ends it with 1 if the agent has died. Prints
+        what the imports have printed. Raises as `worker.prepare` and `ForkedScript.of`."""
         self.connection.close()
         give_up = time.monotonic() + CHILD_S
         while os.getppid() != self.agent:  # until the process between has ended
@@ -323,9 +325,10 @@ class _Server:
 
 
 def _end_collections() -> None:
-    """Let the last collections of a worker, when its modules are taken apart, see all objects:
-    extension modules complain of what is left. The collection before those sees the worker's own
-    alone: among the imported ones it would find nothing, and take a fifth of the worker's end."""
+    """Collect the worker's own objects at its exit; then unfreeze the imported ones for Python's
+    last collections, since extension modules complain of objects that are left. Python's first
+    collection at the exit is switched off: it would find nothing among the imported objects, and
+    take a fifth of the worker's end."""
     if gc.isenabled():
         gc.collect()
     gc.unfreeze()
@@ -333,22 +336,23 @@ def _end_collections() -> None:
 
 
 def own_folders(script: Path) -> list[Path]:
-    """Return the folders in which a worker's Python looks before those of this process: the
-    script's, and the snapshot of the user's code."""
+    """Return the folders in which a worker's Python looks for modules first, before those in which
+    this process looks: the script's folder, and the snapshot of the user's code."""
     code = os.environ.get("HPC_DDP_CODE")
     folders = [script.resolve().parent, *([Path(code)] if code else [])]
     return list(dict.fromkeys(folders))
 
 
 def _reset_signals(ignored: Sequence[int]) -> None:
-    """Give `SIGNALS` the handlers that Python has after an exec: the default ones, but for those of
-    `ignored`, which stay ignored."""
+    """Set the handlers of `SIGNALS` to those that Python has after an exec: signals in `ignored`
+    stay ignored, all others get the default handler."""
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
 
 
 def _check_hidden(folders: Sequence[Path]) -> None:
-    """Raise UnfitError if a module in `folders` hides one that is imported already."""
+    """Raise UnfitError if a file in `folders` would be imported in place of a module that is
+    imported already."""
     if file := hidden_by(folders, list(sys.modules)):
         raise UnfitError(f"{file} hides a module that is imported already")

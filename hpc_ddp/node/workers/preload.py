@@ -33,13 +33,14 @@ ENDING_S = 1.0  # of a thread that has been joined
 
 
 def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -> None:
-    """Import the modules `names` in this process, whose prints go to the descriptor `output`; one
-    that is not there is passed over.
+    """Import the modules `names` in this process; a module that does not exist is passed over. The
+    imports' output goes to the file descriptor `output`. `are_known` says that the modules are
+    torch's own, for which fewer checks are made.
 
-    Raise UnfitError where an import fails, or leaves something that a fork does not survive or that
-    a worker would not have from its own import: a changed `_state`, an open device, a thread. It is
-    also raised where an import reads the rank; or, unless the modules `are_known`, all variables of
-    the environment.
+    Raises UnfitError where an import fails, or leaves something that a fork does not survive, or
+    that a worker would not have from its own import: a changed `_state`, an open device, a thread.
+    It is also raised where an import reads the rank or, unless the modules `are_known`, all
+    variables of the environment.
     """
     gc.freeze()  # `_generators` then looks at new objects alone
     before = _state(are_known)
@@ -64,8 +65,8 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
 
 
 def _count_threads() -> int:
-    """Return how many threads this process has. Those that end have `ENDING_S` for it: a join
-    returns before the kernel has removed the thread."""
+    """Return how many threads this process has. Waits up to `ENDING_S` for other threads to end: a
+    join returns before the kernel has removed the thread."""
     give_up = time.monotonic() + ENDING_S
     while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -81,10 +82,9 @@ def _has_initialised_device() -> bool:
 
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
-    """Switch Python's collector of cycles off inside the block: it takes a fifth of the import of
-    torch, since it looks at all objects again and again, and hardly any can go. Later collections
-    leave out all objects of before the block's end (`gc.freeze`). Where a package turns the
-    collector off, or chooses thresholds of its own, that stays."""
+    """Switch Python's collector of cycles off inside the block, which would take a fifth of the
+    import of torch for nothing. At the block's end all objects are frozen (`gc.freeze`): later
+    collections leave them out. The old thresholds return, unless a package has set its own."""
     thresholds = gc.get_threshold()
     gc.set_threshold(0)
     try:
@@ -97,7 +97,8 @@ def paused_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _captured(output: int) -> Iterator[None]:
-    """Redirect this process's stdout and stderr to a descriptor inside the block."""
+    """Redirect this process's stdout and stderr to the file descriptor `output` inside the
+    block."""
     outputs = [os.dup(number) for number in (1, 2)]
     try:
         with contextlib.suppress(OSError):  # what was printed before goes where it was printed to
@@ -113,8 +114,8 @@ def _captured(output: int) -> Iterator[None]:
 
 
 def _state(are_known: bool) -> dict[str, Any]:
-    """Return the parts of this process's state that imports must not change, by their name in
-    words; unless the modules `are_known`, also random numbers and callbacks at the exit."""
+    """Return, by a name in words, what imports must not change in this process; unless the modules
+    `are_known`, also the generators of random numbers and the callbacks at the exit."""
     state: dict[str, Any] = {
         "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
         "the working directory": os.getcwd(),
@@ -131,8 +132,8 @@ def _state(are_known: bool) -> dict[str, Any]:
 
 
 def _open_files() -> dict[str, str]:
-    """Return the open files of this process, but for those in /proc, by their descriptors: workers
-    would share positions."""
+    """Return the paths of this process's open files by their descriptors, without those in /proc.
+    Workers would share the positions in files that an import has opened."""
     files = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -143,8 +144,8 @@ def _open_files() -> dict[str, str]:
 
 
 def _generators() -> list[str]:
-    """Return in a form that only compares the states of the global generators of random numbers of
-    Python, numpy and torch, and which others there are, without those that are frozen (`gc`)."""
+    """Return the states of the global generators of random numbers of Python, numpy and torch, and
+    the ids of all other generators that are not frozen (`gc`); only to compare two calls."""
     states = [repr(random.getstate())]
     kinds: tuple[type, ...] = (random.Random,)
     if numpy := sys.modules.get("numpy"):
@@ -161,28 +162,29 @@ def _generators() -> list[str]:
 
 
 def forget_rank() -> None:
-    """Remove from this process's environment the ranks that Slurm and MPI gave to the one task of
-    the node: an import would take them for the worker's."""
+    """Remove from this process's environment the ranks and counts that Slurm and MPI gave to the
+    one task of the node: an import would take them for the worker's."""
     for name in list(os.environ):
         if RANK_NAMES.fullmatch(name) or is_of_mpi_task(name):
             del os.environ[name]
 
 
 class _RankReadError(BaseException):
-    """An import asks for the rank. No Exception: a package must not catch it and go on."""
+    """An import has asked for the rank, or for all variables. It is no Exception, lest a package
+    catches it and goes on."""
 
 
 @contextlib.contextmanager
 def _rank_unread(are_known: bool) -> Iterator[None]:
-    """Inside the block, end an import that asks the environment for a worker's rank, which is not
-    there yet, or, unless the modules `are_known`, reads all variables; raise UnfitError at the end
-    of the block then."""
+    """Inside the block, an import that reads a worker's rank, which is not set yet, from
+    ``os.environ`` is ended by `_RankReadError`; so is one that reads all variables, unless the
+    modules `are_known`. At the block's end UnfitError is raised then."""
     names: list[str] = []
     kind: Any = type(os.environ)
     read, walk = kind.__getitem__, kind.__iter__
 
     def note(self: Any, name: str) -> str:
-        """Return a variable's value; end the import if it is one of a rank, and not there."""
+        """Return the value of the variable `name`; end the import if that is a missing rank."""
         try:
             return str(read(self, name))
         except KeyError:
@@ -192,7 +194,8 @@ def _rank_unread(are_known: bool) -> Iterator[None]:
             raise
 
     def note_all(self: Any) -> Iterator[str]:
-        """Return an iterator over the names; end the import if it is not known, and asks itself."""
+        """Return an iterator over the names of all variables. End the import instead if its module
+        is not known, and Python's own modules do not ask."""
         if not are_known and not _is_called_by_python():
             names.append("all variables")
             raise _RankReadError
@@ -208,8 +211,8 @@ def _rank_unread(are_known: bool) -> Iterator[None]:
 
 
 def _is_called_by_python() -> bool:
-    """Return whether the caller of `note_all` is a module of Python itself, which iterates over the
-    environment for a child process, say."""
+    """Return whether the caller of `note_all` is a module of Python itself, which reads all
+    variables to start a child process, say."""
     frame = sys._getframe(2)
     while frame.f_back and frame.f_globals.get("__name__") in OF_ENVIRON:
         frame = frame.f_back
@@ -218,8 +221,9 @@ def _is_called_by_python() -> bool:
 
 @contextlib.contextmanager
 def _without_driver() -> Iterator[None]:
-    """Have ``torch.cuda.is_available()`` start no driver, which a fork would not survive, and where
-    torch is imported by now leave NVML, which it asks instead, as it was: torch leaves it open."""
+    """Inside the block, ``torch.cuda.is_available()`` asks NVML, and does not start the driver,
+    which a fork would not survive. Where torch is imported already, each of its calls of NVML also
+    ends NVML again, which torch itself leaves open."""
     before = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
     module = vars(sys.modules.get("torch.cuda", object))
@@ -238,8 +242,8 @@ def _without_driver() -> Iterator[None]:
 
 
 def _ask_nvml(ask: Callable[[], Any]) -> Any:
-    """Return the answer of a function of torch that initialises NVML, and end that: NVML counts how
-    often it was, and closes its device files for the last one."""
+    """Call a function of torch that initialises NVML, shut NVML down once, and return the answer.
+    NVML counts both, and closes its device files at the last shutdown."""
     import ctypes
 
     try:
@@ -250,8 +254,8 @@ def _ask_nvml(ask: Callable[[], Any]) -> Any:
 
 
 def _import_if_there(name: str) -> None:
-    """Import a module, unless there is none of this name; raise UnfitError if the import fails: the
-    script may rely on its failure."""
+    """Import the module `name`, if it exists. Raises UnfitError if the import fails, since the
+    script may rely on the failure."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -38,15 +38,15 @@ AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
 def started_by(python: str, script: list[str]) -> list[str]:
-    """Return the command by which the interpreter `python` starts a worker: this file, which then
-    becomes the `script` with its arguments."""
+    """Return the command by which the interpreter `python` starts a worker: it runs this file,
+    which then becomes the `script` (its words, with the arguments)."""
     return [python, "-ISs", __file__, python, "-u", *script]
 
 
 def after_setup(lines: str, command: list[str]) -> list[str]:
-    """Return the command of a bash that runs set-up lines, and then becomes `command`, with their
-    variables; `command` itself for no lines (''). A line that fails is reported, and ends
-    nothing."""
+    """Return the command of a bash that runs the set-up `lines`, and then becomes `command`, which
+    has the variables that they export. A line that fails is reported, and the next one runs. For no
+    lines ('') `command` itself is returned."""
     if not lines:
         return command
     report = 'echo "hpc-ddp: this set-up command failed with code $?: $BASH_COMMAND" >&2'
@@ -55,8 +55,8 @@ def after_setup(lines: str, command: list[str]) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies; holds across exec. Nothing on other systems
-    than Linux."""
+    """Ask the kernel to kill this process by SIGKILL when its parent dies; this holds across exec.
+    Does nothing on other systems than Linux."""
     if sys.platform == "linux":
         import ctypes
 
@@ -65,11 +65,12 @@ def die_with_parent() -> None:
 
 def as_task() -> dict[str, str]:
     """Return the variables that Slurm would set for this worker if it were a task of its own, as by
-    `srun python`: made of torchrun's, for equally many workers on each node. The environment stays
-    as it is. Raise KeyError without torchrun's variables.
+    ``srun python``. They are computed from torchrun's variables, for equally many workers on each
+    node. The environment is not changed. Raises KeyError without torchrun's variables.
 
-    Below torchrun a worker would inherit Slurm's of its node's one task: the node's number for a
-    rank, and the number of nodes for a world size. A script that reads them would train alone.
+    Below torchrun a worker inherits the variables that Slurm has set for the node's one task, with
+    the node's number as the rank and the number of nodes as the world size. A script that reads
+    them would train alone.
     """
     size, per_node = os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     nodes = int(size) // int(per_node)
@@ -88,7 +89,7 @@ def as_task() -> dict[str, str]:
 
 
 def is_of_mpi_task(name: str) -> bool:
-    """Return whether an MPI launcher describes a task by the variable of this name."""
+    """Return whether the variable `name` is one by which an MPI launcher describes a task."""
     return name.startswith(OF_AN_MPI_TASK) and not name.startswith("PMIX_MCA_")
 
 
@@ -105,17 +106,15 @@ def forget_task() -> None:
 
 
 def python_path() -> str:
-    """Return PYTHONPATH with the run's own library and the snapshot of the user's code, if any,
-    before all else. Raise KeyError without HPC_DDP_RUN."""
+    """Return a value for PYTHONPATH: the run's own library, the snapshot of the user's code, if
+    any, and then the folders in PYTHONPATH so far. Raises KeyError without HPC_DDP_RUN."""
     parts = [os.path.join(os.environ["HPC_DDP_RUN"], "lib"), os.environ.get("HPC_DDP_CODE")]
     return ":".join(part for part in (*parts, os.environ.get("PYTHONPATH")) if part)
 
 
 def began() -> str:
-    """Return when this process began, as `hpc_ddp.core.process` reads it for any process.
-
-    A text that only compares; ``running`` where there is no /proc.
-    """
+    """Return when this process began, in the form of `hpc_ddp.core.process`: a text that tells only
+    whether two starts are the same; ``running`` where there is no /proc."""
     try:
         with open("/proc/self/stat", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -124,10 +123,11 @@ def began() -> str:
 
 
 def open_log(name: str) -> int:
-    """Write the process id, its start and PID namespace to ``<name>.pid``, open ``<name>.log`` to
-    append to it, and return its descriptor.
+    """Write this process's id, start and PID namespace to ``<name>.pid``; open ``<name>.log`` to
+    append to it, and return its descriptor. `name` is a path.
 
-    Tried again each second; raise OSError if the disk still refuses after `PATIENCE_S`.
+    Where the disk refuses, tries again each second; raises OSError if it still refuses after
+    `PATIENCE_S`.
     """
     give_up = time.monotonic() + PATIENCE_S
     namespace = os.readlink(NAMESPACE) if os.path.exists(NAMESPACE) else ""  # a Mac has none
@@ -143,12 +143,9 @@ def open_log(name: str) -> int:
 
 
 def forget_other_ranks() -> None:
-    """Remove from the node's folder the pid files of all ranks but those that the node has now: an
-    elastic job that has lost nodes numbers its ranks anew.
-
-    Only the node's first worker does it. Raise OSError if the disk refuses, KeyError without
-    torchrun's variables.
-    """
+    """In the node's first worker, remove from the node's folder the pid files of ranks that the
+    node has no longer: an elastic job that has lost nodes numbers its ranks anew. Other workers do
+    nothing. Raises OSError if the disk refuses, KeyError without torchrun's variables."""
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if local:
         return
@@ -160,12 +157,13 @@ def forget_other_ranks() -> None:
 
 
 def compile_cache() -> str:
-    """Make a folder for the caches of torch's compiler, unless it is there, and return its path. No
-    other user can have made it, or can replace it: it is below TMPDIR, or, where another user could
-    do so there or it can't be made, in the run.
+    """Return the path of a folder for the caches of torch's compiler, which is made where it is
+    missing. It lies below TMPDIR; in the run's folder where it can't be made there, or where
+    another user has made it or could replace it.
 
-    torch would take ``/tmp/torchinductor_<user>`` whoever has made it, and load pickles from it.
-    Raise OSError if the folder in the run can't be made, or is not this user's alone.
+    torch by itself uses ``/tmp/torchinductor_<user>``, even if another user has made it, and loads
+    pickles from it. Raises OSError if the folder in the run can't be made, or if other users may
+    write it.
     """
     name = f"hpc-ddp-compile-{os.geteuid()}"
     in_tmp = os.path.join(os.environ.get("TMPDIR") or "/tmp", name)
@@ -190,18 +188,20 @@ def compile_cache() -> str:
 
 
 def set_compile_cache() -> None:
-    """Set the folder of `compile_cache` in this process's environment, unless one is set; raises as
-    that does."""
+    """Set `COMPILE_CACHE` in this process's environment to the folder of `compile_cache`, unless it
+    is set already. Raises as `compile_cache`."""
     if COMPILE_CACHE not in os.environ:
         os.environ[COMPILE_CACHE] = compile_cache()
 
 
 def resume_args() -> list[str]:
-    """Return the arguments to add to a script's (``--resume-args``), split as by a shell.
+    """Return the arguments that a resume adds to the script's (``--resume-args``), split as by a
+    shell; [] where this start resumes nothing.
 
-    There are none at the first start of the run, or since ``--fresh``, unless torchrun has started
-    the worker again; nor where no file matches the pattern HPC_DDP_RESUME_IF, if set: an earlier
-    attempt may have ended before the file was written. Raise ValueError for an open quote.
+    Nothing is resumed in the first attempt of the run, or the first since ``--fresh``, unless
+    torchrun has started the worker again. Nor is it where HPC_DDP_RESUME_IF is set and no file
+    matches this pattern: an earlier attempt may have ended before it wrote the file. Raises
+    ValueError for an open quote.
     """
     numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)
@@ -215,9 +215,9 @@ def resume_args() -> list[str]:
 
 
 def value_of(name: str, variable: str = "") -> str:
-    """Return the value of the variable `name`, which ``--expand`` names, read from another
-    `variable` where that is given. HOSTNAME is this node's; in a dry run HPC_DDP_DRY_`name` stands
-    in for one that only Slurm sets. Exit the process with 1 where none is set."""
+    """Return the value of the variable `name`, which ``--expand`` names, read from `variable`
+    instead if that is given. HOSTNAME is this node's name. In a dry run HPC_DDP_DRY_`name` has the
+    value of a variable that only Slurm sets. Exits the process with 1 where neither is set."""
     if name == "HOSTNAME":  # the batch script's is that of the first node
         return os.uname().nodename
     for source in (variable or name, f"HPC_DDP_DRY_{name}"):  # the latter is Slurm's, without one
@@ -227,12 +227,13 @@ def value_of(name: str, variable: str = "") -> str:
 
 
 def fill(command: list[str]) -> list[str]:
-    """Return `command`, python, -u, the script and its arguments, with the variables that
-    ``--expand`` names filled into the arguments. Fill them into this process's variables of
-    HPC_DDP_EXPAND_ENV, too: those of ``env`` whose values differ between workers.
+    """Return `command` (python, -u, the script and its arguments) with values in place of the
+    variables that ``--expand`` names, in the arguments. An argument ``${NAME[@]}`` becomes one
+    argument for each element of the array.
 
-    They are filled in as by `core.job.variables.fill`; an argument ``${NAME[@]}`` becomes one for
-    each element of the array. Exits as `value_of`.
+    The values are also filled into this process's environment, in the variables that
+    HPC_DDP_EXPAND_ENV names: those of ``env`` that differ between workers. Both are filled in as by
+    `core.job.variables.fill`. Exits as `value_of`.
     """
     names = os.environ.get("HPC_DDP_EXPAND", "").split()
     if not names:
@@ -257,8 +258,9 @@ def fill(command: list[str]) -> list[str]:
 
 def tracker_answer() -> dict[str, str]:
     """Wait for the variables that the first node's supervisor looks up for trackers, and return
-    them; {} where it looks up nothing, and without an answer within `LOOKUP_S`, which is printed.
-    HPC_DDP_TRACKERS_FILE, which names their file, is removed from the environment."""
+    them by name; {} where the supervisor looks up nothing, or has not answered within `LOOKUP_S`,
+    which is printed. HPC_DDP_TRACKERS_FILE, the path of the file with the answer, is removed from
+    this process's environment."""
     path = os.environ.pop("HPC_DDP_TRACKERS_FILE", "")
     if not path:
         return {}
@@ -277,11 +279,12 @@ def tracker_answer() -> dict[str, str]:
 
 
 def set_trackers() -> None:
-    """Set in this process's environment the variables of trackers that differ between workers: only
-    rank 0 may write the tracker's run. Waits for `tracker_answer`.
+    """Set in this process's environment the variables by which trackers know their run, so that
+    only rank 0 writes the job's run. Waits for `tracker_answer`. Does nothing for a job without
+    HPC_DDP_TRACKERS.
 
-    Other ranks that record something, too, have runs of their own in W&B and Comet; of MLflow,
-    whose ids come from a server, only rank 0 has one that lasts. Nothing for a job without ids.
+    Other ranks that record something get runs of their own in W&B and Comet. In MLflow, whose ids
+    come from a server, only rank 0 gets the id of a run.
     """
     if "HPC_DDP_TRACKERS" not in os.environ:
         return
@@ -298,12 +301,12 @@ def set_trackers() -> None:
 
 
 def prepare(command: list[str]) -> list[str]:
-    """Prepare this process as a worker; return `command`, python, -u and the script, with the
-    arguments that a resume adds.
+    """Prepare this process as a worker; return `command` (python, -u, the script and its arguments)
+    with the arguments that a resume adds.
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
     user's umask, and dies with its parent. It may wait for `tracker_answer`. It exits with 1 if
-    torchrun's agent has died already. Raise OSError if the node's folder can't be used, or as
+    torchrun's agent has died already. Raises OSError if the node's folder can't be used, or as
     `compile_cache`; ValueError as `resume_args`; KeyError without the variables of torchrun or of
     the supervisor.
     """
@@ -334,12 +337,12 @@ def prepare(command: list[str]) -> list[str]:
 
 
 def main(command: list[str]) -> None:
-    """Prepare this process, and replace it by `command`: python, -u, the script and its arguments.
+    """Prepare this process, and replace it by `command` (python, -u, the script and its arguments),
+    run by the Python of this process: the command's may be a wrapper, which has done its work.
 
-    The Python of this process takes the place of the command's, which may be a wrapper, and has
-    been entered. If there are set-up lines, a bash runs them after the preparation, and then this
-    file once more, with `READY` before the command. If the supervisor has given notice meanwhile,
-    the process ends by SIGTERM. Raise OSError as `prepare`, and without a bash.
+    If there are set-up lines, a bash runs them after the preparation, and then this file once more,
+    with `READY` before the command. If the supervisor has given notice meanwhile, the process ends
+    by SIGTERM. Raises as `prepare` and `fill`; OSError also where there is no bash.
     """
     if command[0] != READY:
         command = prepare(command)
