@@ -23,21 +23,22 @@ POLL_S = 0.02
 
 @dataclass
 class Trial:
-    """A fork that uses the first accelerator, and makes a collective there. An instance starts the
-    process; where there is no accelerator, that ends soon."""
+    """A fork of this process that makes a collective on the first accelerator. The fork starts when
+    an instance is made; without an accelerator it ends at once."""
 
     pid: int = field(default_factory=lambda: _fork_trial())
     result: str | None = None  # of `failure`, once the process has ended
 
     def failure(self) -> str:
-        """Wait for the end of the trial, which is killed after `TRIAL_S`; return why a fork can't
-        use the accelerator, '' if it can, or has none."""
+        """Return why a fork can't use the accelerator; '' if it can, or if there is none. Waits for
+        the fork's end; kills it after `TRIAL_S`."""
         if self.result is None:
             self.result = self._wait()
         return self.result
 
     def _wait(self) -> str:
-        """Do what `failure` says; a process can be waited for only once."""
+        """Wait for the fork and return what `failure` returns. To be called once: a process can be
+        waited for only once."""
         give_up = time.monotonic() + TRIAL_S
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -52,8 +53,8 @@ class Trial:
 
 
 def _fork_trial() -> int:
-    """Fork a process that tries the accelerator, and return its id. Its output goes to this
-    process's log."""
+    """Fork a process that tries the accelerator, and return its id. It ends with 0 if `_works` does
+    return True, else with 1, and prints errors to this process's stderr."""
     pid = os.fork()
     if pid:
         return pid
@@ -68,8 +69,8 @@ def _fork_trial() -> int:
 
 
 def _works() -> bool:
-    """Use the first accelerator, in a process group of this process alone; return whether the
-    result is right, True without an accelerator."""
+    """Make an all-reduce on the first accelerator, in a process group of this process alone, which
+    stays; return whether the sum is right. True without an accelerator."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return True

@@ -24,19 +24,20 @@ CODE, DATA, BREAK, STACK = (26, 27), (45, 46), 47, 28
 
 @dataclass
 class ForkedScript:
-    """A script that node.py runs at its top level, below which no frame of ours is left."""
+    """A script, compiled, and its module. node.py runs it at its own top level, so that tracebacks
+    have no other frame of hpc-ddp."""
 
     code: CodeType
     module: ModuleType
 
     @classmethod
     def of(cls, command: list[str]) -> ForkedScript:
-        """Make this process that of `command` (python, its options, the script and its arguments),
-        and return the script, which the caller is to run.
+        """Change this process into the one that `command` would start (python, its options, the
+        script and its arguments), and return the script, which the caller has to run.
 
-        ``__main__``, ``sys.argv``, ``sys.path`` and the process's command line and environment, as
-        others see them, become the script's; generators of random numbers are seeded anew. Raise
-        OSError if the script can't be read, SyntaxError or ValueError if it is no Python.
+        The script gets its own ``__main__``, ``sys.argv`` and ``sys.path``; other processes see its
+        command line and environment; generators of random numbers are seeded anew. Raises OSError
+        if the script can't be read, SyntaxError or ValueError if it is no Python.
         """
         python, *options = command
         start = next(place for place, word in enumerate(options) if not word.startswith("-"))
@@ -59,8 +60,8 @@ class ForkedScript:
         return cls(code, module)
 
     def report(self, error: BaseException) -> None:
-        """Print an exception that has ended the script as Python would, without node.py's frame,
-        and have Python itself print nothing of it any more."""
+        """Print an exception that has ended the script as Python would, without node.py's frame.
+        Python itself prints no exception of this process after that."""
         traceback = error.__traceback__.tb_next if error.__traceback__ else None
         error.__traceback__ = traceback
         sys.excepthook(type(error), error, traceback)
@@ -68,8 +69,8 @@ class ForkedScript:
 
 
 def search_path(script: str) -> list[str]:
-    """Return ``sys.path`` as the interpreter would make it for a script: its folder, PYTHONPATH,
-    and the rest of this process's own without the folder of node.py."""
+    """Return ``sys.path`` as the interpreter would make it for `script`: the script's folder, then
+    PYTHONPATH, then this process's own ``sys.path`` without the folder of node.py."""
     variable = os.environ.get("PYTHONPATH")
     folders = variable.split(":") if variable else []  # an empty one is the working directory
     first = [str(Path(script).resolve().parent), *map(os.path.abspath, folders)]
@@ -78,8 +79,8 @@ def search_path(script: str) -> list[str]:
 
 
 def _seed_anew() -> None:
-    """Seed the generators of numpy and torch as a start of each would, and draw the key of
-    multiprocessing anew; Python's own generator is seeded at a fork."""
+    """Seed the global generators of numpy and torch, if they are imported, as a new process would,
+    and draw the key of multiprocessing anew. Python seeds its own generator at a fork."""
     multiprocessing.current_process().authkey = os.urandom(32)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -88,10 +89,9 @@ def _seed_anew() -> None:
 
 
 def name_process(command: list[str]) -> None:
-    """Set the command line and the environment that others see of this process (``/proc/<pid>``).
-
-    Does nothing where the kernel has no PR_SET_MM_MAP (CONFIG_CHECKPOINT_RESTORE).
-    """
+    """Set what other processes see in ``/proc/<pid>`` as this process's command line and
+    environment: `command`, and ``os.environ`` as it is now. Nothing changes where the kernel has no
+    PR_SET_MM_MAP (CONFIG_CHECKPOINT_RESTORE)."""
     stat = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     libc = ctypes.CDLL(None)
     libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]

@@ -1,9 +1,10 @@
 """A job's program that is no script: it becomes a module, as by ``python -m``, or starts a command.
 
-``program.py module FOLDER NAME ARGS…``: Python looks in FOLDER first, as ``python -m`` does in the
-working directory; it is that folder's copy in the run.
-``program.py command NAME ARGS…``: found by PATH, else beside this Python, as in an environment that
-is not activated. This process lives as long as the command, and as a training that outlives it.
+``program.py module FOLDER NAME ARGS…``: Python looks for the module in FOLDER first, the run's copy
+of the working directory, in which ``python -m`` looks first.
+``program.py command NAME ARGS…``: the command is looked for by PATH, then beside this Python, as in
+an environment that is not activated. This process lives as long as the command, and as a training
+that outlives the command.
 """
 
 import ctypes
@@ -27,19 +28,21 @@ REST_S = 60.0  # for what else runs when a training has ended: another one that 
 
 
 def run_module(folder: str, name: str, *args: str) -> None:
-    """Run the module `name`, looked for in `folder` first, as ``__main__`` with arguments; raise
-    ImportError without one, and whatever it raises."""
+    """Run the module `name` as ``__main__`` with the arguments `args`; Python looks for the module
+    in `folder` first. Raises ImportError where there is none, and what the module raises."""
     sys.path.insert(0, folder)
     sys.argv[:] = [name, *args]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def run_command(name: str, *args: str) -> NoReturn:
-    """Run a command in a child process, and end as it ends: with its exit code, or by its signal; a
-    shell's code, 126 or 127, and a message where it can't be started.
+    """Run a command in a child process, and end this process as the command ends: with the same
+    exit code, or by the same signal. Where the command can't be started, print why, and end with a
+    shell's code, 126 or 127.
 
-    A notice is passed on to the command, and ends a shell around a training. The training then
-    gets it, too, and is waited for until it has saved; if it fails, its exit code counts.
+    A signal of notice is passed on to the command. If the command is a shell around a training, the
+    notice ends it; the training then gets the notice, too, and this process waits until it has
+    ended. If the training fails, its exit code counts.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child can be waited for
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
@@ -63,8 +66,8 @@ def run_command(name: str, *args: str) -> NoReturn:
 
 
 def _become(name: str, args: Iterable[str]) -> int:
-    """Replace this process by a command; print why it can't be started, and return a shell's
-    code."""
+    """Replace this process by the command `name` with `args`. Where it can't be started, print why,
+    and return a shell's code: 127 for a command that is not there, else 126."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # as a script has it by python -u
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable)) or name
     try:
@@ -75,11 +78,11 @@ def _become(name: str, args: Iterable[str]) -> int:
 
 
 class ProcessTree:
-    """The processes below this one, and the notice that they have got. `AWAITED` have to be
-    blocked.
+    """The processes below this one, and the notice for them. The signals `AWAITED` have to be
+    blocked in this process.
 
-    `notice` is the newest signal of a notice, 0 without one; `statuses` are the wait statuses of
-    children that have ended.
+    `notice` is the number of the newest signal of notice, 0 without one; `statuses` are the wait
+    statuses, by process id, of children that have ended.
     """
 
     def __init__(self) -> None:
@@ -89,8 +92,9 @@ class ProcessTree:
         self._signalled: set[int] = set()
 
     def wait_for_one_of(self, children: Set[int], limit_s: float = 3e6) -> bool:
-        """Wait until one of `children` has ended, and pass on to them each notice that comes
-        meanwhile; return whether one has ended within `limit_s`."""
+        """Wait until one of `children` has ended, at most `limit_s` seconds; return whether one
+        has. Each notice that comes meanwhile is passed on to `children`, unless its sender has
+        signalled all processes."""
         give_up = time.monotonic() + limit_s
         while True:
             with suppress(ChildProcessError):  # none is left
@@ -105,17 +109,18 @@ class ProcessTree:
                 self._send(children)
 
     def await_notice(self) -> None:
-        """Wait until this process gets a notice, `NOTICE_S` at most; `notice` has it then."""
+        """Wait until this process gets a notice, `NOTICE_S` at most; it is then in `notice`."""
         give_up = time.monotonic() + NOTICE_S
         while not self.notice and (left_s := give_up - time.monotonic()) > 0:
             self._take_signal(left_s)
 
     def wait_for_trainings(self) -> list[int]:
-        """Pass the notice on to what a command leaves: shells, which it ends, and the programs that
-        handle it, as a training does. Wait for these and those that ignore it; return the wait
-        statuses of those that have ended.
+        """Pass the notice on to the processes that a command leaves: shells, which the notice ends,
+        and programs that handle or ignore it, as a training does. Wait for all of them; return the
+        wait statuses of the programs that have ended.
 
-        A helper, which handles the notice and goes on, has `REST_S` once a training has ended.
+        Once a program has ended, the others are given up if none ends for `REST_S`: they may be
+        helpers that go on. At last the notice goes to the children that it ends.
         """
         trainings: set[int] = set()
         while True:
@@ -132,8 +137,8 @@ class ProcessTree:
         return [self.statuses[process] for process in trainings if process in self.statuses]
 
     def _take_signal(self, limit_s: float) -> bool:
-        """Wait for a signal, `limit_s` at most; return whether it is a notice, which is then
-        noted."""
+        """Wait for a signal, `limit_s` at most. Return whether a notice has come; its number is
+        then in `notice`."""
         if sys.platform != "linux":
             if not (pending := signal.sigpending() & {*AWAITED}):
                 time.sleep(min(limit_s, POLL_S))
@@ -149,15 +154,16 @@ class ProcessTree:
         return True
 
     def _send(self, processes: Set[int]) -> None:
-        """Pass the notice on to children."""
+        """Send the notice to those of `processes` that have not ended; all count as signalled."""
         self._signalled |= processes
         for process in processes - self.statuses.keys():
             with suppress(ProcessLookupError):
                 os.kill(process, self.notice)
 
     def _children(self) -> tuple[set[int], set[int], set[int]]:
-        """Return this process's children: those that the notice ends and that have children, as a
-        shell; those that live on; and those that it ends."""
+        """Return this process's children as three sets: those that the notice ends and that have
+        children, as a shell; those that handle or ignore the notice; and the others, which the
+        notice ends."""
         survivors: set[int] = set()
         mortals: set[int] = set()
         parents: set[int] = set()
@@ -169,8 +175,8 @@ class ProcessTree:
 
 
 def _processes() -> Iterator[tuple[int, int, int]]:
-    """Yield each process's id, its parent's, and the mask of the signals that it handles or
-    ignores; none where there is no /proc."""
+    """Yield for each process its id, its parent's id, and the mask of the signals that it handles
+    or ignores. Yields nothing where there is no /proc."""
     for process in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with suppress(OSError), open(f"/proc/{process}/status", errors="replace") as file:
             fields = dict(re.findall(r"^(PPid|SigCgt|SigIgn):\s*(\w+)$", file.read(), re.M))
@@ -179,8 +185,8 @@ def _processes() -> Iterator[tuple[int, int, int]]:
 
 
 def _signals_all(sender: int) -> bool:
-    """Return whether a process signals all processes of a worker at once: torchrun's agent, and
-    Slurm, which a container may hide."""
+    """Return whether the process with the id `sender` signals all processes of a worker at once:
+    torchrun's agent does, and Slurm (0: a process that a container hides, which may be Slurm)."""
     if not sender or str(sender) == os.environ.get("HPC_DDP_AGENT_PID"):
         return True
     with suppress(OSError), open(f"/proc/{sender}/comm", errors="replace") as file:
@@ -189,7 +195,8 @@ def _signals_all(sender: int) -> bool:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End this process as another one has ended, whose wait status is given."""
+    """End this process as the process with the wait status `status` has ended: by the same signal,
+    without a core of its own, or with the same exit code."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         _prctl(PR_SET_DUMPABLE, 0)  # that process has left a core
@@ -201,7 +208,7 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _prctl(option: int, setting: int) -> None:
-    """Set an option of this process; nothing on other systems than Linux."""
+    """Set an option of this process by prctl(2); do nothing on other systems than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, setting)
 

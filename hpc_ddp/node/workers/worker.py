@@ -342,7 +342,7 @@ def main(command: list[str]) -> None:
 
     If there are set-up lines, a bash runs them after the preparation, and then this file once more,
     with `READY` before the command. If the supervisor has given notice meanwhile, the process ends
-    by SIGTERM. Raises as `prepare` and `fill`; OSError also where there is no bash.
+    by SIGTERM. Raises as `prepare`, and exits as `fill`; OSError also where there is no bash.
     """
     if command[0] != READY:
         command = prepare(command)

@@ -19,9 +19,10 @@ REMOVE_S = 20.0  # a disk under load takes some seconds to remove a tree
 
 
 def leave_tree(is_hurried: bool) -> None:
-    """End this node's keeper, and remove what the job has on this node, at the end of a supervisor;
-    unless another task uses it, or another start of the attempt follows. After a notice,
-    `is_hurried`, it is only hidden. Nothing is raised for a disk."""
+    """End this node's keeper, and remove the job's tree from this node; the supervisor calls this
+    at its end. With `is_hurried`, after a notice, the tree is only hidden. The tree stays where
+    another task uses it, or another start of the attempt follows. Errors of a disk, and missing
+    variables, are passed over."""
     with suppress(KeyError, OSError):
         folder = Path(os.environ[OPENED_FILES]).parent
         is_locked = os.path.samestat(os.fstat(LOCK), folder.stat())
@@ -33,7 +34,8 @@ def leave_tree(is_hurried: bool) -> None:
 
 
 def _end_child(pid: int) -> None:
-    """Kill a child and wait for its end, up to `END_S`: one that waits for a disk lives on."""
+    """Kill the child process `pid` and wait for its end, `END_S` at most: a process that waits for
+    a disk lives on."""
     give_up = time.monotonic() + END_S
     with suppress(ChildProcessError):  # it has ended, and the shell before this Python knew
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < give_up:
@@ -42,8 +44,8 @@ def _end_child(pid: int) -> None:
 
 
 def call(action: str) -> None:
-    """Have `STAGE_SH` do ``remove``, ``hide`` or ``clean``, and kill it after `REMOVE_S`. No error
-    is raised."""
+    """Run `STAGE_SH` with `action`: ``remove``, ``hide`` or ``clean``. Waits for its end; kills it
+    after `REMOVE_S`. No error is raised."""
     with suppress(OSError, subprocess.TimeoutExpired):
         shell = subprocess.Popen([*STAGE_SH, action], start_new_session=True)
         try:

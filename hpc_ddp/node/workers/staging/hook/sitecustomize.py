@@ -22,22 +22,23 @@ WRITING = os.O_WRONLY | os.O_RDWR
 
 
 def roots() -> "list[str]":
-    """Return the folders of this Python's environment; those of the system are not among them."""
+    """Return the folders of this Python's environment, without those of the operating system."""
     folders = [sys.prefix, sys.base_prefix, sys.exec_prefix]
     folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return [path for path in dict.fromkeys(folders) if not is_of_system(path)]
 
 
 def is_of_system(path: str) -> bool:
-    """Return whether a folder is the operating system's, which lies on each node, as all in /usr
-    does but what is below /usr/local; True also for a path that is not absolute."""
+    """Return whether a folder is the operating system's, which each node has: a folder in /usr, but
+    not one below /usr/local. True also for a path that is not absolute."""
     is_usr = path == "/usr" or (path.startswith("/usr/") and not path.startswith("/usr/local/"))
     return is_usr or path in ("/", "/usr/local") or not path.startswith("/")
 
 
 def note_files(record: str) -> None:
-    """Have this process append to the file `record` what it has opened of its environment, and what
-    it will, every `PAUSE_S`. No error of that disk reaches the program."""
+    """Append to the file `record` the paths of the environment that this process has opened so far;
+    from now on append new ones, at most once in `PAUSE_S`, and at the exit. This adds an audit hook
+    to the process. Errors of the record's disk are passed over."""
     folders = roots()
     beginnings = tuple(folder + "/" for folder in folders)
     modules = list(sys.modules.values())
@@ -49,8 +50,8 @@ def note_files(record: str) -> None:
     due = 0.0
 
     def append() -> None:
-        """Write the new lines to the record, unless it is full or its disk refuses; forget them.
-        The next ones are due after `PAUSE_S`."""
+        """Write the new lines to the record and forget them, even where the record is full or its
+        disk refuses. The next lines are due after `PAUSE_S`."""
         nonlocal due
         due = time.monotonic() + PAUSE_S
         count = len(lines)  # another thread may add some meanwhile
@@ -69,8 +70,8 @@ def note_files(record: str) -> None:
             os.close(file)
 
     def note(event: str, args: "tuple[object, ...]") -> None:
-        """Take the line of an audit event that opens or lists a path of the environment, and
-        `append` the new ones where that is due."""
+        """Handle an audit event: note a line if the event opens or lists a new path of the
+        environment, and `append` the new lines if they are due."""
         path = args[0] if event in EVENTS and len(noted) < MOST_PATHS else None
         if type(path) is str and path.startswith(beginnings):
             flags = args[2] if event == "open" and len(args) == 3 else 0
@@ -87,7 +88,8 @@ def note_files(record: str) -> None:
 
 
 def step_aside() -> None:
-    """Import the environment's own ``sitecustomize`` in place of this one, if it has one."""
+    """Import the environment's own ``sitecustomize``, if there is one, in place of this module, and
+    remove this module's folder from ``sys.path``. Raises what that import raises."""
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     this = sys.modules.pop("sitecustomize")
