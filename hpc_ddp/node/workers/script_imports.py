@@ -1,8 +1,8 @@
 """The imports of a script at its start, read from its text: it is never run for that.
 
-The fork server imports it beforehand. A script is refused where its modules would not be the same
-ones then: it changes its environment or the search path, a setting before an import, or has a
-module of its own that hides an installed one.
+The fork server imports these modules before the script starts. A script is refused where it would
+then not get the same modules: it changes its environment or the search path, changes a setting
+before an import, or has a module of its own that hides an installed one.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class UnfitError(Exception):
 
 
 class _Import(NamedTuple):
-    """An import of `name`, or of `parts` from it, relative by `level` dots (0: absolute). It is
-    certain if it runs in any case, and not below an ``if``, say."""
+    """An import of the module `name`, or of `parts` from that module, relative by `level` dots (0:
+    absolute). `is_certain` says that it always runs; one below an ``if`` may not, say."""
 
     name: str
     parts: tuple[str, ...]
@@ -74,10 +74,10 @@ class _Import(NamedTuple):
 
 @dataclass
 class _Reading:
-    """One file: the imports of its top level, and the changes that may matter to one.
+    """The imports at the top level of one file, and its changes that may matter to an import.
 
-    `steps` are in the order in which they run; a number is the line of a statement that may change
-    anything: a call into a package whose text is not read, or of a function, or a patch.
+    `steps` are in the order in which they run. A number is the line of a statement that may change
+    anything: a call of a function of the file or of a package whose text is not read, or a patch.
     """
 
     steps: list[_Import | int] = field(default_factory=list)
@@ -87,12 +87,12 @@ class _Reading:
 
 
 def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
-    """Return the names of installed modules that `script` and its own modules import at their top
-    level in any case, in that order, up to the first statement that may change anything (see
-    `_Reading`). `folders` are those in which its own modules are, the script's first.
+    """Return the names of installed modules that `script` and its own modules always import at
+    their top level, in the order of the imports, up to the first statement that may change anything
+    (see `_Reading`). `folders` have the script's own modules; the first is the script's folder.
 
-    Raise UnfitError where one of the files can't be read, or changes what an import may depend on;
-    or where a statement that may change anything comes before the import of torch.
+    Raises UnfitError where one of the files can't be read, or changes something on which an import
+    may depend; or where a statement that may change anything comes before the import of torch.
     """
     walk = _Walk(script, folders)
     walk.enter(script, is_certain=True)
@@ -111,9 +111,9 @@ class _Walk:
     change: str = ""  # the place of the first statement that may change anything
 
     def enter(self, path: Path, is_certain: bool) -> None:
-        """Follow the imports of the file `path`, of a module that is imported in any case if
-        `is_certain`. Nothing if it has been entered before, or too many others have. Raise
-        UnfitError as `imports_of`."""
+        """Read the file `path` and follow its imports; do nothing if it has been read before, or
+        more than `MOST_FILES` others have. `is_certain` says that the file's module is always
+        imported. Raises UnfitError as `imports_of`."""
         if path in self.entered or len(self.entered) > MOST_FILES:
             return
         self.entered.add(path)
@@ -130,9 +130,10 @@ class _Walk:
                 self._follow(path, step, is_certain and step.is_certain)
 
     def _follow(self, path: Path, step: _Import, is_certain: bool) -> None:
-        """Follow one import of the file `path`: enter the files of a module that is the script's
-        own; add the name of an installed one, if it is certain, to `names`, unless a `change` came
-        before. Raise UnfitError where that is the first import of torch, or as `enter`."""
+        """Follow one import of the file `path`: `enter` the files of a module that is not
+        installed; add an installed module to `names` if its import is certain and no `change` comes
+        before. Raises UnfitError where a `change` comes before the first import of torch, and as
+        `enter`."""
         name, parts, level, _ = step
         package, top = _package(path, level), name.partition(".")[0]
         base = [package] if package else self.folders[:1] if top == OURS else self.folders
@@ -151,8 +152,8 @@ class _Walk:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a module of this name would come from a folder of installed packages, and may
-    be imported ahead (`NEVER_AHEAD`)."""
+    """Return whether the module `name` would come from a folder of installed packages, and may be
+    imported ahead (not one of `NEVER_AHEAD`)."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in NEVER_AHEAD:
         return False
@@ -164,9 +165,9 @@ def is_installed(name: str) -> bool:
 
 
 def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
-    """Return the first file or folder in `folders`, the script's first, that an import would take
-    in place of one of the `loaded` modules, None without one. An ``hpc_ddp`` counts in the script's
-    folder alone: the run's own comes before the others."""
+    """Return the first file or folder in `folders` that Python would import in place of one of the
+    `loaded` modules; None if there is none. ``hpc_ddp`` counts only in the script's folder, which
+    is the first: in the search path the run's own comes before the other folders."""
     tops = {name.partition(".")[0] for name in loaded} - {"__main__"}
     tops |= {"sitecustomize", "usercustomize"}  # Python imports them at its start
     for folder in folders:
@@ -185,7 +186,7 @@ def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
 
 
 def _read(path: Path) -> _Reading:
-    """Return the reading of a Python file; raise UnfitError if that fails, or it is no Python."""
+    """Return the reading of a file; raise UnfitError if it can't be read, or is no Python."""
     try:
         tree = parse_python(path)
     except (OSError, SyntaxError, ValueError) as error:
@@ -220,12 +221,12 @@ def _read(path: Path) -> _Reading:
 def _at_top_level(
     body: Sequence[ast.stmt], is_certain: bool = True
 ) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield the statements of `body`, also those inside others, that run at an import, and whether
-    they do in any case. Those below ``if``, in a loop, in an ``else`` or in a handler may not; none
-    does in any case without `is_certain`, which says it of the body.
+    """Yield each statement of `body` that may run at an import, also those inside other statements,
+    and whether it always runs. A statement below ``if``, in a loop, an ``else`` or a handler may
+    not run; without `is_certain`, which says that `body` always runs, no statement is certain.
 
-    Left out are functions, classes and the cases of a ``match``, and what an import does not run:
-    below ``if __name__ …``, its ``else`` too, and below ``if TYPE_CHECKING``.
+    Left out are the insides of functions, classes and a ``match``, of ``if __name__ …`` with its
+    ``else``, and of ``if TYPE_CHECKING``.
     """
     for node in body:
         yield node, is_certain
@@ -244,8 +245,8 @@ def _at_top_level(
 
 def _may_change_anything(node: ast.stmt, modules: Mapping[str, str]) -> bool:
     """Return whether a statement may change what a later import finds, in a way that its text does
-    not show: it patches a module, or calls a function that may do so. `modules` has, by each name
-    that the file has bound so far, the module it comes from; '' for a function of the file."""
+    not show: it patches a module, or calls a function that may do so. `modules` has the names that
+    the file has bound so far, with the module of each; '' for a function or class of the file."""
     targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
     for target in targets:
         is_part = isinstance(target, (ast.Attribute, ast.Subscript))
@@ -262,15 +263,15 @@ def _may_change_anything(node: ast.stmt, modules: Mapping[str, str]) -> bool:
 
 
 def _root(node: ast.AST) -> str:
-    """Return the name that an expression such as ``a.b[0].c()`` begins with, '' without one."""
+    """Return the name with which an expression such as ``a.b[0].c()`` begins, '' without one."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return getattr(node, "id", "")
 
 
 def _change(node: ast.AST) -> str:
-    """Return what a statement or call changes of the environment, ``sys.path`` or ``sys.modules``,
-    '' if nothing that an import may depend on."""
+    """Return, in words, which variable, or ``sys.path`` or ``sys.modules``, a statement or call
+    changes; '' if it changes nothing on which an import may depend."""
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
         targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
         for target in targets:
@@ -304,8 +305,9 @@ def _called(node: ast.Call) -> str:
 
 
 def _alias(node: ast.AST) -> str:
-    """Return the variable of ``os`` or ``sys``, or the setting, to which a statement gives another
-    name, by which it may be changed unseen; '' for another statement."""
+    """Return, in words, the module ``sys``, its or ``os``'s variable, or the setting to which a
+    statement gives another name: `_change` would not see a change by that name. '' for any other
+    statement."""
     if isinstance(node, ast.Import):
         return "sys" if any(a.name == "sys" and a.asname for a in node.names) else ""
     if isinstance(node, ast.ImportFrom) and any(
@@ -327,9 +329,9 @@ def _alias(node: ast.AST) -> str:
 
 
 def _folders_elsewhere(name: str) -> list[Path]:
-    """Return the folder, in a list, in which the top-level module of `name` is, where that is
-    neither installed nor the script's: on PYTHONPATH, or of an editable install. [] where there is
-    none, or it is Python's own, `NEVER_AHEAD`, or no text (``.py``)."""
+    """Return, in a list, the folder that has the top-level module of `name`, for a module that is
+    neither installed nor the script's own: one on PYTHONPATH, or of an editable install. [] for a
+    module that is not found, is Python's own, one of `NEVER_AHEAD`, or no text (``.py``)."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in NEVER_AHEAD:
         return []
@@ -344,7 +346,7 @@ def _folders_elsewhere(name: str) -> list[Path]:
 
 
 def _is_name(node: ast.AST, name: str, module: str = "") -> bool:
-    """Return whether an expression is ``name`` or ``….name``; with a `module` only
+    """Return whether an expression is `name` or ends with ``.name``; with `module`, whether it is
     ``module.name``."""
     if isinstance(node, ast.Attribute):
         owner = getattr(node.value, "id", "")
@@ -353,8 +355,8 @@ def _is_name(node: ast.AST, name: str, module: str = "") -> bool:
 
 
 def _variable(key: ast.AST) -> str:
-    """Return the name of the variable that a key of ``os.environ`` means, '' for one that matches
-    `READ_LATE`; ``its environment`` where the key is no constant."""
+    """Return the name of the variable that `key`, a key of ``os.environ``, stands for; '' for a
+    variable of `READ_LATE`, ``its environment`` where the key is no constant."""
     name = key.value if isinstance(key, ast.Constant) else ""
     if isinstance(name, str) and READ_LATE.fullmatch(name):
         return ""
@@ -362,14 +364,14 @@ def _variable(key: ast.AST) -> str:
 
 
 def _package(path: Path, level: int) -> Path | None:
-    """Return the folder in which a relative import of the file `path` begins; None for an absolute
-    one, and one that leads out of all folders."""
+    """Return the folder in which a relative import with `level` dots in the file `path` begins;
+    None for an absolute import (0), and for one that leads out of all folders."""
     return path.parents[level - 1] if level and level <= len(path.parents) else None
 
 
 def _files(name: str, parts: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of the module `name`, of its parents and of its submodules among `parts`, in
-    the first of `folders` that has the module's top level."""
+    """Yield the files of the module `name`, of its parent packages, and of those of its submodules
+    that `parts` name; from the first of `folders` that has the module's top level."""
     words = name.split(".") if name else []
     for folder in folders:
         if words and not ((folder / words[0]).is_dir() or (folder / f"{words[0]}.py").is_file()):

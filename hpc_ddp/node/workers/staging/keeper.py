@@ -2,8 +2,7 @@
 
 ``python <run>/lib/node.py workers.staging.keeper PARENT``, started by ``stage.sh``. On the first
 node it packs what the processes have opened, once the first step is done, and then the compile
-caches as they grow. On each node it removes what runs have left that are over. It ends with the
-supervisor.
+caches as they grow. On each node it removes what ended runs have left. It ends with the supervisor.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ PROCESSOR = "grep -Em2 '^(model name|flags|Features)' /proc/cpuinfo | cksum"
 
 @dataclass
 class Keeper:
-    """The parcel of a run, a folder on the shared disk, and one node's `record` of opened files,
-    which lies in the run's folder on this node. Methods raise OSError where a disk refuses."""
+    """Writes the `parcel` of a run, a folder on the shared disk, by this node's `record` of opened
+    files, which lies in the run's folder on the node. The parcel has parts, which are tars, and a
+    text file ``label``, which describes them. Methods raise OSError where a disk refuses."""
 
     parcel: Path
     record: Path
@@ -56,7 +56,8 @@ class Keeper:
     _packed_lines: int = 0  # the number of those that the parcel was compared with
 
     def read_record(self) -> None:
-        """Add the new lines of the record, which repeats those of each process, to `lines`."""
+        """Add to `lines` what was appended to the record since the last call. Nothing without a
+        record."""
         with suppress(FileNotFoundError), open(self.record, "rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -65,8 +66,8 @@ class Keeper:
                     self.lines.add(line[:-1].decode(errors="surrogateescape"))
 
     def wait_for_first_step(self) -> None:
-        """Return once a rank has done its first step, or no other file was opened for `QUIET_S`;
-        the first file is waited for without end."""
+        """Wait until a rank has done its first step, or until files were opened, but no further one
+        for `QUIET_S`."""
         grown_at, count = time.monotonic(), 0
         while not count or time.monotonic() < grown_at + QUIET_S:
             self.read_record()
@@ -77,9 +78,9 @@ class Keeper:
             time.sleep(POLL_S)
 
     def pack(self, checks_files: bool) -> None:
-        """Write what the parcel lacks: the environment, if too many files are not in it or, with
-        `checks_files`, one of its files has changed; the compile caches, if they have grown.
-        While another task of an array packs, nothing is done."""
+        """Write what the parcel lacks: the part with the environment, if too many files are not in
+        it or, with `checks_files`, one of its files has changed; the part with the compile caches,
+        if they have grown. Does nothing while another task of an array packs."""
         make_private(self.parcel, (), is_new=False)
         with open(self.parcel / "lock", "ab") as lock:
             try:
@@ -95,14 +96,14 @@ class Keeper:
             self._write_label([*environment, *self._pack_compiled(compiled)])
 
     def _label(self) -> list[str]:
-        """Return the lines of the parcel's label, [] where it can't be read."""
+        """Return the lines of the parcel's label, [] where there is none, or it can't be read."""
         with suppress(OSError):
             return (self.parcel / "label").read_text(errors="surrogateescape").splitlines()
         return []
 
     def _write_label(self, label: list[str]) -> None:
-        """Write a label, and remove the parcel's files that it does not name; nothing where the
-        parcel has this label already."""
+        """Write `label`, and remove the parcel's files that it does not name. Do nothing where the
+        parcel has the same label already."""
         if label == self._label():
             return
         write_whole(self.parcel / "label", "\n".join([*label, ""]))
@@ -113,8 +114,8 @@ class Keeper:
                 path.unlink(missing_ok=True)
 
     def _pack_environment(self, label: list[str], checks_files: bool) -> list[str]:
-        """Return the lines of the label for the environment: `label`, those that are there, if
-        they are enough (see `pack`), else those of a new part, which this writes."""
+        """Write a new part with the environment, unless the present one, which the lines `label`
+        describe, is enough (see `pack`). Return the label's lines for the environment."""
         self.read_record()
         if label and not checks_files and len(self.lines) == self._packed_lines:
             return label
@@ -145,9 +146,9 @@ class Keeper:
         ]
 
     def _pack_compiled(self, label: list[str]) -> list[str]:
-        """Return the line of the label for the compile caches, in a list: that of a new part, which
-        this writes, if there are more files by now than in the part for this kind of processor;
-        else `label`, what is there, as also for a user's own cache."""
+        """Write a new part with the compile caches, if they have more files by now than the present
+        part for this kind of processor; return its line of the label, in a list. Else return
+        `label`, the lines for the present parts. A cache that the user has set is not packed."""
         folder = self.record.parent / "compile"
         if os.environ.get(COMPILE_CACHE) != str(folder):  # the user's own
             return label
@@ -168,7 +169,7 @@ class Keeper:
         return label
 
     def _is_whole(self, line: str) -> bool:
-        """Return whether a part is there, of the size that a line of the label has."""
+        """Return whether the part that a `line` of the label names is there, in its full size."""
         with suppress(OSError, ValueError):
             _, name, _, size = line.split()
             return str((self.parcel / name).stat().st_size) == size
@@ -177,9 +178,10 @@ class Keeper:
     def _write_part(
         self, name: str, title: str, sizes: Sequence[int], pack: Callable[[Path], object]
     ) -> str:
-        """Return the line of the label of a new file of the parcel, which `pack` writes, of files
-        with these `sizes`, in bytes, and print its size. Its name is `name` with its checksum.
-        Raise OSError for more than `MOST_BYTES`, and what `pack` raises."""
+        """Write a new part by `pack`, which gets a path, print its size, and return its line of the
+        label. The part's file is named `name`-CHECKSUM; `sizes` are the bytes of the files that go
+        into it, and `title` says in words what they are. Raises OSError for more than `MOST_BYTES`
+        in all, and what `pack` raises."""
         if sum(sizes) > MOST_BYTES:
             raise OSError(f"its {title} have {byte_count(sum(sizes))}")
         draft = self.parcel / DRAFT
@@ -198,8 +200,9 @@ class Keeper:
 
 
 def is_current(label: list[str]) -> bool:
-    """Return whether the environment has not changed since a label was written; False for [].
-    `stage.sh` compares the same."""
+    """Return whether the environment is as it was when `label` was written: by its stamps, and by
+    the folders to which the roots' links lead. False for a label without stamps. `stage.sh`
+    compares the same."""
     stamps = [line.split(" ", 2)[1:] for line in label if line.startswith("stamp ")]
     spelled = [line[8:] for line in label if line.startswith("spelled ")]
     real = [line[5:] for line in label if line.startswith("real ")]
@@ -210,8 +213,9 @@ def is_current(label: list[str]) -> bool:
 
 
 def settled_files(folder: Path) -> dict[str, os.stat_result]:
-    """Return the files of a compile cache in folders without a change for `SETTLED_S`: an entry, a
-    folder, is taken whole. Raise FileNotFoundError for a file that goes meanwhile."""
+    """Return the files of a compile cache, with their status by path; without those of folders in
+    which a file has changed in the last `SETTLED_S`, since an entry of the cache, a folder, must be
+    whole. Raises FileNotFoundError if a file is removed meanwhile."""
     files: dict[str, os.stat_result] = {}
     for place, _, names in os.walk(folder):
         statuses = {path: os.lstat(path) for path in (os.path.join(place, name) for name in names)}
@@ -223,9 +227,9 @@ def settled_files(folder: Path) -> dict[str, os.stat_result]:
 def is_enough(
     mirror: Mirror, packed: Mapping[str, tuple[int, ...]], checks_files: bool = True
 ) -> bool:
-    """Return whether a parcel with the files `packed` (size, time) has nearly all of a mirror, none
-    that the job writes, and, with `checks_files`, all as they are now. Print the number of those
-    that have changed, where this process runs from a copy."""
+    """Return whether a parcel with the files `packed` (size and time by path) has nearly all files
+    of `mirror`, none that the job writes, and, with `checks_files`, none that has changed since.
+    Print how many have changed, if this process runs from a copy of the environment."""
     misses = [size for path, (size, _) in mirror.files.items() if path not in packed]
     are_many = len(misses) > MOST_MISSES or sum(misses) > MOST_MISSED_BYTES
     if not packed or are_many or not mirror.written.isdisjoint(packed):
@@ -240,8 +244,9 @@ def is_enough(
 
 
 def checksum_of(path: Path) -> tuple[str, str]:
-    """Return checksum and size of a file, as cksum(1) prints them: ``stage.sh`` has no Python.
-    Raise OSError where that fails."""
+    """Return the checksum and the size in bytes of a file, as cksum(1) prints them: ``stage.sh``
+    computes the same without Python. Raises OSError where cksum fails, or the file can't be
+    read."""
     with open(path, "rb") as file:
         text = subprocess.run(["cksum"], stdin=file, check=False, capture_output=True, text=True)
     checksum, size = text.stdout.split() if text.returncode == 0 else ("", "")
@@ -251,15 +256,16 @@ def checksum_of(path: Path) -> tuple[str, str]:
 
 
 def processor() -> str:
-    """Return a number for the kind of this node's processors, as ``stage.sh`` computes it."""
+    """Return a number, as a text, for the kind of this node's processors, the one that ``stage.sh``
+    computes. Raises OSError or CalledProcessError of subprocess where the shell fails."""
     done = subprocess.run(["sh", "-c", PROCESSOR], check=True, capture_output=True, text=True)
     return done.stdout.split()[0]
 
 
 def keep(keeper: Keeper, unstaged: Path) -> None:
-    """Pack after the first step, with a look at all files, and from then on, `SOON_S` later and
-    then each `EVERY_S`, without. Return after an error, which one line tells unless the attempt has
-    ended, and once the file `unstaged` is there."""
+    """Wait for the first step, then pack, with a check of all files; pack again after `SOON_S`, and
+    then each `EVERY_S`, without that check. Return once the file `unstaged` exists, or after an
+    error, which is printed unless the attempt has ended."""
     keeper.wait_for_first_step()
     pause_s = SOON_S
     while not unstaged.exists():
@@ -274,10 +280,10 @@ def keep(keeper: Keeper, unstaged: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Remove what runs that are over have left on this node; on the first node then `keep` the
-    parcel, until the supervisor, the process of the id ``argv[0]``, ends. Return 0: on other nodes,
-    where that has ended already, and where `keep` returns. Raise KeyError outside of a task of
-    ``stage.sh``."""
+    """Remove what ended runs have left on this node; then, on the first node, `keep` the parcel.
+    Return 0 on other nodes, after `keep`, and where the supervisor, whose process id is
+    ``argv[0]``, has ended already. This process dies with the supervisor. Raises KeyError outside
+    of a task of ``stage.sh``."""
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that its draft is removed
     if os.getppid() != int(argv[0]):  # it has ended already

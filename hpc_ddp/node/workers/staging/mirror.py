@@ -1,7 +1,7 @@
 """A tree that mirrors an environment: files that were opened, and links to all else.
 
-A folder with an opened file is a folder of the tree. Its other entries are links to where they are,
-so a module, a data file or a library that was not opened is found all the same.
+A folder with an opened file is a folder of the tree. The other entries of that folder are links to
+the environment, so that a module, a data file or a library that was not opened is found, too.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Mirror:
     Attributes
     ----------
     roots
-        folders of the environment as Python has them; links may lead there
+        folders of the environment as Python spells them, perhaps by way of links
     written
-        files that the job writes: a copy of one would be another file
+        files that the job writes: these are not copied
     files
-        size in bytes and time of change, in ns, of each file that is to be copied
+        size in bytes and time of change in ns of each file to copy, by path
     folders
-        those of which each entry is in the tree, as a file, a folder or a link
+        folders of the tree: each entry of one is in the tree as a file, a folder or a link
     """
 
     roots: frozenset[str]
@@ -47,17 +47,18 @@ class Mirror:
     folders: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Set the beginnings of paths: in the prefixes of the environment (`_tops`), and in those
-        of its places from which Python imports (`_places`)."""
+        """Set `_tops`, the prefixes of the environment, and `_places`, the folders and files there
+        from which Python imports; both as beginnings of paths."""
         reals = {root: os.path.realpath(root) for root in self.roots}
         sites = [f"{real}/" for root, real in reals.items() if os.path.basename(root) in SITES]
         self._tops = tuple(f"{re.sub(USER_SITE, '', real)}/" for real in reals.values())
         self._places = (*sites, *(f"{top}{name}/" for top in self._tops for name in IMPORTED))
 
     def add(self, path: str) -> None:
-        """Take in a file or folder that a process has asked for; one that is not there is looked
-        for in its folder, which is taken in. A place that Python does not import from is left out,
-        and so are large data, and files that the job writes."""
+        """Add a path that a process has opened or listed: a file to `files`, and its folder to
+        `folders`, also where there is no such file; a folder to `folders`. With compiled Python
+        (``.pyc``) its source is added, too. Paths from which Python does not import are left out,
+        and so are large data files, and files that the job writes. An OSError is passed over."""
         parent = os.path.realpath(os.path.dirname(path))
         real = os.path.realpath(path)
         # The environment of some installers is of links to a store.
@@ -78,19 +79,21 @@ class Mirror:
                 self.add(source_from_cache(place))
 
     def has(self, path: str) -> bool:
-        """Return whether Python imports from a path. Data, and code in work, may lie elsewhere."""
+        """Return whether a path is among those of the environment from which Python imports. Data,
+        and code that the user edits, may lie elsewhere."""
         return f"{path}/".startswith(self._places)
 
     def _add_folder(self, path: str) -> None:
-        """Take in a folder and all above it in its prefix; nothing for one that is in no prefix."""
+        """Add a folder, and all folders above it in its prefix, to `folders`; do nothing for a
+        folder that is in no prefix."""
         while f"{path}/".startswith(self._tops) and path not in self.folders:
             self.folders.add(path)
             path = os.path.dirname(path)
 
     def add_searched(self) -> None:
-        """Take in the folders in which Python only looks for an ``__init__``: of packages that a
-        program searches for, and those with the name of a module. Raise OSError for a folder that
-        can't be listed."""
+        """Add to `folders` the subfolders in which Python only looks for an ``__init__``: packages
+        in site-packages, for which a program may search, and subfolders that have the name of a
+        module beside them. Raises OSError for a folder that can't be listed."""
         for folder in sorted(filter(self.has, self.folders)):
             is_site = os.path.basename(folder) in SITES
             with os.scandir(folder) as entries:
@@ -103,8 +106,8 @@ class Mirror:
 
     def stamps(self) -> dict[str, int]:
         """Return the times of change, in unix seconds by path, by which a start sees that the
-        environment has changed: of the Pythons, the virtual environment's file, and folders that an
-        install changes. Raise OSError for one that is gone."""
+        environment has changed: of the Pythons, of ``pyvenv.cfg``, and of the folders that an
+        install changes. Raises OSError where one of these is gone."""
         paths = [path for path in self.folders if os.path.basename(path) in SITES]
         paths += [path for path in self.files if path.endswith("/pyvenv.cfg")]
         paths += [path for path in self.files if re.search(r"/bin/python[\d.]*$", path)]
@@ -113,16 +116,18 @@ class Mirror:
         return {path: int(os.stat(path).st_mtime) for path in sorted({*paths})}
 
     def turnable(self) -> list[str]:
-        """Return lines of the label: the roots behind a link, as Python spells them, and then where
-        they are. The link may be turned to another environment."""
+        """Return lines of the label for the roots that lie behind a link: ``spelled PATH`` for
+        each, as Python spells it, then ``real PATH`` for each in the same order. A start compares
+        them, since a link may later lead to another environment."""
         roots = [root for root in sorted(self.roots) if os.path.realpath(root) != root]
         spelled = [f"spelled {root}" for root in roots]
         return spelled + [f"real {os.path.realpath(root)}" for root in roots]
 
     def links(self) -> Iterator[tuple[str, str]]:
-        """Yield path and target of all links: entries of the folders that are not copied, and roots
-        as Python spells them. Links between folders of the tree stay inside. Raise OSError for a
-        folder that can't be listed."""
+        """Yield path and target of all links of the tree: the entries of `folders` that are not
+        copied, and the roots as Python spells them. A link of the environment between folders of
+        the tree stays relative, inside the tree. Raises OSError for a folder that can't be
+        listed."""
         for folder in sorted(self.folders):
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -143,9 +148,9 @@ class Mirror:
                 yield root, os.path.relpath(real, os.path.dirname(root))
 
     def rewritten(self) -> dict[str, bytes]:
-        """Return the new texts, by path, of the files that name folders of the environment by their
-        paths, which lead to the tree instead: ``pyvenv.cfg``, and ``.pth`` files. Raise OSError for
-        one that can't be read."""
+        """Return new texts, by path, for the ``pyvenv.cfg`` and ``.pth`` files that name folders of
+        the environment: in the new texts the paths lead into the tree. Raises OSError for a file
+        that can't be read."""
         texts = {}
         for path in self.files:
             if path.endswith(("/pyvenv.cfg", ".pth")):
@@ -156,15 +161,17 @@ class Mirror:
         return texts
 
     def _turn(self, line: re.Match[str]) -> str:
-        """Return a line of such a file with `TREE` before its path, if that is in the tree."""
+        """Return a line of such a file, with `TREE` before its path if the path is a folder of the
+        tree."""
         path = os.path.realpath(line[2].strip())
         is_inside = self.has(path) and path in self.folders
         return f"{line[1]}{TREE if is_inside else ''}{line[2]}"
 
     def pack(self, draft: Path) -> list[str]:
-        """Write the tree as an uncompressed tar, files of a folder after it; return the paths of
-        the rewritten files. A file that has changed since it was taken in is a link, and leaves
-        `files`. Raise OSError where a file can't be read, or the draft not be written."""
+        """Write the tree to `draft` as an uncompressed tar: folders, then links, then files. Return
+        the paths of the files that have new texts. A file that has changed since `add` becomes a
+        link, and is removed from `files`. Raises OSError where a file can't be read, or `draft`
+        can't be written."""
         new_texts = self.rewritten()
         with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as tar:
             for folder in sorted(self.folders):
@@ -178,13 +185,13 @@ class Mirror:
         return sorted(new_texts.keys() & self.files.keys())
 
     def libraries(self) -> list[str]:
-        """Return Python's own shared library, [] for none: some Pythons look for it where they
-        were installed, and not beside themselves."""
+        """Return the paths of Python's own shared library among `files`: some Pythons look for it
+        where they were installed, and not beside themselves."""
         return [path for path in self.files if re.search(r"/libpython[^/]*\.so[^/]*$", path)]
 
 
 def _entry(path: str, kind: bytes, mode: int, target: str = "") -> tarfile.TarInfo:
-    """Return the head of a member of the tar, by the path in the environment."""
+    """Return the header of a member of the tar, for a path of the environment."""
     entry = tarfile.TarInfo(path.lstrip("/"))
     entry.type, entry.mode, entry.linkname = kind, mode, target
     return entry
@@ -193,8 +200,9 @@ def _entry(path: str, kind: bytes, mode: int, target: str = "") -> tarfile.TarIn
 def _add_file(
     tar: tarfile.TarFile, path: str, packed: tuple[int, int], new_text: bytes | None
 ) -> bool:
-    """Add a file, or its new text, with its time, by which Python knows that what it has compiled
-    is up to date. Return False where size or time are not those of `packed`; raise OSError where it
+    """Add a file to the tar, with `new_text` as its content if that is not None, and with its own
+    time, since Python compares the time of a source with its compiled file. Return False, and add
+    nothing, where the size or the time has changed from `packed`. Raises OSError where the file
     can't be read."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
@@ -208,8 +216,8 @@ def _add_file(
 
 
 def mapped_files(record: Path) -> set[str]:
-    """Return the files that the processes which note in `record` have mapped: libraries, above all,
-    also those that were opened by other ones."""
+    """Return the paths of the files that are mapped by processes that note to `record` (by their
+    environment): above all libraries, also those that the system's loader has opened."""
     paths, mark = set(), f"{OPENED_FILES}={record}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
@@ -222,11 +230,11 @@ def mapped_files(record: Path) -> set[str]:
 
 
 def mirror_of(record: Path, lines: Iterable[str]) -> Mirror:
-    """Return the mirror of what `sitecustomize` has noted, the `lines` of `record`, and of what
-    Python reads before that.
+    """Return the mirror of the paths in `lines`, which `sitecustomize` has noted in `record`, of
+    the mapped files, and of the files that Python reads before ``sitecustomize``.
 
-    The record lies in the run's folder on this node; trees there have paths of their own. Raise
-    OSError where a folder can't be listed.
+    The record lies in the run's folder on this node. Paths in a tree there count as those of the
+    environment that the tree mirrors. Raises OSError where a folder can't be listed.
     """
     in_tree = re.compile(rf"^{re.escape(str(record.parent))}/environment-[^/]*(?=/)")
     paths: dict[str, set[str]] = {"root": set(), "python": set(), "written": set(), "": set()}
