@@ -51,7 +51,7 @@ PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
 ANSWER_S = 300.0  # an import may wait for what it does not get here, such as another worker
 UNFIT = 3  # the exit code of a process whose imports a fork would not survive
-# What an optimizer and DDP import when they are first used.
+# Modules that an optimizer and DDP import when they are first used.
 ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel")
 # Variables that torchrun and `worker.prepare` set for a worker; no import depends on them.
 OF_A_WORKER = re.compile(

@@ -38,7 +38,7 @@ SETTINGS = (
 )
 SET_NOTHING = ("torch", "torchvision", "numpy", OURS)  # their functions change no later import
 WITH_TORCH = {"torch", OURS}
-# Of Python: what may change an import, or run any text.
+# Names of Python that may change an import, or run any text.
 ACTING = (
     "sys",
     "importlib",

@@ -311,7 +311,7 @@ def prepare(command: list[str]) -> list[str]:
     the supervisor.
     """
     die_with_parent()
-    # Of srun's the parent may be a wrapper, and Slurm ends what a dead supervisor leaves.
+    # A worker of srun may have a wrapper as parent, and Slurm ends what a dead supervisor leaves.
     is_of_torchrun = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
     if is_of_torchrun and os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
         sys.exit("hpc-ddp: what has started this worker has died")

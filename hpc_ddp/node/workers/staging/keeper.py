@@ -265,7 +265,8 @@ def processor() -> str:
 def keep(keeper: Keeper, unstaged: Path) -> None:
     """Wait for the first step, then pack, with a check of all files; pack again after `SOON_S`, and
     then each `EVERY_S`, without that check. Return once the file `unstaged` exists, or after an
-    error, which is printed unless the attempt has ended."""
+    error while packing, which is printed unless the attempt has ended. Raises OSError where the
+    record can't be read before the first step."""
     keeper.wait_for_first_step()
     pause_s = SOON_S
     while not unstaged.exists():
