@@ -19,8 +19,9 @@ DEFAULT_TOOL = "apptainer"
 
 @dataclass(frozen=True)
 class Entry:
-    """How a job's processes get into their container: words before the command on each node, and
-    options of srun and sbatch. All empty without one."""
+    """How a job's processes enter their container. `command` has the words before the command on
+    each node; `srun` and `sbatch` have raw options of srun and sbatch. All are empty for a job
+    without a container."""
 
     command: tuple[str, ...] = ()
     srun: tuple[str, ...] = ()
@@ -28,13 +29,13 @@ class Entry:
 
 
 def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
-    """Return how `spec`'s processes get into the container that it names; an empty entry without
-    one.
+    """Return how the processes of `spec` enter the container that it names; an empty entry where it
+    names none.
 
-    ``container`` is the whole command. For an ``image`` the file of ``container-tool`` is filled
-    in: the user's options, the tool's own for GPUs where the job has some and the user has named no
-    such option, and mounts of the run folder, the code and the working directory under their own
-    paths.
+    ``container`` is the whole command, split as by a shell. For an ``image`` the file of
+    ``container-tool`` is filled in: with the user's options; with the tool's own options for GPUs,
+    where the job has GPUs and the user names no such option; and with mounts of the folders `run`
+    and `code` and of the working directory, under their own paths (see `_mounts`).
 
     Raises
     ------
@@ -69,8 +70,9 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     names = [option.partition("=")[0] for option in (*options, *spec.srun)]
 
     def filled(words: list[str]) -> tuple[str, ...]:
-        """Return words of a tool's file with their fields filled; a word that stands for a list
-        becomes its words. A working directory of the user's takes the place of ours."""
+        """Return the `words` of a tool's file with their fields filled in. A word that stands for a
+        list becomes the list's words. The tool's option for the working directory is left out where
+        the user sets the same option."""
         return tuple(
             argument
             for word in words
@@ -82,8 +84,9 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
 
 
 def _mounts(paths: Sequence[str]) -> Iterator[str]:
-    """Yield those of some folders that have to be mounted: one below another is there with that,
-    unless a link on the way leads out of it, and the link's target is yielded."""
+    """Yield the folders to mount, so that all of `paths` can be reached. A folder below another one
+    needs no mount of its own; where a link on its path leads out of the other folders, the link's
+    target is yielded."""
     for path in paths:
         above = [parent for parent in paths if Path(parent) in Path(path).parents]
         target = Path(os.path.realpath(path))
@@ -94,8 +97,8 @@ def _mounts(paths: Sequence[str]) -> Iterator[str]:
 
 
 def _file(tool: str) -> Path:
-    """Return the file of a container tool; raise UsageError for an unknown one, with those that
-    there are."""
+    """Return the file of a container tool. Raise UsageError for an unknown tool; the message names
+    the known ones."""
     files = {path.stem: path for path in (folder("templates") / "containers").glob("*.toml")}
     if tool not in files:
         raise UsageError(

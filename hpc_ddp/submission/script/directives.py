@@ -23,7 +23,7 @@ _FIELDS = {
     "%a": "${SLURM_ARRAY_TASK_ID-}",
     "%u": "$SLURM_JOB_USER",
     "%N": "$SLURMD_NODENAME",
-    "%J": "$SLURM_JOB_ID",  # the last four as Slurm has them for a batch script: no step's
+    "%J": "$SLURM_JOB_ID",  # from here on as Slurm fills them in for a batch script
     "%t": "0",
     "%n": "0",
     "%s": "batch",
@@ -32,11 +32,11 @@ _FIELDS = {
 
 
 def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return all (option, value) pairs of the job: the user's, `more` of the same, and ours behind
-    them, which count where both have one.
+    """Return the (option, value) pairs of all ``#SBATCH`` lines: the user's, `more` behind them,
+    and ours last. Where a name comes twice, the last one counts. A flag's value is ''.
 
-    `more` are raw options, ``--name=value``; a flag's value is ''. Without a comment of the user's,
-    also in sbatch's variable, there is ours. Raise UsageError for a raw option of another form, and
+    `more` are raw options, ``--name=value``, as those of a container. Our comment is left out where
+    the user has one, also in SBATCH_COMMENT. Raise UsageError for a raw option of another form, and
     for one that hpc-ddp refuses.
     """
     warn_s = min(spec.warn_s, (spec.time_min_s or spec.time_s or 3600) // 10)
@@ -62,9 +62,10 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
 
 
 def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return ``--export`` with the names of ``--env NAME`` where that of the job's `options`, or
-    sbatch's variable, would keep these from the job; no pair where it would not. Values are not
-    written anywhere."""
+    """Return a pair for ``--export`` that adds the names of ``--env NAME``, as a list; [] where no
+    pair is needed. One is needed where the ``--export`` of the job's `options`, or else
+    SBATCH_EXPORT, would keep a variable from the job. The variables' values are not written
+    anywhere."""
     words = (options.get("export") or os.environ.get("SBATCH_EXPORT") or "ALL").split(",")
     present = {word.partition("=")[0] for word in words}
     names = [name for name in spec.env_names if name not in present]
@@ -76,8 +77,8 @@ def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, 
 
 
 def output_word(pattern: str, chdir: str) -> str:
-    """Return the path of ``--output`` or ``--error`` as a word for bash; a relative one lies in the
-    working directory `chdir`.
+    """Return the path of ``--output`` or ``--error`` as a word for bash. Slurm's fields, as ``%j``,
+    become variables; a relative path lies in the working directory `chdir`.
 
     Raise UsageError for a field of Slurm's that is not in `_FIELDS`.
     """
@@ -93,15 +94,16 @@ def output_word(pattern: str, chdir: str) -> str:
 
 
 def output_file(spec: JobSpec, run: RunFolder) -> str:
-    """Return the path of the job's output as ``--output`` takes it: a ``%`` of the folder's name is
-    doubled, and Slurm's ``%a`` stands for the index of an array's task."""
+    """Return the path of the job's output in the form of ``--output``: a ``%`` of the run's path is
+    doubled. For an array ``%a``, the index of the task, is put in."""
     path = str(run.slurm_out).replace("%", "%%")
     return f"{path.removesuffix('.out')}-%a.out" if spec.array else path
 
 
 def directives(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the (option, value) pairs for sbatch that the user sets, without dashes, raw options
-    last; a flag's value is ''. Raise UsageError for a raw option of another form."""
+    """Return the (option, value) pairs for sbatch that the user's settings make, raw options last.
+    Options are without dashes; a flag's value is ''. Raise UsageError for a raw option that
+    `split_raw` refuses."""
     pairs = [("job-name", spec.job_name)]
     for name, declared in OPTIONS.items():
         value = getattr(spec, name.replace("-", "_"))
@@ -117,8 +119,8 @@ def directives(spec: JobSpec) -> list[tuple[str, str]]:
 
 
 def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the request for a node's GPUs in the form that the site accepts, as (option, value);
-    empty for a job without GPUs, or a site without requests."""
+    """Return the request for a node's GPUs in the form that the site accepts, as a list of one
+    (option, value) pair; [] for a job without GPUs, and for a site that accepts no request."""
     if spec.gpus_per_node is None or spec.gpu_request == "none":
         return []
     if spec.gpu_request == "gres":
@@ -130,10 +132,10 @@ def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:
 
 
 def sbatch_line(name: str, value: str) -> str:
-    """Return one ``#SBATCH`` line; a flag's value is ''. sbatch splits it at blanks and knows both
-    quotes and backslash.
+    """Return the ``#SBATCH`` line of an option; a flag's value is ''. A value is quoted where it
+    has to be: sbatch splits the line at blanks, and interprets both quotes and backslash.
 
-    The value is free of line breaks: `JobSpec` has refused those.
+    The value has no line breaks: `JobSpec` refuses them.
     """
     if not value:
         return f"#SBATCH --{name}"

@@ -1,7 +1,7 @@
-"""Whether what the user asks for is in force, and what ``without`` takes out of a job.
+"""Whether the user's settings have an effect, and which options ``without`` takes out of a job.
 
 An option or a variable that is accepted, and then loses against one of hpc-ddp's own, would be lost
-without a word: `check_effect` is the one check of all of them.
+without a word. `check_effect` finds all such cases.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FAMILIES = (
     {"exclusive", "oversubscribe"},
     {"gpus-per-node", "gres"},
 )
-# pyxis takes all values; hpc-ddp's export has those of the user's.
+# All values of these count: pyxis adds them up, and hpc-ddp's export repeats the user's.
 _ADDED = ("container-mounts", "container-env", "export")
-# What to use in place of an option that hpc-ddp sets itself.
+# In place of an option that hpc-ddp sets itself, the user is told to use this.
 _INSTEAD = {
     "output": "--output out-%j.txt, a link to it",
     "open-mode": "nothing: the output is appended to",
@@ -48,16 +48,17 @@ _NOT_IN_AN_ALLOCATION = (
 
 
 def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) -> None:
-    """Check that what the user asks for is in force; `header` and `srun` are all options of sbatch
-    and of the step's srun, in their order.
+    """Check that each request of the user's has its effect. `header` and `srun` are all options of
+    sbatch and of the step's srun, in the order in which they are written.
 
     Raises
     ------
     UsageError
-        an array is to run in an allocation; an option is overridden, but for a raw one by another
-        raw one, as a site's by the job's; a container's option is one that the step has; a variable
-        of ``env`` has another value in a worker, is Slurm's, or does not leave this shell; or an
-        array of ``expand`` stands within a text; with what to use instead
+        an array is to run in an allocation; a later option overrides one of the user's (a raw
+        option may override a raw one, as the job's does a site's); an option of the container is
+        one that hpc-ddp sets for the step; a variable of ``env`` is hpc-ddp's or Slurm's, or can't
+        be passed on from this shell; or an array of ``expand`` stands within a text. The hint says
+        what to use instead.
     """
     if spec.array and spec.backend == "salloc":
         raise UsageError(
@@ -93,8 +94,9 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
 
 
 def without_effect(spec: JobSpec) -> list[str]:
-    """Return warnings about settings that have no effect, or another one than they say, a sentence
-    each."""
+    """Return warnings, a sentence each, about settings that are accepted and have no effect, or
+    another effect than they say: options of no use to the back-end, a notice that comes later than
+    asked for, set-up lines that hpc-ddp overrides, and GPUs of ``--sbatch`` that get no workers."""
     warnings = []
     keys = {"local": _NOT_IN_A_DRY_RUN, "salloc": _NOT_IN_AN_ALLOCATION}.get(spec.backend, ())
     names = [f"--{key}" for key in keys if getattr(spec, key.replace("-", "_"))]
@@ -120,7 +122,8 @@ def without_effect(spec: JobSpec) -> list[str]:
 
 
 def _line_warnings(lines: Iterable[str], launcher: str) -> list[str]:
-    """Return warnings about set-up lines whose variables or traps hpc-ddp replaces."""
+    """Return warnings about set-up lines that export a variable, or set a trap, which hpc-ddp
+    replaces. Which variables it replaces depends on the job's `launcher`."""
     warnings = []
     for line in lines:
         exports = " ".join(re.findall(r"\bexport\s+([^;&|]*)", line))
@@ -136,8 +139,8 @@ def _line_warnings(lines: Iterable[str], launcher: str) -> list[str]:
 
 
 def _check_container_options(pairs: Sequence[Pair]) -> None:
-    """Raise UsageError for an option that hpc-ddp sets for the step already. `pairs` are those of
-    the container that are options of the step, as pyxis' are."""
+    """Raise UsageError for an option of the container that hpc-ddp sets for the step already.
+    `pairs` are the container's options that go to the step's srun, as those of pyxis do."""
     for name, text in pairs:
         if instead := {**SRUN_SETTLED, "container-image": _INSTEAD["container-image"]}.get(name):
             raise UsageError(
@@ -149,9 +152,12 @@ def _check_container_options(pairs: Sequence[Pair]) -> None:
 def _check_pairs(
     command: str, requested: Sequence[Pair], final: Sequence[Pair], raw: Collection[Pair]
 ) -> None:
-    """Raise UsageError for a `requested` option that is not the last of its name and family in
-    `final`, which has all of them, unless the last one has the same value, both are `raw`, or all
-    values count (`_ADDED`). `command`, ``sbatch`` or ``srun``, is for the message."""
+    """Raise UsageError for a `requested` option that loses against a later one of its name or
+    family in `final`, which has all options of `command` (``sbatch`` or ``srun``).
+
+    An option does not lose where the last one is equal, where both are `raw`, or where all values
+    of the option count (`_ADDED`).
+    """
     for name, text in requested:
         winner = [pair for pair in final if _is_same(pair, (name, text))][-1]
         if name in _ADDED or winner == (name, text) or {winner, (name, text)} <= {*raw}:
@@ -169,8 +175,8 @@ def _check_pairs(
 
 
 def _is_same(first: Pair, second: Pair) -> bool:
-    """Return whether two options have the same name, or exclude each other. A ``--gres`` without
-    GPUs excludes no request for them."""
+    """Return whether two options have the same name, or exclude each other as members of one of the
+    `_FAMILIES`. A ``--gres`` without GPUs excludes no request for GPUs."""
     names = {first[0], second[0]}
     has_gpus = all("gpu" in text for name, text in (first, second) if name == "gres")
     return len(names) == 1 or (has_gpus and any(names <= family for family in _FAMILIES))
@@ -181,8 +187,9 @@ def _text(name: str, text: str) -> str:
 
 
 def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
-    """Return options of sbatch or srun but for those that the job's ``without`` takes out, by name
-    or with their value. Raise UsageError for one that the job needs."""
+    """Return those of `pairs`, options of sbatch or srun, that the job's ``without`` does not take
+    out: each of its words names an option, or an option with its value. Raise UsageError for a word
+    that is the bare name of an option which the job needs."""
     words = {*spec.without}
     if needed := next((name for name in _NEEDED if f"--{name}" in words), None):
         raise UsageError(
@@ -194,8 +201,8 @@ def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def taken_out_in_vain(spec: JobSpec, pairs: Iterable[Pair], env: Iterable[str]) -> list[str]:
-    """Return those words of ``without`` that name nothing of the job: no option among `pairs`, no
-    variable of `env`, no set-up line."""
+    """Return the words of ``without`` that name nothing of the job: no option among `pairs`, with
+    or without its value, no variable among the names in `env`, and no set-up line."""
     names = {OMP, *env, *spec.setup, *spec.node_setup, *spec.worker_setup}
     for pair in pairs:
         names |= {f"--{pair[0]}", _text(*pair)}

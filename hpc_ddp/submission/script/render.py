@@ -29,12 +29,12 @@ WAIT_S = 0
 
 
 def step_options(spec: JobSpec) -> list[str]:
-    """Return the options of srun for the step, beside its size.
+    """Return the options of srun for the step, apart from those of its size.
 
     The step shares the job's CPUs with steps that run already (a `srun --pty bash`, a preflight
-    whose end Slurm is still cleaning up): else srun would wait for them without end. srun's
-    settings of MPI are for one task of a node, and must not reach all workers that torchrun starts
-    there.
+    whose end Slurm is still cleaning up): else srun would wait for those steps without end. Under
+    torchrun srun sets up no MPI: its settings are for one task of a node, and must not reach all
+    workers that torchrun starts on the node.
     """
     # An elastic step is ended by the supervisors, where it has to be.
     end = ["--kill-on-bad-exit=0", "--no-kill"] if spec.elastic else ["--kill-on-bad-exit=1"]
@@ -44,8 +44,8 @@ def step_options(spec: JobSpec) -> list[str]:
 
 def program(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
     """Return the words behind the job's Python that start its program, without the program's
-    arguments. `script` is the path of the script as the job sees it; for a module any path in the
-    folder that it is looked for in first. A command is started without it."""
+    arguments. `script` is the path of the script as the job sees it; for a module it is any path in
+    the folder that is searched first for the module; for a command it is not used."""
     start = str(run.lib / "hpc_ddp" / "node" / "workers" / "program.py")
     if spec.module:
         return [start, "module", str(script.parent), spec.script]
@@ -54,7 +54,8 @@ def program(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
 
 def node_command(spec: JobSpec, run: RunFolder, script: Path) -> tuple[str, list[str]]:
     """Return the kind of launch of each task's supervisor (``worker`` or ``torchrun``), and the
-    command that it starts, without the arguments of the program; `script` as `program` has it."""
+    command that the supervisor starts, without the arguments of the program. `script` is that of
+    `program`."""
     words = program(spec, run, script)
     if spec.launcher != "torchrun":
         return "worker", [spec.python, *words]
@@ -63,11 +64,12 @@ def node_command(spec: JobSpec, run: RunFolder, script: Path) -> tuple[str, list
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables written into the script, by name: the fabric's, then the user's over
-    them, but for those that ``without`` takes out.
+    """Return the variables that the script sets, by name: those of the fabric, then those of
+    ``env``, which replace them. Variables that ``without`` names are left out.
 
-    A job of one node needs no fabric, and some are not set up for one (Slingshot on Frontier).
-    Raise UsageError for an unknown fabric, and for a broken profile.
+    A job of one node gets none of the fabric's: it needs none, and some fabrics are not set up for
+    such a job (Slingshot on Frontier). Raise UsageError for an unknown fabric, and for a broken
+    profile.
     """
     fabric = fabric_env(spec.fabric)
     env = {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
@@ -75,9 +77,9 @@ def job_env(spec: JobSpec) -> dict[str, str]:
 
 
 def node_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables by which supervisors and workers know what they do before the program:
-    their set-up lines, the names of ``--expand``, and those of the variables of ``env`` whose
-    values a worker alone knows. {} for a job without these."""
+    """Return the variables, by name, from which supervisors and workers learn what to do before the
+    program: their set-up lines, the names of ``--expand``, and the names of `worker_env`. An empty
+    variable is left out."""
     texts = {
         "HPC_DDP_NODE_SETUP": _inner_lines(spec.node_setup, spec),
         "HPC_DDP_WORKER_SETUP": _inner_lines(spec.worker_setup, spec),
@@ -88,15 +90,16 @@ def node_env(spec: JobSpec) -> dict[str, str]:
 
 
 def _inner_lines(lines: Sequence[str], spec: JobSpec) -> str:
-    """Return set-up lines of a node or a worker, but for those that ``without`` takes out, and the
-    line that passes on the arrays which they fill; '' without lines."""
+    """Return the text of a node's or a worker's set-up lines, without those that ``without`` takes
+    out. Behind the lines come those that pass on the arrays of ``--expand``. Return '' where no
+    set-up line remains."""
     remaining = [line for line in lines if line not in spec.without]
     return "\n".join([*remaining, array_exports(spec.expand)] if remaining else []).rstrip("\n")
 
 
 def worker_env(spec: JobSpec) -> list[str]:
-    """Return the names of the variables of ``env`` that a worker fills in, and not the batch
-    script: their texts have a variable that differs between workers."""
+    """Return the names of the variables of ``env`` that each worker fills in, in place of the batch
+    script: their texts contain a variable that differs between workers."""
     return [
         name
         for name, text in spec.env.items()
@@ -105,19 +108,20 @@ def worker_env(spec: JobSpec) -> list[str]:
 
 
 class Rendering:
-    """A job's script, whole or by block; `code` and `script` are the paths that the job runs.
+    """A job's script, whole or by block; `code` and `script` are the paths of the code and of the
+    program that the job runs.
 
-    `environment` has the variables of `job_env`, and `entry` the container's words. `header` has
-    all (option, value) pairs for sbatch, also of its variables in this shell, and `srun` the user's
-    raw options of srun, both but for what ``without`` takes out.
+    `environment` has the variables of `job_env`, and `entry` is the job's `container.Entry`.
+    `header` has all (option, value) pairs for sbatch, also those of sbatch's variables in this
+    shell; `srun` has the user's raw options of srun. Both lack what ``without`` takes out.
 
     Raises
     ------
     UsageError
         the run's path, or one to mount, has a character that the script can't hold; an option or a
         variable is refused, or would have no effect (`check_effect`); or there is no such fabric or
-        container tool, or its file is broken; `whole`, `block` and `left_out`: the user's template
-        is missing or broken, with file and line, or may not act for the user
+        container tool, or its file is broken. `whole`, `block` and `left_out` raise it where the
+        user's template is missing or broken (with file and line), or may not act for the user.
     """
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
@@ -141,8 +145,8 @@ class Rendering:
         self._context = self._make_context(run, code, script)
 
     def _make_context(self, run: RunFolder, code: Path, script: Path) -> dict[str, Any]:
-        """Return the template's variables (docs/templates.md). Raise UsageError as
-        `_names_of_step`."""
+        """Return the template's variables, by name (docs/templates.md). Raise UsageError where
+        `_names_of_step` does."""
         spec = self._spec
         return {
             "version": __version__,
@@ -193,8 +197,9 @@ class Rendering:
         }
 
     def _names_of_step(self) -> list[str]:
-        """Return the variables that the batch script fills into its step's command. Raise
-        UsageError for one that a worker alone knows, and for one in an ``#SBATCH`` line."""
+        """Return the variables of ``--expand`` that the batch script fills into its step's command:
+        into options of srun, and the container's words. Raise UsageError for a variable among them
+        that a worker alone knows, and for any variable in the container's options of sbatch."""
         entry, expand = self.entry, self._spec.expand
         words = (*self._spec.srun, *entry.srun, *entry.command)
         names = [name for word in words for name in names_in(word, expand)]
@@ -208,12 +213,13 @@ class Rendering:
         return list(dict.fromkeys(names))
 
     def whole(self) -> str:
-        """Return the whole script; raise UsageError for a user's template that can't be used."""
+        """Return the text of the whole script; raise UsageError for a user's template that can't be
+        used."""
         return template.whole(self._spec.template, self._context)
 
     def left_out(self) -> list[str]:
-        """Return sentences on what a user's template leaves out, and what follows from it, and on
-        words of ``without`` that name nothing. Raise UsageError as `whole`."""
+        """Return sentences on the words of ``without`` that name nothing of the job, and on what a
+        user's template leaves out, with the consequences. Raise UsageError where `whole` does."""
         vain = [f"without has {word!r}, and the job has no such thing" for word in self._in_vain]
         if not self._spec.template:
             return vain
@@ -225,6 +231,6 @@ class Rendering:
         return [*vain, *template.missing(text)]
 
     def block(self, name: str) -> str:
-        """Return the block of one name; raise UsageError as `whole`, and for a template without
-        it."""
+        """Return the text of the script's block `name`. Raise UsageError where `whole` does, and
+        for a template that has no such block."""
         return template.block(name, self._spec.template, self._context)

@@ -1,4 +1,4 @@
-"""The batch script's template, the user's blocks over it, and what is wrong with those."""
+"""The batch script's template, the user's blocks over it, and the faults of those blocks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NEEDED = {
 
 
 def whole(user_template: str | None, values: Mapping[str, Any]) -> str:
-    """Return the script.
+    """Return the text of the batch script.
 
     Parameters
     ----------
     user_template
         the path of the user's template, which extends ours; None: ours alone
     values
-        the template's variables
+        the template's variables, by name
 
     Raises
     ------
@@ -53,8 +53,8 @@ def whole(user_template: str | None, values: Mapping[str, Any]) -> str:
 
 
 def block(name: str, user_template: str | None, values: Mapping[str, Any]) -> str:
-    """Return the block `name` of the script, with `user_template`, `values` and errors as `whole`
-    has them. A block that there is not is a UsageError too."""
+    """Return the text of the script's block `name`. The other arguments are those of `whole`. Raise
+    UsageError where `whole` does, and for a block that the template does not have."""
     loaded = _load(user_template)
     context = loaded.new_context({**values})
 
@@ -71,15 +71,15 @@ def block(name: str, user_template: str | None, values: Mapping[str, Any]) -> st
 
 
 def _load(user_template: str | None) -> jinja2.Template:
-    """Return the template of a job, checked: the user's, or ours for None. Raise UsageError for one
-    that is missing or broken, or may not act for the user."""
+    """Return the template of a job: the user's, after a check of its blocks, or ours (None). Raise
+    UsageError for a template that is missing or broken, or may not act for the user."""
     path = _normal(user_template) if user_template else None
     if path and not path.is_file():
         raise UsageError(f"template {str(path)!r} does not exist", hint="--template FILE")
     environment = _environment(path.parent if path else None)
 
     def checked() -> jinja2.Template:
-        """Return the template, after a check of the user's; raise UsageError or jinja's errors."""
+        """Return the template, after a check of a user's. Raise UsageError or jinja's errors."""
         if path:
             _check(environment, str(path))
         return environment.get_template(str(path) if path else BASE)
@@ -88,10 +88,10 @@ def _load(user_template: str | None) -> jinja2.Template:
 
 
 def _guarded(work: Callable[[], T], user_template: str | None) -> T:
-    """Return what `work` returns, which does something with a template.
+    """Return the result of `work`, which loads or renders a template.
 
-    Any exception of it becomes a UsageError, with file and line where they are known; without a
-    user's template it is a mistake of ours, and raised as it is.
+    Turn any exception of `work` into a UsageError, with file and line where they are known. Without
+    a user's template the fault is ours, and the exception is raised as it is.
     """
     try:
         return work()
@@ -108,7 +108,7 @@ def _guarded(work: Callable[[], T], user_template: str | None) -> T:
 
 
 def _message(error: Exception) -> str:
-    """Return what is wrong with a template, in words, by the exception of jinja's or of the
+    """Return in words what is wrong with a template. `error` is the exception of jinja, or of the
     template's own code."""
     if isinstance(error, jinja2.TemplateNotFound):
         return f"there is no template {error.name!r}; accepted: {BASE!r}, or a file beside this one"
@@ -124,7 +124,8 @@ def _message(error: Exception) -> str:
 
 
 def _broken(file: str | None, line: int | None, why: str) -> UsageError:
-    """Return the error of a template that is broken at a line; None: without a line."""
+    """Return the UsageError for a broken template; the message has the file, the line (unless that
+    is None) and `why`."""
     where = f"{file}, line {line}" if line else str(file)
     return UsageError(
         f"the template is broken: {where}: {why}",
@@ -138,8 +139,8 @@ def _normal(user_template: str) -> Path:
 
 
 def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
-    """Return file and line of the innermost template that an exception came through; (None, None)
-    without one."""
+    """Return file and line of the innermost template in the traceback of an exception; (None, None)
+    where no template is in it."""
     file, line = None, None
     while trace:
         template = trace.tb_frame.f_globals.get("__jinja_template__")
@@ -150,15 +151,16 @@ def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
 
 
 def check_used(user_template: str | None, used: Collection[str]) -> None:
-    """Refuse a template that overrides blocks of ours which the submitit back-end has no use for;
-    None is accepted.
+    """Refuse a template that overrides a block of ours which the submitit back-end does not use.
+    `used` are the names of the blocks that it uses. No template (None) is accepted.
 
     Raises
     ------
     UsageError
-        names the block, its line, and the `used` ones; or a file may not act for the user
-    jinja2.TemplateError, OSError, ValueError
-        a template is missing, broken or can't be read, which `whole` refuses in words
+        a block is not used (names the block, its line, and the `used` ones); or a file may not act
+        for the user
+    jinja2.TemplateError, OSError, ValueError, RecursionError
+        a template is missing, broken, can't be read, or extends itself; `whole` refuses it in words
     """
     if user_template is None:
         return
@@ -176,8 +178,8 @@ def check_used(user_template: str | None, used: Collection[str]) -> None:
 
 
 def missing(script: str) -> list[str]:
-    """Return sentences on what a rendered script leaves out, and what follows from it; [] for one
-    that has all."""
+    """Return a sentence for each word of `NEEDED` that a rendered script lacks outside of comments,
+    with the consequence; [] for a script that has all."""
     return [
         f"the template leaves out {word.strip('=').split('|')[0]!r}: {consequence}"
         for word, consequence in NEEDED.items()
@@ -186,11 +188,12 @@ def missing(script: str) -> list[str]:
 
 
 def _check(environment: jinja2.Environment, name: str) -> None:
-    """Refuse what jinja would pass over in silence: an unknown block, and text outside of one.
+    """Raise UsageError, with file and line, for what jinja would pass over in silence: an unknown
+    block, and text outside of a block.
 
-    `name` is a template's name or path; those that it extends are checked, too, up to ours. One
-    that extends none, or one with a computed or missing name, passes. Raise UsageError with file
-    and line, or as `_source`.
+    `name` is a template's name or path. The templates that it extends are checked, too, up to ours.
+    A template passes that extends none, or one whose name is computed or unknown. Raises further
+    what `_source` raises, and jinja's errors for a broken template.
     """
     text, file, _ = _source(environment, name)
     tree = environment.parse(text, name, file)
@@ -219,7 +222,8 @@ def _check(environment: jinja2.Environment, name: str) -> None:
 
 
 def _outermost(body: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
-    """Yield the statements of a template that are in no block, through ``if`` and the like."""
+    """Yield the statements of a template that are in no block, also those within an ``if`` and the
+    like. A block itself is yielded, its content is not."""
     for node in body:
         yield node
         if not isinstance(node, (nodes.Block, nodes.Output, nodes.Macro, nodes.CallBlock)):
@@ -227,7 +231,8 @@ def _outermost(body: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
 
 
 def _first_line(output: nodes.Output) -> int | None:
-    """Return the line of the first word or expression of a template's text, None if it is blank."""
+    """Return the line of the first word or expression in a text of a template; None where the text
+    is blank."""
     for part in output.nodes:
         if not isinstance(part, nodes.TemplateData):
             return part.lineno
@@ -238,8 +243,8 @@ def _first_line(output: nodes.Output) -> int | None:
 
 
 def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
-    """Return the names of the blocks of a template and of those that it extends, the outermost
-    one's first; raises as `_chain`."""
+    """Return the names of the blocks of a template and of those that it extends, each once; those
+    of the last template that is extended come first. Raises what `_chain` raises."""
     trees = [tree for _, _, tree in _chain(environment, name)]
     names = (block.name for tree in reversed(trees) for block in tree.find_all(nodes.Block))
     return list(dict.fromkeys(names))
@@ -248,8 +253,9 @@ def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
 def _chain(
     environment: jinja2.Environment, name: str
 ) -> Iterator[tuple[str, str | None, nodes.Template]]:
-    """Yield name, file and content of a template and of those that it extends, itself first; raises
-    jinja's errors, RecursionError for one that extends itself, and as `_source`."""
+    """Yield name, file and content of a template, then of each that it extends. Raise
+    RecursionError for one that extends itself, and jinja's errors; further what `_source`
+    raises."""
     text, file, _ = _source(environment, name)
     tree = environment.parse(text, name, file)
     yield name, file, tree
@@ -258,42 +264,44 @@ def _chain(
 
 
 def _constant(extends: nodes.Extends | None) -> str | None:
-    """Return the name of the template that is extended; None where none is, or where it is
-    computed."""
+    """Return the name of the template that is extended; None where none is extended, or where the
+    name is computed."""
     if extends is None or not isinstance(extends.template, nodes.Const):
         return None
     return str(extends.template.value)
 
 
 def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None, Any]:
-    """Return text, file and a check of its age of a template; raise TemplateNotFound, UsageError
-    for a file that may not act for the user, and OSError or ValueError for one that can't be
-    read."""
+    """Return a template's text, its file, and a function that says whether the text is still
+    current. Raise TemplateNotFound; UsageError for a file that may not act for the user; OSError or
+    ValueError for a file that can't be read."""
     assert environment.loader
     return environment.loader.get_source(environment, name)
 
 
 class _TrustedLoader(jinja2.FileSystemLoader):
-    """Loads the user's templates: the one that is named, and all that it extends and includes."""
+    """Loads the user's templates: the named one, and all that it extends and includes."""
 
     def get_source(
         self, environment: jinja2.Environment, template: str
     ) -> tuple[str, str, Callable[[], bool]]:
-        """Return text, file and a check of its age; raise TemplateNotFound, UsageError for a file
-        that may not act for the user, and OSError or ValueError for one that can't be read."""
+        """Return a template's text, its file, and a function that says whether the text is still
+        current. Raise TemplateNotFound; UsageError for a file that may not act for the user;
+        OSError or ValueError for a file that can't be read."""
         _, file, is_current = super().get_source(environment, template)
         return trust.read(Path(file)).decode(), file, is_current
 
 
 @cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
 def _environment(beside: Path | None) -> jinja2.Environment:
-    """Return jinja's environment of a user's template in the folder `beside`, or (None) of ours
-    alone; the same one for the same folder.
+    """Return jinja's environment for the user's templates in the folder `beside`, or for ours alone
+    (None). The same folder gets the same environment.
 
-    Ours comes first under its name: a user's may be called the same, and extends it.
+    Our template is found first under its name: a user's template that extends ours may have the
+    same name.
     """
     loaders: list[jinja2.BaseLoader] = [jinja2.FileSystemLoader(folder("templates"))]
-    if beside:  # what it includes, and itself by its whole path
+    if beside:  # for what a user's template includes, and for itself by its whole path
         loaders.append(_TrustedLoader([beside, "/"]))
     # A second wall behind `trust`: at its rendering a template can run nothing.
     environment = ImmutableSandboxedEnvironment(
@@ -309,13 +317,13 @@ def _environment(beside: Path | None) -> jinja2.Environment:
 
 
 def quoted(value: object, expand: Sequence[str] = ()) -> str:
-    """Return a value as one word for the shell, quoted where it has to be; the shell fills in the
+    """Return a value as one word for the shell, quoted where needed. The shell fills in the
     variables of `expand`."""
     return shell_word(str(value), expand)
 
 
 def in_double_quotes(word: str) -> str:
-    """Return a word of ours so that the shell expands its variables, ``--x="$Y"``; one without a
-    ``$`` behind a ``=`` as it is."""
+    """Return a word of ours with double quotes, ``--x="$Y"``, so that the shell fills in its
+    variables. A word without a ``$`` behind a ``=`` stays as it is."""
     name, _, value = word.partition("=")
     return f'{name}="{value}"' if "$" in value else word

@@ -14,20 +14,22 @@ TORCHRUN_OPTIONS = (
     "--rdzv-conf={conf}",
     "--max-restarts={restarts}",
 )
-# A first node that imports torch from a cold disk is waited for as long as any other one.
+# The others wait this long (in s) also for a first node that imports torch from a cold disk.
 RENDEZVOUS = "join_timeout={wait_s},read_timeout={wait_s}"
 WAIT_S = 600
-# Lines of a node's own may copy data to it. One where they fail ends the others by itself.
+# A node's set-up lines may copy data to it. A node where they fail ends the others by itself.
 WAIT_FOR_SETUP_S = 3600
-# How long an elastic start waits for late nodes, in s; after a loss it is `agent.LAST_CALL_S`.
+# Seconds for which an elastic start waits for late nodes; after a loss these are fewer
+# (`elastic_rendezvous.LAST_CALL_S`).
 LATE_S = 120
 
 
 def torchrun_options(spec: JobSpec) -> list[str]:
-    """Return torchrun's options, with ``$`` variables that are known only in the job.
+    """Return torchrun's options, with ``$`` variables that are known only in the job; the user's
+    raw options come last.
 
-    Unless the job is elastic, min = max nodes: a late node must not be shut out, nor a world of
-    fewer nodes start.
+    Unless the job is elastic, the least and the largest number of nodes are equal: a late node must
+    not be shut out, and a world of fewer nodes must not start.
     """
     least, late = "", ""
     if spec.elastic:
