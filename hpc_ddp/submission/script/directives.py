@@ -23,7 +23,7 @@ _FIELDS = {
     "%a": "${SLURM_ARRAY_TASK_ID-}",
     "%u": "$SLURM_JOB_USER",
     "%N": "$SLURMD_NODENAME",
-    "%J": "$SLURM_JOB_ID",  # from here on as Slurm fills them in for a batch script
+    "%J": "$SLURM_JOB_ID",  # this and the next three: as Slurm fills them in for a batch script
     "%t": "0",
     "%n": "0",
     "%s": "batch",

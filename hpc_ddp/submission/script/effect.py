@@ -188,8 +188,8 @@ def _text(name: str, text: str) -> str:
 
 def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
     """Return those of `pairs`, options of sbatch or srun, that the job's ``without`` does not take
-    out: each of its words names an option, or an option with its value. Raise UsageError for a word
-    that is the bare name of an option which the job needs."""
+    out, by name or with their value. Raise UsageError where ``without`` has the bare name of an
+    option that the job needs."""
     words = {*spec.without}
     if needed := next((name for name in _NEEDED if f"--{name}" in words), None):
         raise UsageError(

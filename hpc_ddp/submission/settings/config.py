@@ -40,7 +40,7 @@ T = TypeVar("T")
 PROJECT_FILE = "hpc-ddp.toml"
 # Settings of which a job can have one only.
 EXCLUSIVE = (("cpus-per-node", "cpus-per-task"), ("container", "image"))
-# An option settles these variables of ``env``: one in a layer below has no say any more.
+# Each option settles these variables of ``env``: in a layer below they do not count.
 _SETTLED_ENV = {"interface": r"(NCCL|GLOO)_SOCKET_IFNAME", "fabric": r"(NCCL|RCCL|FI|UCX)_\w+"}
 # A file's table [when.partition.NAME] counts only for jobs in this partition.
 CHOICES = ("partition", "qos")
@@ -74,15 +74,15 @@ class Placement:
 
 
 OPTIONS = options_of(JobSpec, Placement)
-# A site's value of these comes first and the job's after it: neither works without the other. Of a
-# repeated option Slurm takes the last.
+# A site's value of these comes first and the job's after it: neither works without the other.
+# Slurm uses the last one of a repeated option.
 JOINED = tuple(key for key, declared in OPTIONS.items() if declared.is_joined)
 _KINDS = {"script": TEXT, "args": LIST} | {key: opt.kind for key, opt in OPTIONS.items()}
 
 
 def known_keys() -> list[str]:
-    """Return the keys that settings may have, sorted: the options' names, ``script`` and ``args``;
-    not the tables of a file, such as ``when``."""
+    """Return the keys that settings may have, sorted: the options' names, ``script`` and ``args``,
+    but no names of a file's tables, such as ``when``."""
     return sorted(_KINDS)
 
 
@@ -98,10 +98,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Settings:
-    """Merged values, by key, and the layers that they come from, the first to count first.
+    """Merged values, by key, and the layers that they come from. The first layer has precedence.
 
-    `recognised` names a site that the environment shows, and the variables; `limits` are the
-    operators'.
+    `recognised` names the site that the environment shows, and the variables that show it ('':
+    none). `limits` are the operators'.
     """
 
     values: Mapping[str, Any]
@@ -115,7 +115,7 @@ class Settings:
     def layer(self, key: str, name: str | None = None) -> Layer | None:
         """Return the layer that a key's value comes from, None for a default.
 
-        `name` narrows that to one variable of ``env``, or one line of a list.
+        `name` narrows the search to one variable of ``env``, or one line of a list.
         """
         return next(
             (
@@ -128,38 +128,42 @@ class Settings:
 
 
 def find_project_file(start: Path) -> Path | None:
-    """Return the nearest ``hpc-ddp.toml``, from the absolute path `start` of a folder upwards; None
-    without one."""
+    """Return the nearest ``hpc-ddp.toml`` in the folder `start`, an absolute path, or above it;
+    None where there is none."""
     return next(
         (p / PROJECT_FILE for p in (start, *start.parents) if (p / PROJECT_FILE).is_file()), None
     )
 
 
 def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = True) -> Settings:
-    """Return the settings of all layers; the first that has a key wins: option, project, own site
-    file, the operators' site file, profile, and last a budget among the operators' limits.
+    """Return the settings of all layers. For a key the first layer that has it wins: option,
+    project, own site file, operators' site file, profile; last a budget among the operators'
+    limits.
 
-    `options` are those of the command line, by key; the project is looked for from `cwd` upwards,
-    the user's own files in `home`. `env` and `env-names` are merged name by name, and a site's
-    `setup`, `sbatch` and `srun` come before the job's; all other values are taken whole, except
-    that a site's `cpus-per-node` is scaled to the job's GPUs, its `continue-by` does not count for
-    an array, and a file's `args` not for another script of `options`. A file's tables for the job's
-    partition and QOS, also of sbatch's variables, come before the rest of that file. The site is
-    the one that is named, else the user's own, else one that is recognised by the environment.
-    Without `is_strict` no limits are read, and a layer that can't be used is a warning on stderr
-    and does not count: the commands for existing runs have to work with broken settings.
+    `options` are those of the command line, by key. The project file is looked for from `cwd`
+    upwards, the user's own files in `home`. The site is the named one, else the user's own, else
+    one that is recognised by the environment. A file's tables for the job's partition and QOS, also
+    by sbatch's variables, come before the rest of the file.
+
+    Some keys have rules of their own. `env` and `env-names` are merged name by name; a site's
+    `setup`, `sbatch` and `srun` come before the job's; a site's `cpus-per-node` is scaled to the
+    job's GPUs, and its `continue-by` does not count for an array; a file's `args` do not count for
+    another script in `options`.
+
+    Without `is_strict` no limits are read, and a layer that can't be used does not count, with a
+    warning on stderr: the commands for existing runs have to work with broken settings.
 
     Raises
     ------
     UsageError
-        if `is_strict`: a file can't be read or may not act for the user, has an unknown key or a
-        value of the wrong kind (in the operators' an unknown key is a warning), or there is no such
-        site or operators' file
+        if `is_strict`: a file can't be read or may not act for the user, has an unknown key (in the
+        operators' that is a warning) or a value of the wrong kind, or there is no such site or
+        operators' file
     """
 
     def usable(read: Callable[[], T], default: T) -> T:
-        """Return what `read` returns; unless `is_strict`, a UsageError of it is a warning, and
-        `default` the result."""
+        """Return what `read` returns. Unless `is_strict`, print a UsageError of `read` as a
+        warning, and return `default`."""
         try:
             return read()
         except UsageError as error:
@@ -199,14 +203,14 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
 
 
 def _first(layers: Sequence[Layer], key: str) -> Any:
-    """Return the value of a key in the first layer that has it; None without one."""
+    """Return the value of a key in the first layer that has it; None where no layer has it."""
     return next((layer.values[key] for layer in layers if key in layer.values), None)
 
 
 def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
-    """Return the layers without their ``[when]`` tables, and before each a layer for each of its
-    tables that counts for a job in the `chosen` partition and QOS (by key, names with commas
-    between them; '' for none)."""
+    """Return the layers without their ``[when]`` tables. Before each layer stands a layer for each
+    of its tables that counts for a job in the `chosen` partition and QOS: by key, one name or
+    several with commas between them; '' for none."""
     expanded: list[Layer] = []
     for layer in layers:
         when = layer.values.get("when", {})
@@ -220,15 +224,15 @@ def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Lay
 
 
 def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a job over those of its site; the `JOINED` keys have both values, the
-    site's first, and ``cpus-per-node`` is the job's share of the site's."""
+    """Return the settings of a job over those of its site. The `JOINED` keys have both values, the
+    site's first; ``cpus-per-node`` of the site is cut to the job's share (see `_share`)."""
     joined = {key: [*site.get(key, ()), *job[key]] for key in JOINED if key in job}
     return over({**site, **_share(site, job)}, job) | joined
 
 
 def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the site's ``cpus-per-node``, meant for all GPUs of a node, scaled to the job's GPUs;
-    {} where the job has all, or none, or the site has no such key."""
+    {} where the job has all GPUs or none, or the site has no such key."""
     all_gpus, job_gpus = _gpu_count(site), _gpu_count(job)
     if "cpus-per-node" not in site or not 0 < job_gpus < all_gpus:
         return {}
@@ -236,13 +240,13 @@ def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpu_count(settings: Mapping[str, Any]) -> int:
-    """Return the number in ``gpus-per-node``, as 4 in ``a100:4``; 0 without one."""
+    """Return the number in ``gpus-per-node``, as 4 in ``a100:4``; 0 where there is none."""
     match = re.search(r"\d+$", str(settings.get("gpus-per-node", "")))
     return int(match[0]) if match else 0
 
 
 def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
-    """Return the values of some layers, of which the first has precedence; {} without a layer."""
+    """Return the merged values of layers, the first of which has precedence; {} for no layers."""
     values: dict[str, Any] = {}
     for layer in reversed(layers):
         values = over(values, layer.values)
@@ -250,15 +254,16 @@ def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with those of a layer above them.
+    """Return the settings `below` with those of the layer `above` over them.
 
-    ``env`` and ``env-names`` are merged name by name, without what an option above settles. A key
-    above replaces one that excludes it: a site's ``cpus-per-node`` does not count for a job with
-    ``cpus-per-task``. With a script above, the `NO_FILE` flags of the one below go.
+    ``env`` and ``env-names`` are merged name by name; variables of ``env`` below that an option
+    above settles are left out. A key above removes the keys that it excludes: a site's
+    ``cpus-per-node`` does not count for a job with ``cpus-per-task``. A script above removes the
+    `NO_FILE` flags below.
     """
     replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
     values = {key: value for key, value in below.items() if key not in replaced}
-    if "script" in above:  # the kind of another program is none of this one's
+    if "script" in above:  # the kind of the program below is not that of this one
         values = {key: value for key, value in values.items() if key not in NO_FILE}
     settled = "|".join(names for key, names in _SETTLED_ENV.items() if above.get(key)) or "(?!)"
     env, names = above.get("env", {}), above.get("env-names", ())
@@ -270,8 +275,8 @@ def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
-    """Return the layer of a site file: the operators', the user's own, or a shipped profile. Raise
-    UsageError as `_read_layer`; an unknown key of the operators' is a warning."""
+    """Return the layer of a site file: the operators', the user's own, or a shipped profile. In the
+    operators' an unknown key is a warning. Raise UsageError where `_read_layer` does."""
     if path == operators_file:
         return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
     is_user_file = path.parent == sites.own_folder(home)
@@ -281,13 +286,13 @@ def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
 def _read_layer(
     path: Path, more_keys: Sequence[str] = (), is_strict: bool = True
 ) -> dict[str, Any]:
-    """Return a file's values, checked and changed as `_checked` does, with its tables
+    """Return a file's values, checked and changed by `_checked`, with its tables
     ``[when.partition.NAME]`` and ``[when.qos.NAME]`` under ``when``.
 
-    Those may not name a partition, a QOS or a site. `more_keys` are accepted, and left out: they
-    are none of a job's. Without `is_strict` an unknown key or table is a warning, and left out: the
-    operators' file may be for a newer hpc-ddp, and no user can mend it. Raise UsageError for a file
-    that can't be read or may not act for the user, and for a bad value.
+    Such a table may not set a partition, a QOS or a site. `more_keys` are accepted and left out:
+    they belong to no job. Without `is_strict` an unknown key or table is left out with a warning:
+    the operators' file may be for a newer hpc-ddp, and no user can mend it. Raise UsageError for a
+    file that can't be read or may not act for the user, and for a bad value.
     """
     read, keys = read_toml(path), known_keys()
     when = read.pop("when", {})
@@ -310,29 +315,21 @@ def _read_layer(
 
 
 def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check settings (`values`) as a file's are, change them in place as `_checked` does, and
-    return them. `where` is a file's path, or a program's name: relative paths stay so then.
-
-    Raises
-    ------
-    UsageError
-        a key is unknown, or has a value of the wrong kind
-    """
+    """Return the settings `values`, checked as those of a file, and changed in place by `_checked`.
+    `where` is a file's path; or a program's name, which leaves relative paths as they are. Raise
+    UsageError for an unknown key, and for a value of the wrong kind."""
     return _checked(Path(where), values, known_keys())
 
 
 def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
-    """Check a file's keys and values, or those of one of its tables (`layer`), and return it.
+    """Return `layer`, the settings of a file or of one of its tables, after a check and changes in
+    place: the paths of `script` (if a file), `template` and `notify` begin with the file's folder,
+    or for ``~`` the home folder; variables and `gpus-per-node` become texts; some raw options of
+    `sbatch` become keys (`with_own_keys`).
 
-    It is changed in place, also by `with_own_keys`: the paths of `script` (if a file), `template`
-    and `notify` begin with the file's folder, or for ``~`` the home folder; variables and
-    `gpus-per-node` become texts. `keys` are the accepted ones; without `is_strict` another one is
-    dropped with a warning.
-
-    Raises
-    ------
-    UsageError
-        `layer` is no table; a key is unknown (if `is_strict`), or has a value of the wrong kind
+    `keys` are the accepted ones; without `is_strict` another key is dropped with a warning. Raise
+    UsageError for an unknown key (if `is_strict`), for a value of the wrong kind, and for a `layer`
+    that is no table.
     """
     if not isinstance(layer, dict):
         raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
@@ -364,13 +361,14 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
 
 
 def job_spec(settings: Settings, cwd: Path) -> JobSpec:
-    """Return the job of merged settings, with defaults for its name and Python. `cwd` is the folder
-    that relative paths are seen from, and the working directory of a job without `chdir`.
+    """Return the job of merged settings, with defaults for its name and Python. Relative paths are
+    seen from the folder `cwd`, which is also the working directory of a job without `chdir`.
 
     Raises
     ------
     UsageError
-        no script is named, it or the working directory doesn't exist, or a value is refused
+        no script is named; the script or the working directory doesn't exist, or the script is not
+        Python's; or a value is refused
     OSError
         the script can't be read
     """

@@ -24,9 +24,9 @@ def names_no_file(values: Mapping[str, Any]) -> bool:
 
 
 def is_same_program(settings: Mapping[str, Any], below: Mapping[str, Any], cwd: Path) -> bool:
-    """Return whether ``script`` of some settings is that of others `below`, with relative paths
-    seen from `cwd`; a file that is not there any more has moved where the names are the same.
-    Settings without a script fit any."""
+    """Return whether two settings name the same program, by ``script`` and the `NO_FILE` flags;
+    True where `below` has no script. Relative paths are seen from `cwd`. A script of `below` that
+    does not exist any more counts as moved: it is the same where the file names are equal."""
     if not below.get("script"):
         return True
     if any(bool(settings.get(key)) != bool(below.get(key)) for key in NO_FILE):
@@ -36,14 +36,14 @@ def is_same_program(settings: Mapping[str, Any], below: Mapping[str, Any], cwd: 
 
 
 def absolute(path: Path) -> Path:
-    """Return an absolute path without ``..``, since it is compared with others, and may be mounted
-    in a container; its links are kept unless there is a ``..``."""
+    """Return an absolute path without ``..``, so that it can be compared with others, and mounted
+    in a container. Links are kept, except in a path with a ``..``, which is resolved."""
     return path.resolve() if ".." in path.parts else path.absolute()
 
 
 def working_directory(cwd: Path, text: str) -> str:
-    """Return where a job is to run: `cwd`, or the folder that ``chdir`` names, by its `text` (''
-    without).
+    """Return the path of the folder where a job is to run. `text` is the value of ``chdir``, seen
+    from `cwd`; '' stands for `cwd` itself.
 
     Raises
     ------
@@ -57,16 +57,17 @@ def working_directory(cwd: Path, text: str) -> str:
 
 
 def name_for(script: Path, is_module: bool = False) -> str:
-    """Return a job name made of a script's file name, or of the last part of a module's, without
-    what a job name can't have; ``job`` where nothing is left."""
+    """Return a job name made of a script's file name, without its suffix, or of the last part of a
+    module's name. Characters that a job name can't have become ``-`` or are left out; ``job`` where
+    nothing is left."""
     name = script.name.rpartition(".")[2] if is_module else script.stem
     return re.sub(r"[^\w.+=,@-]+", "-", name).lstrip(".+=,@-")[:100] or "job"
 
 
 def check_script(script: Path, in_image: bool) -> None:
-    """Raise UsageError for a script, an absolute path, that does not exist or is not Python's, with
-    a hint at the option for a command, a module or (`in_image`) a file in the image; OSError where
-    it can't be read."""
+    """Raise UsageError for a script, an absolute path, that does not exist or is not Python's. The
+    hint names the command for what the user may mean: a program, a module, a script of sbatch, or
+    (`in_image`) a file in the image. Raise OSError where the script can't be read."""
     name = script.name
     if not script.is_file():
         hint = f"ls {script.parent}"
@@ -96,11 +97,11 @@ def check_script(script: Path, in_image: bool) -> None:
 
 
 def default_python(setup: Sequence[str], in_container: bool) -> str:
-    """Return the interpreter for the workers when none is named.
+    """Return the interpreter for the workers of a job that names none; in a container ``python3``.
 
-    The one that runs now, where it has torch and no line of `setup` activates another environment.
-    Else ``python``, which the job looks for on PATH after the set-up lines; ``python3`` where
-    `setup` is empty and there is no ``python`` on this machine. In a container ``python3``.
+    Else the Python of this process is returned, where it has torch and no line of `setup` activates
+    another environment. Otherwise the result is ``python``, which the job looks for on PATH after
+    the set-up lines; but ``python3`` where `setup` is empty and this machine has no ``python``.
     """
     if in_container:
         return "python3"

@@ -11,12 +11,13 @@ from hpc_ddp.submission.settings.trust import read_toml
 
 
 def fabric_env(name: str) -> dict[str, str]:
-    """Return the environment variables of a fabric; {} for `auto`, which nodes look up.
+    """Return the environment variables of a fabric, by name; {} for `auto`, for which each node
+    looks for its fabric itself.
 
     Raises
     ------
     UsageError
-        there is no such fabric (names those that there are), or its profile is broken
+        there is no such fabric (the message names the known ones), or its profile is broken
     """
     files_by_name = {path.stem: path for path in _files()}
     if name not in files_by_name:
@@ -36,10 +37,10 @@ def for_auto() -> dict[str, dict[str, str]]:
 
 
 def _files() -> list[Path]:
-    """Return the fabric profiles that come with hpc-ddp."""
+    """Return the paths of the fabric profiles that come with hpc-ddp, sorted."""
     return sorted(folder("templates").joinpath("fabrics").glob("*.toml"))
 
 
 def _env(values: dict[str, Any]) -> dict[str, str]:
-    """Return the variables of a profile's content, as texts; {} without any."""
+    """Return the variables in a profile's content `values`, as texts; {} where there are none."""
     return {key: str(value) for key, value in values.get("env", {}).items()}

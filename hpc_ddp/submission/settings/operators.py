@@ -23,23 +23,23 @@ LIMITS = ("max-requeues", "nodes", "time", "budget-gpu-hours")
 
 
 def comment_pairs(options: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the comment by which operators find the jobs of hpc-ddp, as (option, value) for
-    sbatch.
+    """Return the comment by which operators find the jobs of hpc-ddp, as a list with one (option,
+    value) pair for sbatch.
 
-    [] for a user's own comment, among the raw `options` or in sbatch's variable: some sites charge,
-    or decide, by a job's comment.
+    Return [] where the user has a comment, in the raw `options` or in SBATCH_COMMENT: some sites
+    charge, or decide, by a job's comment.
     """
     has_comment = "comment" in dict(as_pairs(options, SBATCH)) or "SBATCH_COMMENT" in os.environ
     return [] if has_comment else [("comment", f"hpc-ddp/{__version__}")]
 
 
 def site_file(environ: Mapping[str, str]) -> Path | None:
-    """Return the site file that holds for all users; None where there is none.
+    """Return the site file that the operators have for all users; None where there is none.
 
     Raises
     ------
     UsageError
-        HPC_DDP_SITE_FILE in `environ` names one that does not exist
+        HPC_DDP_SITE_FILE in `environ` names a file that does not exist
     """
     path = Path(environ.get(VARIABLE) or SITE_FILE)
     if path.is_file():
@@ -54,8 +54,8 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
 
 @functools.cache  # one command may read a file twice
 def warn(message: str, hint: str | None) -> None:
-    """Print on stderr which of the settings does not count, with a hint unless that is None; the
-    same text is printed once in a process."""
+    """Print on stderr a warning about settings that do not count, and a hint unless that is None.
+    The same warning is printed only once in a process."""
     print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
 
 
@@ -65,20 +65,20 @@ class Limits:
 
     path: Path
     bounds: Mapping[str, Any]  # by key, as the file has them
-    job: JobSpec  # with the bounds as its values, which reads their units
+    job: JobSpec  # has the bounds as its values, and converts their units
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The bounds, by key, that are the values of a job which has none.
+        """The bounds, by key, that a job gets as values where it sets none: the budget alone.
 
-        Not ``max-requeues``, which would also let a script that starts over have its time limit
-        anew so often: the run keeps it as a bound (`RunFolder.most_requeues`).
+        ``max-requeues`` is not among them: as a value it would also give a script that starts over
+        a new time limit as often. The run keeps it as a bound (`RunFolder.most_requeues`).
         """
         return {key: bound for key, bound in self.bounds.items() if key == "budget-gpu-hours"}
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job whose request exceeds the operators' limits (a job without a budget exceeds
-        that of budgets); the local back-end is exempt.
+        """Raise UsageError for a job that asks for more than the operators' limits, or has no
+        budget where budgets are limited. A job of the local back-end is not checked.
 
         Raises
         ------
@@ -94,15 +94,16 @@ class Limits:
                 )
 
     def _requests(self, spec: JobSpec) -> Iterator[tuple[str, Any, float | None, float]]:
-        """Yield key, value as it is given and as a number (None: unbounded), and bound, for each
-        limit that applies to a job.
+        """Yield for each limit that applies to a job: its key, the job's value as given, the value
+        as a number (None: unbounded), and the bound.
 
-        Times are in seconds. A limit of time or of requeues does not apply to a job without that
-        option, nor sbatch's variable. Raise UsageError for a time in it that is none.
+        Times are in seconds. The limit of time applies where the job or SBATCH_TIMELIMIT sets a
+        time, the limit of requeues where the job sets them. Raise UsageError where SBATCH_TIMELIMIT
+        is no time.
         """
         if "nodes" in self.bounds:
             yield "nodes", spec.nodes, spec.node_range[1], self.job.node_range[1]
-        time = spec.time or os.environ.get("SBATCH_TIMELIMIT")  # else Slurm takes the partition's
+        time = spec.time or os.environ.get("SBATCH_TIMELIMIT")  # else the partition's limit counts
         if "time" in self.bounds and time:
             yield "time", time, parse_time(time) or None, self.job.time_s or 0
         if spec.max_requeues is not None and "max-requeues" in self.bounds:
@@ -114,9 +115,9 @@ class Limits:
 
 
 def read_limits(path: Path) -> Limits:
-    """Return the limits of a site file; their `bounds` are empty for a file without any. An unknown
-    one is a warning on stderr and left out: no user can mend the file, and it may be for a newer
-    hpc-ddp.
+    """Return the limits of a site file; their `bounds` are empty for a file without limits. An
+    unknown limit is left out with a warning on stderr: no user can mend the file, and it may be for
+    a newer hpc-ddp.
 
     Raises
     ------

@@ -21,7 +21,8 @@ class Origin:
     """The value of a setting as text, and its origin.
 
     `source` is option, project, site, operators, profile (a site file that comes with hpc-ddp),
-    fabric, run (one that goes on) or default; `file` is the path where a file sets the value.
+    fabric, run (the run that is continued) or default. `file` is the path of the file that sets the
+    value; None where no file does.
     """
 
     key: str
@@ -31,8 +32,8 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """The origin for a person: ``--nodes``, ``command line`` (of the script and its arguments),
-        ``hpc-ddp.toml``, ``site lumi``, ``default``."""
+        """The origin for a person: ``--nodes``, ``command line`` (for the script and its
+        arguments), ``hpc-ddp.toml``, ``site lumi``, ``default``."""
         if self.source == "option":
             return {"script": "command line", "args": "command line", "sweep": "--set"}.get(
                 self.key, f"--{self.key.partition('.')[0]}"
@@ -47,11 +48,12 @@ class Origin:
 
 
 def origins(plan: Plan, settings: Settings) -> list[Origin]:
-    """Return the settings of a planned job, with the origin of each, but for those that are empty,
-    False, or taken out by ``without``.
+    """Return the settings of a planned job, with the origin of each. Settings that are empty,
+    False, or taken out by ``without`` are left out.
 
-    The lines of a list (set-up lines of a site, then of the job) and the variables of ``env``, also
-    the fabric's, have an origin each. Raise UsageError for a broken fabric profile.
+    Each line of a list has an origin of its own, and so has each variable of ``env`` and of the
+    fabric: one line may be a site's, the next the job's. Raise UsageError for a broken fabric
+    profile.
     """
     rows: list[Origin] = []
     for field in fields(JobSpec):
@@ -68,14 +70,14 @@ def origins(plan: Plan, settings: Settings) -> list[Origin]:
 
 
 def table(rows: list[Origin]) -> str:
-    """Return the settings, one or more, as text: one line each, with the value last."""
+    """Return the settings (at least one) as text: one line each, with key, origin and value."""
     keys, places = max(len(row.key) for row in rows), max(len(row.place) for row in rows)
     return "\n".join(f"{row.key:{keys}}  {row.place:{places}}  {row.value}" for row in rows)
 
 
 def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
-    """Yield the origin of each environment variable that the script of a job sets: its fabric's
-    file, or as `_origin`. Raise UsageError for a broken fabric profile."""
+    """Yield each environment variable that the script of a job sets, with its origin: the file of
+    the fabric, or what `_origin` returns. Raise UsageError for a broken fabric profile."""
     spec = plan.spec
     for name, value in plan.rendering.environment.items():
         if name not in spec.env and name in fabric_env(spec.fabric):
@@ -87,9 +89,9 @@ def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
 
 
 def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | None) -> Origin:
-    """Return the origin of the value of a key. `entry` names one line of a list or one of the
-    variables; None: the value as a whole. In a run that goes on, a value is an option's, else the
-    default if it is equal to that, else the run's."""
+    """Return the origin of the value of a key. `entry` is one line of a list or the name of one
+    variable; None stands for the value as a whole. In a run that is continued, a value comes from
+    an option; else it is the default where it equals the default, and otherwise the run's."""
     layer: Layer | None = settings.layer(key, entry)
     if plan.is_new or (layer and layer.kind == "option"):
         path = str(layer.path) if layer and layer.path else None
@@ -101,8 +103,8 @@ def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | N
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the working directory, or to the home folder as ``~/…``, where it
-    lies there; another one as it is."""
+    """Return a path in the working directory as a relative path, and one in the home folder as
+    ``~/…``; any other path as it is. Raise UsageError for a user without a home folder."""
     for base, sign in ((Path.cwd(), ""), (home_folder(), "~/")):
         if Path(path).is_relative_to(base):
             return sign + str(Path(path).relative_to(base))

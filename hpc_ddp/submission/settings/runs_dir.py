@@ -19,13 +19,14 @@ from hpc_ddp.submission.settings.user import home_folder
 def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of all runs, an absolute path; it is not made.
 
-    That is ``runs-dir``, else ``HPC_DDP_RUNS``, else ``hpc-ddp`` below ``scratch`` (a site file
-    has it) or ``$SCRATCH``, else ``./runs``. ``$NAME``, ``~`` and ``{account}`` are filled in.
+    The first that is set counts: ``runs-dir``; ``HPC_DDP_RUNS``; ``hpc-ddp`` below ``scratch`` (of
+    a site file); ``hpc-ddp`` below ``$SCRATCH``; else ``runs`` in the working directory. ``$NAME``,
+    ``~`` and ``{account}`` are filled in.
 
     Raises
     ------
     UsageError
-        a variable in it is not set here, or the account is not known
+        the folder's name has a variable that is not set here, or an account that is not known
     """
     if text := settings.get("runs-dir") or environ.get("HPC_DDP_RUNS"):
         return _filled(text, settings, environ)
@@ -36,25 +37,26 @@ def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Pa
 def runs_folder(option: str | None, is_strict: bool = False) -> Path:
     """Return the folder of all runs for a command that knows no other setting of a job.
 
-    `option` is the value of ``--runs-dir``, None without. Settings that can't be used are warnings
-    on stderr; with `is_strict` they raise UsageError. In both cases a folder's name that can't be
-    filled in raises it, as in `runs_root`, and so does a user without a home folder. Raise OSError
-    where the working folder is gone.
+    `option` is the value of ``--runs-dir``, or None. Settings that can't be used are warnings on
+    stderr; with `is_strict` they raise UsageError. In both cases UsageError is raised where
+    `runs_root` raises it, and for a user without a home folder. Raise OSError where the working
+    directory is gone.
     """
     layer = {"runs-dir": option} if option else {}
     return runs_root(load(layer, Path.cwd(), home_folder(), is_strict))
 
 
 def run_of(text: str, option: str | None) -> RunFolder:
-    """Return the run that a person means by `text`; a path needs no settings.
+    """Return the run that a person means by `text`; for a run's path no settings are read.
 
-    `option` is the value of ``--runs-dir``, None without. For a job's id Slurm may be asked which
-    cluster this is.
+    `option` is the value of ``--runs-dir``, or None. For a job's id Slurm may be asked for this
+    cluster's name.
 
     Raises
     ------
     UsageError
-        there is no such run, or a job id names none of this cluster alone; and as `runs_folder`
+        there is no such run, or it is not clear which cluster's job an id means; further where
+        `runs_folder` raises it
     OSError
         `text` is too long for a path, or a run's folder or journal can't be read
     """
@@ -63,9 +65,9 @@ def run_of(text: str, option: str | None) -> RunFolder:
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    """Return a folder's name with its variables filled in, as an absolute path; one with a ``$``
-    that begins no variable is taken as it is. Raise UsageError for a variable that is not set, and
-    for an unknown account."""
+    """Return the absolute path of a folder, from its name `text` with variables in it. A name with
+    a ``$`` that begins no variable has no variables filled in. Raise UsageError for a variable that
+    is not set, and for ``{account}`` where no account is known."""
     values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     try:
         filled = Template(text.replace("{account}", "${account}")).substitute(values)

@@ -1,9 +1,10 @@
 """Sites: what is true of a cluster for every job there, as data.
 
 A site file has the keys of a project file, and two more: ``title``, and a table ``match`` of
-environment variables by which a login node of the site is known. Those of the user are in
-``~/.config/hpc-ddp``; they go over those of the same name in ``templates/sites``. Between the two
-is the one that the cluster's operators have for all users (see `operators.site_file`).
+environment variables by which a login node of the site is known. The user's own files are in
+``~/.config/hpc-ddp``, the shipped ones in ``templates/sites``. The user's file goes over the
+shipped one of the same name; between the two comes the file that the cluster's operators have for
+all users (see `operators.site_file`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def _folders(home: Path) -> tuple[Path, Path]:
 
 
 def files(site: str | None, home: Path, operators_file: Path | None) -> list[Path]:
-    """Return the files of a site that exist: the user's own, the operators', then the shipped one.
+    """Return the files of a site that exist, in this order: the user's own, the operators', the
+    shipped one.
 
-    Without a name (None) they are the user's ``site.toml`` and the shipped ``generic.toml``.
+    Without a name (None) the user's file is ``site.toml`` and the shipped one ``generic.toml``.
 
     Raises
     ------
@@ -57,11 +59,11 @@ def files(site: str | None, home: Path, operators_file: Path | None) -> list[Pat
 
 
 def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the name of the site that this is by its environment, and by which variables, with
-    commas between them: of the first one that fits, the user's own files first.
+    """Return the name of the site that the environment shows, and the variables that show it, with
+    commas between them. The first site that fits counts; the user's own files come first.
 
-    None where no site's ``match`` fits, or where the user has a ``site.toml`` anyway. A variable
-    fits when its regular expression matches all of it; all variables of a site have to fit.
+    Return None where no site's ``match`` fits, or where the user has a ``site.toml``. A variable
+    fits when its regular expression matches the whole value; all variables of a site have to fit.
 
     Raises
     ------
@@ -85,33 +87,34 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
 
 
 def shipped_keys(site: str) -> set[str]:
-    """Return the keys of the shipped file of a site; empty for a site without one. Raise UsageError
-    where it can't be read."""
+    """Return the keys of the shipped file of a site; an empty set where there is no such file.
+    Raise UsageError where the file can't be read."""
     path = folder("templates") / "sites" / f"{site}.toml"
     return set(read_toml(path)) if path.is_file() else set()
 
 
 def title(path: Path) -> str:
-    """Return the title of a site file, '' without one; raise UsageError where it can't be read."""
+    """Return the title of a site file, '' where it has none. Raise UsageError where the file can't
+    be read."""
     return str(read_toml(path).get("title", ""))
 
 
 def all_files(home: Path) -> list[Path]:
     """Return all site files: the user's own, the operators', then the shipped ones. Raise
-    UsageError where the operators' is named in the environment and missing."""
+    UsageError where the environment names an operators' file that does not exist."""
     user_files, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
     operators_file = operators.site_file(os.environ)
     return [*user_files, *([operators_file] if operators_file else []), *shipped]
 
 
 def write(home: Path, name: str, text: str, force: bool) -> Path:
-    """Write one of the user's own site files, which others can only read, and return its path. Its
-    folder is made where it is missing.
+    """Write `text` to the user's own file of the site `name`, and return the file's path. Other
+    users can read the file, and not write it. A missing folder is made.
 
     Raises
     ------
     UsageError
-        it can't be a site's name, or, without `force`, the file is there
+        `name` can't be a site's name; or the file exists, and `force` is False
     HpcDdpError
         the file can't be written
     """

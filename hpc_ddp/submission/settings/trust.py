@@ -1,7 +1,7 @@
 """Settings files and templates that may act for the user: the user's, root's, and accepted ones.
 
-Such a file decides what a job runs, and a template is a program. ``hpc-ddp trust`` accepts another
-user's file as it is at that moment; the record is ``~/.config/hpc-ddp/trusted.json``.
+Such a file decides what a job runs, and a template is a program. ``hpc-ddp trust`` accepts any
+other file in its present state; the record is ``~/.config/hpc-ddp/trusted.json``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ RECORD = ".config/hpc-ddp/trusted.json"
 def read(path: Path) -> bytes:
     """Return the content of a file that may act for the user.
 
-    The opened file is checked, not its name, so that no other one can be put in its place between
-    the check and the reading.
+    The opened file is checked, not the file of its name, so that no other file can be put in its
+    place between the check and the reading.
 
     Raises
     ------
     UsageError
-        the file or its folder is another user's, or can be written by one, or it is no regular
-        file, and the user has not accepted it as it is; or the record of accepted files can't be
-        used
+        the file, or a link to it, belongs to another user than root; others can write the file, or
+        all can replace it; or it is no regular file: unless the user has accepted the file as it is
+        now. Also where the record of accepted files can't be used
     OSError
-        it can't be read
+        the file can't be read
     """
     content, status, others_can_write = _open(path)
     fault = _fault(path, status, others_can_write)
@@ -56,20 +56,21 @@ def read(path: Path) -> bytes:
 
 
 def _hint(path: Path, status: os.stat_result, others_can_write: bool) -> str:
-    """Return what to do about a file that may not act for the user."""
+    """Return the hint for a file that may not act for the user: the command that mends its mode, or
+    the one that accepts it."""
     if status.st_uid == os.geteuid() and others_can_write:
         return f"chmod go-w {_quoted(path)}; or, as it is now: hpc-ddp trust {_quoted(path)}"
     return f"read it; if it may decide what your jobs run: hpc-ddp trust {_quoted(path)}"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return what a TOML file holds.
+    """Return the values in a TOML file, by key.
 
     Raises
     ------
     UsageError
-        it is missing or can't be read, or isn't TOML; the message has the line. Or it may not act
-        for the user (see `read`); a file that came with hpc-ddp always may
+        the file is missing or can't be read, or isn't TOML (the message has the line); or it may
+        not act for the user (see `read`). A file that came with hpc-ddp always may
     """
     try:
         content = path.read_bytes() if is_shipped(path) else read(path)
@@ -85,7 +86,7 @@ def accept(path: Path) -> None:
     Raises
     ------
     UsageError
-        it can't be read, or is no regular file; or the record so far can't be used
+        the file can't be read, or is no regular file; or the present record can't be used
     HpcDdpError
         the record can't be written
     """
@@ -101,8 +102,8 @@ def accept(path: Path) -> None:
 
 
 def _open(path: Path) -> tuple[bytes, os.stat_result, bool]:
-    """Return a file's content, b'' for no regular file, the status of the opened file, and whether
-    other users can write it; raise OSError."""
+    """Return a file's content (b'' if it is no regular file), its status, and whether other users
+    can write it. A link is followed. Raise OSError where the file can't be opened or read."""
     # A symbolic link is followed to its end. Without O_NONBLOCK a FIFO would be waited for.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(os.path.realpath(path), flags), "rb") as file:
@@ -112,9 +113,9 @@ def _open(path: Path) -> tuple[bytes, os.stat_result, bool]:
 
 
 def _fault(path: Path, status: os.stat_result, others_can_write: bool) -> str:
-    """Return what is wrong with an opened file of this `status`, which `others_can_write` or not,
-    with its folder or with the link that led to it; '' for a good one. Raise OSError where it is
-    gone."""
+    """Return in words why an opened file may not act for the user, by the link at `path`, the
+    `status` of the file, and its folder; '' where it may. `others_can_write` is what `_open`
+    returns. Raise OSError where the file is gone."""
     uid = os.geteuid()
     link = path.lstat()
     if file_io.is_link_of_another(link):
@@ -124,13 +125,15 @@ def _fault(path: Path, status: os.stat_result, others_can_write: bool) -> str:
 
 
 def _key(path: Path) -> str:
-    """Return the name of a file in the record: its own, below the real path of its folder."""
-    # However the way to it is spelt; but a link by its own name: paths in it are meant from there.
+    """Return the name of a file in the record: the real path of its folder, with the file's own
+    name."""
+    # All spellings of the folder give one key. A link counts by its own name: relative paths in the
+    # file are meant from the link's folder.
     return os.path.join(os.path.realpath(path.absolute().parent), path.name)
 
 
 def _entry(content: bytes, status: os.stat_result) -> dict[str, Any]:
-    """Return what the record holds of a file: its owner and the digest of its content."""
+    """Return the record's entry for a file: its owner's number and the digest of its content."""
     return {"owner": status.st_uid, "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -139,12 +142,13 @@ def _quoted(path: Path) -> str:
 
 
 def _accepted() -> dict[str, Any]:
-    """Return the accepted files by path; {} without a record.
+    """Return the entries of the accepted files, by `_key`; {} where there is no record.
 
     Raises
     ------
     UsageError
-        the record itself can't be read, is not the user's alone, or is broken
+        the record can't be read, may be another user's work, or is broken; or the user has no home
+        folder
     """
     path = home_folder() / RECORD
     try:
@@ -166,7 +170,8 @@ def _accepted() -> dict[str, Any]:
 
 
 def _write(values: dict[str, Any]) -> None:
-    """Replace the record in one step; raise HpcDdpError where the disk refuses."""
+    """Replace the record by `values` in one step, and make its folder where it is missing. Raise
+    HpcDdpError where the disk refuses."""
     path = home_folder() / RECORD
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

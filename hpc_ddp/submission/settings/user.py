@@ -1,4 +1,4 @@
-"""The user of this process: also one that has no entry in the user database (a container's)."""
+"""The user of this process, also one without an entry in the user database (a container's)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hpc_ddp.core.errors import UsageError
 
 
 def home_folder() -> Path:
-    """Return the home folder; raise UsageError where neither HOME nor the database has it."""
+    """Return the user's home folder; raise UsageError where neither HOME nor the user database has
+    one."""
     try:
         return Path.home()  # noqa: TID251
     except RuntimeError:
@@ -21,7 +22,8 @@ def home_folder() -> Path:
 
 
 def user_name() -> str:
-    """Return the name in LOGNAME, USER or the user database; the number where none has it."""
+    """Return the user's name by LOGNAME, USER or the user database; the user's number where none
+    has it."""
     try:
         return getpass.getuser()  # noqa: TID251
     except (KeyError, OSError):  # by Python's version
