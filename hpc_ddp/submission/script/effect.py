@@ -96,7 +96,8 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
 def without_effect(spec: JobSpec) -> list[str]:
     """Return warnings, a sentence each, about settings that are accepted and have no effect, or
     another effect than they say: options of no use to the back-end, a notice that comes later than
-    asked for, set-up lines that hpc-ddp overrides, and GPUs of ``--sbatch`` that get no workers."""
+    asked for, set-up lines that hpc-ddp overrides, and ``--sbatch`` for GPUs with one worker on a
+    node."""
     warnings = []
     keys = {"local": _NOT_IN_A_DRY_RUN, "salloc": _NOT_IN_AN_ALLOCATION}.get(spec.backend, ())
     names = [f"--{key}" for key in keys if getattr(spec, key.replace("-", "_"))]
@@ -202,7 +203,7 @@ def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
 
 def taken_out_in_vain(spec: JobSpec, pairs: Iterable[Pair], env: Iterable[str]) -> list[str]:
     """Return the words of ``without`` that name nothing of the job: no option among `pairs`, with
-    or without its value, no variable among the names in `env`, and no set-up line."""
+    or without its value, no variable among the names in `env` nor `OMP`, and no set-up line."""
     names = {OMP, *env, *spec.setup, *spec.node_setup, *spec.worker_setup}
     for pair in pairs:
         names |= {f"--{pair[0]}", _text(*pair)}

@@ -112,8 +112,9 @@ class Rendering:
     program that the job runs.
 
     `environment` has the variables of `job_env`, and `entry` is the job's `container.Entry`.
-    `header` has all (option, value) pairs for sbatch, also those of sbatch's variables in this
-    shell; `srun` has the user's raw options of srun. Both lack what ``without`` takes out.
+    `header` has all (option, value) pairs for sbatch, and `srun` the user's raw options of srun,
+    both without what ``without`` takes out; `header` has besides the options of sbatch's variables
+    in this shell.
 
     Raises
     ------
