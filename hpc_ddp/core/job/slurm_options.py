@@ -6,7 +6,7 @@ From the man pages of Slurm 20.11 to 25.11. Options of plugins, as those of pyxi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
@@ -114,14 +114,14 @@ def as_pairs(options: Iterable[str], names: str = SRUN) -> list[tuple[str, str]]
     return [(full_name(name, names), text) for name, _, text in parts]
 
 
-def with_own_keys(settings: dict[str, Any]) -> dict[str, Any]:
+def with_own_keys(settings: dict[str, Any], accepted: Container[str] = _OF_KEYS) -> dict[str, Any]:
     """Turn raw options in the ``sbatch`` of `settings` into settings of their own keys, where
     limits and tables of files look (`_OF_KEYS`). Change `settings` in place, and return it. A raw
-    option stays where its key is set already."""
+    option stays where its key is set already, or is not among the `accepted` keys."""
     keys = {*settings}
     for raw in [*settings.get("sbatch", ())]:
         ((name, text),) = as_pairs([raw], SBATCH)
-        if text and name in _OF_KEYS and name not in keys:
+        if text and name in _OF_KEYS and name in accepted and name not in keys:
             settings[name] = text
             settings["sbatch"] = [option for option in settings["sbatch"] if option != raw]
     if "sbatch" in keys and not settings["sbatch"]:

@@ -247,8 +247,8 @@ def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read a command that enters a container in its own way, as CSC's: its words up to ``exec``
-    become ``container``. Return the words behind ``exec``."""
-    at = next((i for i, word in enumerate(words) if word.text == "exec"), 0)
+    become ``container``. Return the words behind ``exec``, [] without it."""
+    at = next((i for i, word in enumerate(words) if word.text == "exec"), len(words))
     pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
     launch.settings["container"] = [joined(*pieces[1:])]
     return words[at + 1 :]

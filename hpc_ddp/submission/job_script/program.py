@@ -196,7 +196,7 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         launch.args[:0] = words
     elif not kind and not os.path.isabs(name):
         place = cwd / (launch.folder or "") / name
-        is_below = os.path.realpath(place).startswith(os.path.realpath(cwd))
+        is_below = Path(os.path.realpath(place)).is_relative_to(os.path.realpath(cwd))
         name = os.path.relpath(place, folder) if is_below else str(place)
     result.values["script"] = name, line
 

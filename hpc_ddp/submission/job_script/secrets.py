@@ -69,9 +69,8 @@ def take_out(result: Conversion) -> None:
     contents: dict[str, str] = {}  # by the name that stands for it
     before = ""
     for position, (text, line) in enumerate(result.lists.get("args", [])):
-        option, _, inline = text.partition("=")
-        option, content = (option, inline) if inline else (before, text)
-        is_named = option.startswith("-") and re.search(rf"{_NAME}$", option)
+        option, content, inline = _split(before, text)
+        is_named = re.search(rf"{_NAME}$", option)
         if is_secret(option if is_named else "", content):
             name = re.sub(r"\W", "_", option.lstrip("-")).upper() if is_named else "SECRET"
             # Another secret may have that name.
@@ -86,6 +85,17 @@ def take_out(result: Conversion) -> None:
         if is_secret(name) or is_secret(name, text):
             del result.env[name]
             _hide(result, name, line)
+
+
+def _split(before: str, text: str) -> tuple[str, str, bool]:
+    """Return the option, or key, that an argument `text` is the value of, '' without one; the
+    value; and whether `text` has both, as ``--key=VALUE`` and Hydra's ``key=VALUE``. The value of
+    an option `before` it that names a secret may have a ``=``."""
+    name, _, inline = text.partition("=")
+    is_value = before.startswith("-") and "=" not in before and re.search(rf"{_NAME}$", before)
+    if inline and (text.startswith("-") or (not is_value and re.search(rf"{_NAME}$", name))):
+        return name, inline, True
+    return before if before.startswith("-") else "", text, False
 
 
 def _hide(result: Conversion, name: str, line: int) -> None:

@@ -104,11 +104,13 @@ class Word:
         return "".join(texts) or "''"
 
     def after(self, count: int) -> Word:
-        """Return the word without its first `count` characters, which are in its first part, a
-        text."""
-        first = self.parts[0]
-        parts = (replace(first, text=first.text[count:]), *self.parts[1:])
-        return replace(self, parts=tuple(part for part in parts if part.text))
+        """Return the word without its first `count` characters, which are texts, and no code."""
+        parts, remaining = [], count
+        for part in self.parts:
+            if len(part.text) > remaining:
+                parts.append(replace(part, text=part.text[remaining:]))
+            remaining = max(0, remaining - len(part.text))
+        return replace(self, parts=tuple(parts))
 
 
 # Commands by which scripts count the GPUs of the node that they run on.

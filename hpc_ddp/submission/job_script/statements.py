@@ -170,7 +170,8 @@ class Reader:
             self._look_into(code, node, self._place.step)
             return
         if first == "shift" and self.scope.arguments is not None:
-            self.scope.arguments = self.scope.arguments[self.scope.number(words[-1]) or 1 :]
+            count = self.scope.number(words[-1])  # of `shift` alone there is none
+            self.scope.arguments = self.scope.arguments[1 if count is None else count :]
             if self.scope.are_set:
                 self._add(node, words=words)
             self._resolve(node, "the arguments of a function")
@@ -254,9 +255,8 @@ class Reader:
     def _set_by_functions(self, node: Node) -> set[str]:
         """Return the names that may be set by the functions which a block calls."""
         called = {source(command.child_by_field_name("name")) for command in commands_of(node)}
-        return {
-            n for name in called & self._functions.keys() for n in self._functions[name][1].sets
-        }
+        functions = (self._functions[name] for name in called & self._functions.keys())
+        return {name for _, statement in functions for name in statement.sets}
 
     def _has_launch(
         self, part: Node | str, step: str = "", arguments: Sequence[Word] | None = None
@@ -267,7 +267,8 @@ class Reader:
         scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
         scope.arguments = self.scope.arguments if arguments is None else arguments
         probe = Reader(scope)
-        probe._place, probe._functions = _Place(step=step or self._place.step), self._functions
+        probe._place = _Place(step=step or self._place.step)
+        probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(node.child_by_field_name("body") or node):
             probe._command(command)
@@ -307,7 +308,7 @@ class Reader:
     def _call(self, name: str, words: list[Word], node: Node) -> None:
         """Append the statements of a function's body where it is called with `words`, and remove
         the statement of its definition."""
-        definition, statement = self._functions[name]
+        definition, statement = self._functions.pop(name)  # it may call itself
         self._resolve(definition, f"the function {name}, read where it is called")
         self._resolve(node, f"calls {name}")
         self.statements = [s for s in self.statements if s is not statement]
@@ -315,6 +316,7 @@ class Reader:
         self.scope.arguments, self.scope.are_set = words, False
         self._walk(definition.child_by_field_name("body"))
         self.scope.arguments, self.scope.are_set = before
+        self._functions[name] = definition, statement
 
     def _resolve(self, node: Node, text: str, group: str = TAKEN) -> None:
         """Note group and reason, in `resolved`, for those lines of a node that have none there."""
@@ -339,9 +341,7 @@ class Reader:
             self._walk(first.named_children[-1] if first.type == "negated_command" else first)
             return
         for condition, lines in branches:
-            is_true = (
-                True if condition is None else syntax.truth_of(condition, self.scope, has_launch)
-            )
+            is_true = condition is None or syntax.truth_of(condition, self.scope, has_launch)
             if is_true is None:
                 self._add(node, lost=_CHOOSES if has_launch else "")
                 return

@@ -189,10 +189,11 @@ def _text(name: str, text: str) -> str:
 
 def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
     """Return those of `pairs`, options of sbatch or srun, that the job's ``without`` does not take
-    out, by name or with their value. Raise UsageError where ``without`` has the bare name of an
-    option that the job needs."""
+    out, by name or with their value. Raise UsageError where ``without`` has an option that the job
+    needs."""
     words = {*spec.without}
-    if needed := next((name for name in _NEEDED if f"--{name}" in words), None):
+    names = {word.partition("=")[0] for word in words}
+    if needed := next((name for name in _NEEDED if f"--{name}" in names), None):
         raise UsageError(
             f"without has --{needed}, which hpc-ddp needs; accepted: others, variables of env,"
             f" {OMP}, and set-up lines",

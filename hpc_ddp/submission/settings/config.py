@@ -357,7 +357,7 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
         layer["env"][name] = str(value)
     if isinstance(layer.get("gpus-per-node"), int):
         layer["gpus-per-node"] = str(layer["gpus-per-node"])
-    return with_own_keys(layer)
+    return with_own_keys(layer, keys)
 
 
 def job_spec(settings: Settings, cwd: Path) -> JobSpec:

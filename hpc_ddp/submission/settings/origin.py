@@ -66,7 +66,17 @@ def origins(plan: Plan, settings: Settings) -> list[Origin]:
         elif value not in (None, "", {}) and value is not False and field.name != "submit_dir":
             rows.append(_origin(plan, settings, key, str(value), None))
     absent = {*plan.spec.without}
-    return [row for row in rows if row.key == "without" or not {row.value, f"--{row.key}"} & absent]
+    return [row for row in rows if not _names_of(row) & absent]
+
+
+def _names_of(row: Origin) -> set[str]:
+    """Return the words by which ``without`` takes a setting out."""
+    line = (
+        {row.value}
+        if row.key in ("setup", "node-setup", "worker-setup", "sbatch", "srun")
+        else set()
+    )
+    return line | {f"--{row.key}", f"--{row.key}={row.value}", row.key.removeprefix("env.")}
 
 
 def table(rows: list[Origin]) -> str:

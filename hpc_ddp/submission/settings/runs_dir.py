@@ -65,19 +65,20 @@ def run_of(text: str, option: str | None) -> RunFolder:
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    """Return the absolute path of a folder, from its name `text` with variables in it. A name with
-    a ``$`` that begins no variable has no variables filled in. Raise UsageError for a variable that
-    is not set, and for ``{account}`` where no account is known."""
+    """Return the absolute path of a folder, from its name `text` with variables in it. Raise
+    UsageError for a variable that is not set, unless the name has a ``$`` that begins none, and for
+    ``{account}`` where no account is known."""
     values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
+    template = Template(text.replace("{account}", "${account}"))
     try:
-        filled = Template(text.replace("{account}", "${account}")).substitute(values)
+        filled = template.substitute(values)
     except KeyError as error:
         raise UsageError(
             f"the folder of runs is {text}, and {error.args[0]} is not set here",
             hint="export it, or --runs-dir DIR",
         ) from None
     except ValueError:  # a $ that is part of a name
-        filled = text
+        filled = template.safe_substitute(values)
     if "{account}" in text and not values["account"]:
         raise UsageError(
             f"the folder of runs is {text}, and no account is named",

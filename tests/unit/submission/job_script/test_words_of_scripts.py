@@ -180,6 +180,19 @@ def of_text(*lines: str) -> Conversion:
         (("A=$(date)", 'srun sh -c "run \\"$A\\"\npython train.py"'),
          {"worker-setup": ['run "${A}"']}),
         ((f"{TRAIN} --data-key json",), {"args": ["--data-key", "json"], "env-names": None}),
+        # Secrets with a = in them, and those of Hydra.
+        ((f"{TRAIN} --wandb-key c2Vj=cmV0MA==",),
+         {"args": ["--wandb-key", "$WANDB_KEY"], "env-names": ["WANDB_KEY"]}),
+        ((f"{TRAIN} --password ab=cd12ef",), {"args": ["--password", "$PASSWORD"]}),
+        ((f"{TRAIN} wandb.api_key=abcdefgh12345678 lr=0.1",),
+         {"args": ["wandb.api_key=$WANDB_API_KEY", "lr=0.1"], "env-names": ["WANDB_API_KEY"]}),
+        ((f"{TRAIN} --api-key=abcdefgh12345678==",), {"args": ["--api-key=$API_KEY"]}),
+        # A name that is partly quoted, and functions that call themselves.
+        (('srun env "A"B=c python train.py',), {"env": {"AB": "c"}, "script": "train.py"}),
+        (("retry() {", "srun python train.py || retry", "}", "retry"), {"script": "train.py"}),
+        (("a() { b; }", "b() { a; srun python train.py; }", "a"), {"script": "train.py"}),
+        (("f() {", "shift 0", 'srun python train.py "$@"', "}", "f a b"), {"args": ["a", "b"]}),
+        (("srun singularity_wrapper run python3 train.py",), {"script": None, "container": None}),
         # A loop over one word, and one of the options that argparse understands by its beginning.
         (("s=(42)", 'for i in "${s[@]}"; do', "mkdir d$i", f"{TRAIN} --seed $i", "done"),
          {"args": ["--seed", "42"], "setup": ["i=42", "mkdir d$i"]}),

@@ -176,8 +176,9 @@ def test_a_project_takes_out_what_a_site_and_hpc_ddp_add() -> None:
     assert "NCCL_NET=" not in script
     (warning,) = _rendering(without=("--qos",)).left_out()
     assert "without has '--qos', and the job has no such thing" in warning
-    with pytest.raises(UsageError, match="--signal, which hpc-ddp needs"):
-        _rendering(without=("--signal",))
+    for word in ("--signal", "--signal=B:TERM@60"):
+        with pytest.raises(UsageError, match="--signal, which hpc-ddp needs"):
+            _rendering(without=(word,))
 
 
 def test_an_option_whose_name_begins_like_ours_takes_nothing_away() -> None:

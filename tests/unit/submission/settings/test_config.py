@@ -162,3 +162,12 @@ def test_arguments_of_a_file_are_for_its_script(
     (home / "hpc-ddp.toml").write_text('script = "train.py"\nargs = ["--lr", "1"]\n')
     settings = load(settings_of(words), home, home)
     assert settings.get("args") == args
+
+
+def test_a_table_of_a_partition_sets_no_other_partition(home: Path) -> None:
+    (home / "hpc-ddp.toml").write_text(
+        'partition = "gpu"\n[when.partition.gpu]\nsbatch = ["--partition=other"]\n'
+    )
+    values = _values(home)
+    assert values["partition"] == "gpu"
+    assert values["sbatch"] == ["--partition=other"]  # which the rendering refuses

@@ -98,3 +98,16 @@ def test_a_continued_run_keeps_its_settings(project: Path) -> None:
         **{"key": "nodes", "value": "2", "source": "run", "file": str(run.job_json)},
     }
     assert not (run.code / "1").exists()
+
+
+def test_what_without_takes_out_has_no_row(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D", "1")
+    with open(project / "hpc-ddp.toml", "a") as file:
+        file.write(
+            '[when.partition.p]\nwithout = ["--constraint=gpu", "module load a", "A", "B"]\n'
+        )
+    options = {"partition": "p", "constraint": "gpu", "env-names": ["D"]}
+    rows = origin.origins(*_planned(project, **options))
+    shown = {(row.key, row.value) for row in rows if row.key != "without"}
+    assert ("env-names", "D") in shown  # it is passed on
+    assert not {("constraint", "gpu"), ("setup", "module load a"), ("env.A", "1")} & shown

@@ -23,6 +23,7 @@ from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder, runs_root
         ({}, {"SCRATCH": "/c"}, "/c/hpc-ddp"),
         ({"runs-dir": "~/runs"}, {}, str(Path.home() / "runs")),
         ({"runs-dir": "/a$"}, {}, "/a$"),
+        ({"runs-dir": "/x/{account}/a$", "account": "p1"}, {}, "/x/p1/a$"),
         ({}, {}, str(Path("runs").absolute())),
     ],
 )
