@@ -93,7 +93,7 @@ def _split(before: str, text: str) -> tuple[str, str, bool]:
     an option `before` it that names a secret may have a ``=``."""
     name, _, inline = text.partition("=")
     is_value = before.startswith("-") and "=" not in before and re.search(rf"{_NAME}$", before)
-    if inline and (text.startswith("-") or (not is_value and re.search(rf"{_NAME}$", name))):
+    if inline and (text.startswith("-") or (not is_value and re.fullmatch(r"[\w.+/-]+", name))):
         return name, inline, True
     return before if before.startswith("-") else "", text, False
 

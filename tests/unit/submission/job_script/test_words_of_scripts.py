@@ -187,6 +187,7 @@ def of_text(*lines: str) -> Conversion:
         ((f"{TRAIN} wandb.api_key=abcdefgh12345678 lr=0.1",),
          {"args": ["wandb.api_key=$WANDB_API_KEY", "lr=0.1"], "env-names": ["WANDB_API_KEY"]}),
         ((f"{TRAIN} --api-key=abcdefgh12345678==",), {"args": ["--api-key=$API_KEY"]}),
+        ((f"{TRAIN} db.url=https://me:secret1@host/x",), {"args": ["db.url=$SECRET"]}),
         # A name that is partly quoted, and functions that call themselves.
         (('srun env "A"B=c python train.py',), {"env": {"AB": "c"}, "script": "train.py"}),
         (("retry() {", "srun python train.py || retry", "}", "retry"), {"script": "train.py"}),
