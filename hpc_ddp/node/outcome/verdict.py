@@ -321,19 +321,19 @@ def _never_began(verdict: VerdictGiven) -> bool:
 def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
     """Count the attempts in a row, this one included, that brought no newer checkpoint.
 
-    The job may crash its nodes, or a script of the site may signal each attempt. Passed over are
-    preemptions, Slurm's own requeues, and time limits of a script with checkpoints of its own.
+    The job may crash its nodes, or a script of the site may signal each attempt. Preemptions,
+    Slurm's own requeues, and time limits of a script with its own checkpoints do not count.
     """
     excused = {Cause.PREEMPTED, Cause.SUPERSEDED, *(() if facts.is_ours else (Cause.TIME_LIMIT,))}
     if cause in excused or facts.progress:
         return 0
-    before = reversed(facts.verdicts)
+    skipped = excused if facts.is_ours else ()  # of other scripts they may stand for progress
+    before = [v for v in reversed(facts.verdicts) if v.progress or v.cause not in skipped]
     return 1 + len(list(takewhile(lambda v: v.cause not in excused and not v.progress, before)))
 
 
 def _ended_silently(verdict: VerdictGiven) -> bool:
-    """Tell whether an attempt ended as `NODE_LOST` after its first step, saved nothing, and no node
-    was blamed for it."""
+    """Tell whether an attempt was `NODE_LOST` after a step, with nothing saved and no bad node."""
     excused = verdict.progress or verdict.bad_nodes or verdict.step is None
     return verdict.cause == Cause.NODE_LOST and not excused
 

@@ -349,6 +349,17 @@ def test_a_job_that_takes_one_node_down_after_the_other_is_bounded() -> None:
     assert (
         "10 attempts in a row have ended without" in decide_by(attempt=9, events=lost, **facts).why
     )
+    preempted = event_of("verdict", 5, cause="preempted", action="requeue")
+    between = [
+        *lost[:5],
+        preempted,
+        *(changed(verdict, attempt=verdict.attempt + 1) for verdict in lost[5:]),
+    ]
+    begun = event_of("first_step", step=1)
+    assert decide_by(attempt=10, events=[begun, *between], **facts).action == "give up"
+    assert decide_by(attempt=10, events=between, **facts).action == "requeue"  # a plain script
+    between[5] = changed(preempted, progress=True)
+    assert decide_by(attempt=10, events=[begun, *between], **facts).action == "requeue"
     saved = [*lost[:5], changed(lost[5], progress=True), *lost[6:]]
     assert decide_by(attempt=9, events=saved, **facts).action == "requeue"
 
