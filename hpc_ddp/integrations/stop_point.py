@@ -86,6 +86,7 @@ class StopPoint(Member):
         self._newest: Path | None = None
         self._decision = Decision()  # which `checkpoint` carries out
         self._is_open = self._has_begun = self._is_over = False
+        self._has_asked = False  # the script, for the checkpoint to load
         # The exception in whose ``except`` block the training has begun.
         self._handled = sys.exc_info()[1]
 
@@ -106,6 +107,11 @@ class StopPoint(Member):
         RuntimeError
             a peer is gone
         """
+        newest, self._has_asked = self._find_latest(), True
+        return newest
+
+    def _find_latest(self) -> Path | None:
+        """Do what `latest` does; the script has not asked yet."""
         if not self._is_open:
             if StopPoint._is_taken:  # its checkpoints would be taken for this one's
                 raise UsageError(
@@ -147,7 +153,7 @@ class StopPoint(Member):
         Raises as `latest`, which it calls if the script has not; UsageError after `finish`, and
         where the run has a checkpoint and the script has not called `latest`.
         """
-        if not self._is_open and (newest := self.latest()):
+        if not self._has_asked and (newest := self._find_latest()):
             raise UsageError(
                 f"the run has a checkpoint, {newest.name}, which the script has not loaded",
                 hint="load what stop.latest() returns, before the first step",

@@ -57,9 +57,9 @@ def _comment(line: int) -> str:
 
 
 def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
-    """Remove from a conversion, in place, the settings, entries and variables that the `site`'s
-    settings (by key) have as well. Add to ``without`` the options of sbatch and srun that the site
-    adds and the script does not have."""
+    """Remove from a conversion, in place, the settings, variables, and entries of ``sbatch``,
+    ``srun`` and ``setup`` that the `site`'s settings (by key) have as well. Add to ``without`` the
+    options of sbatch and srun that the site adds and the script does not have."""
     for key, setting in site.items():
         if str(conversion.values.get(key, ("",))[0]) == str(setting):
             conversion.values.pop(key, None)
@@ -69,7 +69,10 @@ def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
             if remaining := [entry for entry in entries if entry[0] not in setting]:
                 conversion.lists[key] = remaining
             for entry in setting if key != "setup" else ():
-                if as_pairs([entry])[0][0] not in names:
+                ((name, text),) = as_pairs([entry])
+                if key == "sbatch" and conversion.values.get(name, ("",))[0] == text:
+                    del conversion.values[name]  # the site has it as a raw option
+                elif name not in names:
                     conversion.append("without", entry, 0)
     for name, text in site.get("env", {}).items():
         if conversion.env.get(name, ("",))[0] == text:

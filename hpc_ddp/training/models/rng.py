@@ -107,9 +107,16 @@ class GeneratorState:
         return {"state": _with_tensors(state)}
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Keep a state from `state_dict` for `restore`. The state of another kind of generator
-        raises an error, here (KeyError, IndexError) or in `restore` (ValueError, TypeError)."""
-        self._loaded = _like(raw_state(self._generator), stored["state"])
+        """Keep a state from `state_dict` for `restore`. Raise ValueError for the state of another
+        library's generator, or of one with other entries."""
+        current, state = raw_state(self._generator), stored["state"]
+        kinds = {(isinstance(s, dict), isinstance(s, torch.Tensor)) for s in (current, state)}
+        try:
+            if len(kinds) > 1:
+                raise KeyError("state")
+            self._loaded = _like(current, state)
+        except KeyError:
+            raise ValueError("it is the state of another kind of generator") from None
 
     def restore(self) -> None:
         """Put the generator into the loaded state, once; do nothing if no state waits."""

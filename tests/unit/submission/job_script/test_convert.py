@@ -270,6 +270,16 @@ def test_the_site_s_values_are_left_out() -> None:
     assert result["without"] == ["--licenses=scratch"]
 
 
+def test_a_raw_option_of_the_site_that_the_script_has_too_stays() -> None:
+    conversion = of_text("#SBATCH --nodes=2", "#SBATCH --account=p", "srun python train.py")
+    subtract_site(conversion, {"sbatch": ["--account=p"]})
+    assert not {"account", "without"} & conversion.settings().keys()
+    conversion = of_text("#SBATCH --nodes=2", "#SBATCH --account=q", "srun python train.py")
+    subtract_site(conversion, {"sbatch": ["--account=p"]})
+    result = conversion.settings()
+    assert (result["account"], result["without"]) == ("q", ["--account=p"])
+
+
 def test_an_empty_setting_of_the_site_changes_nothing() -> None:
     conversion = of_text("#SBATCH --nodes=2", "srun python train.py")
     before = conversion.settings()

@@ -699,3 +699,15 @@ def test_modes_of_modules_come_back() -> None:
     loaded[1].eval()
     put_back.put_flags_back({"m": loaded}, tree, TrainedParameters())
     assert [part.training for part in loaded.modules()] == [True, False, False]
+
+
+def test_the_state_of_another_librarys_generator_is_refused() -> None:
+    generators = random.Random(1), numpy.random.default_rng(1), torch.Generator()
+    for first in generators:
+        for second in generators:
+            stored = rng.GeneratorState(second).state_dict()
+            if first is second:
+                rng.GeneratorState(first).load_state_dict(stored)
+                continue
+            with pytest.raises(ValueError, match="another kind of generator"):
+                rng.GeneratorState(first).load_state_dict(stored)
