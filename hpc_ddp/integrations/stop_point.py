@@ -148,7 +148,8 @@ class StopPoint(Member):
         self._notices.take_signals()
 
     def begin(self) -> None:
-        """Journal that the training begins, and start the clocks; the first `step` does it, too.
+        """Have rank 0 journal that the training begins, and start the clocks. Later calls do
+        nothing; each `step` makes one.
 
         Raises as `latest`, which it calls if the script has not; UsageError after `finish`, and
         where the run has a checkpoint and the script has not called `latest`.

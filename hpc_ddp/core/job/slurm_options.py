@@ -115,9 +115,10 @@ def as_pairs(options: Iterable[str], names: str = SRUN) -> list[tuple[str, str]]
 
 
 def with_own_keys(settings: dict[str, Any], accepted: Container[str] = _OF_KEYS) -> dict[str, Any]:
-    """Turn raw options in the ``sbatch`` of `settings` into settings of their own keys, where
-    limits and tables of files look (`_OF_KEYS`). Change `settings` in place, and return it. A raw
-    option stays where its key is set already, or is not among the `accepted` keys."""
+    """Move raw options from the ``sbatch`` of `settings` to their own keys (`_OF_KEYS`), by which
+    limits and the tables of settings files are looked up. Change `settings` in place, and return
+    it. An option stays where it has no value, or where its key is set already or is not among the
+    `accepted` keys. An ``sbatch`` that is empty then is removed."""
     keys = {*settings}
     for raw in [*settings.get("sbatch", ())]:
         ((name, text),) = as_pairs([raw], SBATCH)

@@ -167,8 +167,8 @@ class AttemptFacts:
 
     @property
     def notices(self) -> list[str]:
-        """Why the attempt was asked to stop, [] if it was not: the reason of the stop on which the
-        ranks agreed, and the sources of the notices of nodes, the preflight and the time limit."""
+        """Why the attempt was asked to stop, [] if it was not: the `StopReason` that the ranks have
+        agreed on, and the sources of notices to nodes, of the preflight, and of the end of time."""
         stopped, notice = self.here(Stopped), self.here(NoticeGiven)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
         sources += [self.unfit.notice] if self.unfit and self.unfit.notice else []

@@ -57,9 +57,10 @@ def _comment(line: int) -> str:
 
 
 def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
-    """Remove from a conversion, in place, the settings, variables, and entries of ``sbatch``,
-    ``srun`` and ``setup`` that the `site`'s settings (by key) have as well. Add to ``without`` the
-    options of sbatch and srun that the site adds and the script does not have."""
+    """Remove from a conversion, in place, what the `site`'s settings (by key) have as well:
+    settings, variables, and the entries of ``sbatch``, ``srun`` and ``setup``. Add to ``without``,
+    the key that takes options out, those of sbatch and srun that the site adds and the script does
+    not have."""
     for key, setting in site.items():
         if str(conversion.values.get(key, ("",))[0]) == str(setting):
             conversion.values.pop(key, None)

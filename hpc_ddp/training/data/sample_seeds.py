@@ -74,7 +74,9 @@ class SampleSeeds:
         return self._fetch_first(block, repeat)
 
     def _fetch_first(self, block: Callable[[], T], repeat: Callable[[], object] | None) -> T:
-        """Return an epoch's first samples, and search the data set; see `fetch`."""
+        """Search the data set, call `block`, search again, and return what `block` returned. If
+        `block` has made new transforms, and `repeat` is given, call `block` once more. Warn, at the
+        first call of all; see `fetch`."""
         self._find()
         worker = get_worker_info()
         warns = self.warns and not (worker and worker.id)
