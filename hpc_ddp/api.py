@@ -304,8 +304,7 @@ def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the settings ``sweep`` and ``array`` for a mapping of each parameter's name to its
     values; {} for None and an empty mapping. Raise UsageError for anything but a mapping of texts
     to iterables of values, and for too many trials."""
-    if sweep is None:
-        return {}
+    sweep = {} if sweep is None else sweep
     if not isinstance(sweep, Mapping) or any(
         isinstance(values, (str, bytes))
         or not (isinstance(name, str) and isinstance(values, Iterable))
@@ -316,6 +315,4 @@ def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
             hint='sweep={"lr": [0.1, 0.01], "seed": [0, 1]}',
         )
     values = {name: tuple(map(str, texts)) for name, texts in sweep.items()}
-    if not values:
-        return {}
-    return launch_sweep.settings_of(values)
+    return launch_sweep.settings_of(values) if values else {}

@@ -303,9 +303,9 @@ def _refuse_checkpoint(run: RunFolder, folder: Path, path: Path, is_of_another: 
     """Raise the error of a checkpoint that others may have changed, since they can write `path`, or
     own it (`is_of_another`)."""
     checkpoints = shlex.quote(str(run.checkpoints))
-    they = "another user owns" if is_of_another else "other users can write"
+    fault = "another user owns" if is_of_another else "other users can write"
     raise HpcDdpError(
-        f"{folder} is not loaded: {they} {path}, and a library's checkpoint can"
+        f"{folder} is not loaded: {fault} {path}, and a library's checkpoint can"
         " run code; accepted: what only you can write",
         hint=f"cp -r {run.quoted} into a folder of yours, if you trust it, and --run that"
         if is_of_another

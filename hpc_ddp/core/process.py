@@ -112,12 +112,17 @@ def proc_text(pid: int | str, name: str) -> str:
     return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
 
 
+def _numbers_of_processes() -> Iterable[str]:
+    """Return the ids of all processes of this machine as texts; none where there is no /proc."""
+    return filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ())
+
+
 def children_by_parent() -> dict[int, list[int]]:
     """Return the ids of all processes of this machine, by the id of their parent; {} where there is
     no /proc."""
     children: dict[int, list[int]] = defaultdict(list)
-    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        with suppress(OSError):
+    for pid in _numbers_of_processes():
+        with suppress(OSError, ValueError, IndexError):  # it may end meanwhile
             parent = proc_text(pid, "stat").rpartition(")")[2].split()[1]
             children[int(parent)].append(int(pid))
     return children
@@ -132,7 +137,7 @@ def _namespace(pid: str) -> str:
 def _pid_here(number: str, namespace: str) -> int | None:
     """Return the id here of the process that has a number in a PID namespace below this one; None
     where there is none, and for a namespace that is not below this one."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in _numbers_of_processes():
         with suppress(OSError):
             if _namespace(pid) == namespace:
                 status = proc_text(pid, "status")

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.control import Control, LoneControl
 from hpc_ddp.training.process.control_tree import open_control
 from hpc_ddp.training.process.environment import mark_trained, take_run
+from hpc_ddp.training.process.failure import OuterError
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.process.process_group import leave, leave_quickly, timeout_beyond
@@ -87,8 +87,7 @@ class StopPoint(Member):
         self._decision = Decision()  # which `checkpoint` carries out
         self._is_open = self._has_begun = self._is_over = False
         self._has_asked = False  # the script, for the checkpoint to load
-        # The exception in whose ``except`` block the training has begun.
-        self._handled = sys.exc_info()[1]
+        self._outer_error = OuterError()
 
     def latest(self) -> Path | None:
         """Return the folder of the newest checkpoint that verifies, None without any.
@@ -163,7 +162,7 @@ class StopPoint(Member):
             raise UsageError("a second training has begun in this run; accepted: one a run")
         if not self._has_begun:
             self._has_begun = True
-            self._handled = sys.exc_info()[1]
+            self._outer_error = OuterError()
             if self.rank == 0:
                 self._journal.write(TrainingBegun(self.position.step))
             self._consensus.restart_step()
@@ -264,7 +263,7 @@ class StopPoint(Member):
         one on the way out of an exception (``finally``), a stop's among them. Raises as `begin`,
         and HpcDdpError as `checkpoint`.
         """
-        if self._is_over or sys.exc_info()[1] not in (None, self._handled):
+        if self._is_over or self._outer_error.has_inner():
             return
         self.begin()
         self._checkpoints.settle()

@@ -327,9 +327,9 @@ def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
     excused = {Cause.PREEMPTED, Cause.SUPERSEDED, *(() if facts.is_ours else (Cause.TIME_LIMIT,))}
     if cause in excused or facts.progress:
         return 0
-    skipped = excused if facts.is_ours else ()  # of other scripts they may stand for progress
-    before = [v for v in reversed(facts.verdicts) if v.progress or v.cause not in skipped]
-    return 1 + len(list(takewhile(lambda v: v.cause not in excused and not v.progress, before)))
+    ends = () if facts.is_ours else excused  # of other scripts these may stand for progress
+    row = takewhile(lambda v: not v.progress and v.cause not in ends, reversed(facts.verdicts))
+    return 1 + sum(verdict.cause not in excused for verdict in row)
 
 
 def _ended_silently(verdict: VerdictGiven) -> bool:

@@ -11,6 +11,7 @@ from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 MARK = "a secret's value is not written: export {0} in your shell; as --env {0}"
 _PLAIN = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~-]"
 _NAME = rf"(?i:(?:{SECRET_NAME})(?:ORD|D|S)?)"  # to its end
+_ENDS_IN_NAME = re.compile(rf"{_NAME}$")
 # What services put before their tokens, and the address of a webhook, which is one.
 _TOKEN = (
     r"\b(?:hf_|gh[oprsu]_|github_pat_|glpat-|npm_|sk-|xox[abprs]-)[\w-]{16,}|\bAKIA\w{16}"
@@ -70,7 +71,7 @@ def take_out(result: Conversion) -> None:
     before = ""
     for position, (text, line) in enumerate(result.lists.get("args", [])):
         option, content, inline = _split(before, text)
-        is_named = re.search(rf"{_NAME}$", option)
+        is_named = _ENDS_IN_NAME.search(option)
         if is_secret(option if is_named else "", content):
             name = re.sub(r"\W", "_", option.lstrip("-")).upper() if is_named else "SECRET"
             # Another secret may have that name.
@@ -92,7 +93,7 @@ def _split(before: str, text: str) -> tuple[str, str, bool]:
     value; and whether `text` has both, as ``--key=VALUE`` and Hydra's ``key=VALUE``. The value of
     an option `before` it that names a secret may have a ``=``."""
     name, _, inline = text.partition("=")
-    is_value = before.startswith("-") and "=" not in before and re.search(rf"{_NAME}$", before)
+    is_value = before.startswith("-") and "=" not in before and _ENDS_IN_NAME.search(before)
     if inline and (text.startswith("-") or (not is_value and re.fullmatch(r"[\w.+/-]+", name))):
         return name, inline, True
     return before if before.startswith("-") else "", text, False

@@ -187,6 +187,12 @@ def _text(name: str, text: str) -> str:
     return f"--{name}={text}" if text else f"--{name}"
 
 
+def words_of(name: str, text: str) -> set[str]:
+    """Return the words by which ``without`` takes out an option: its name alone, or with its
+    value."""
+    return {f"--{name}", _text(name, text)}
+
+
 def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
     """Return those of `pairs`, options of sbatch or srun, that the job's ``without`` does not take
     out, by name or with their value. Raise UsageError where ``without`` has an option that the job
@@ -199,7 +205,7 @@ def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
             f" {OMP}, and set-up lines",
             hint=f"in its place: {_INSTEAD.get(needed, f'--{needed} VALUE')}",
         )
-    return [pair for pair in pairs if not {f"--{pair[0]}", _text(*pair)} & words]
+    return [pair for pair in pairs if not words_of(*pair) & words]
 
 
 def taken_out_in_vain(spec: JobSpec, pairs: Iterable[Pair], env: Iterable[str]) -> list[str]:
@@ -207,5 +213,5 @@ def taken_out_in_vain(spec: JobSpec, pairs: Iterable[Pair], env: Iterable[str]) 
     or without its value, no variable among the names in `env` nor `OMP`, and no set-up line."""
     names = {OMP, *env, *spec.setup, *spec.node_setup, *spec.worker_setup}
     for pair in pairs:
-        names |= {f"--{pair[0]}", _text(*pair)}
+        names |= words_of(*pair)
     return [word for word in spec.without if word not in names]

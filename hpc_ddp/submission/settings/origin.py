@@ -11,6 +11,7 @@ from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.plan import Plan
+from hpc_ddp.submission.script.effect import words_of
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 from hpc_ddp.submission.settings.user import home_folder
@@ -71,12 +72,9 @@ def origins(plan: Plan, settings: Settings) -> list[Origin]:
 
 def _names_of(row: Origin) -> set[str]:
     """Return the words by which ``without`` takes a setting out."""
-    line = (
-        {row.value}
-        if row.key in ("setup", "node-setup", "worker-setup", "sbatch", "srun")
-        else set()
-    )
-    return line | {f"--{row.key}", f"--{row.key}={row.value}", row.key.removeprefix("env.")}
+    is_line = row.key in ("setup", "node-setup", "worker-setup", "sbatch", "srun")
+    entry = row.value if is_line else row.key.removeprefix("env.")
+    return {entry, *words_of(row.key, row.value)}
 
 
 def table(rows: list[Origin]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data.iteration import instruction_of
+from hpc_ddp.training.process.failure import OuterError
 
 if TYPE_CHECKING:
     from hpc_ddp.training.data.loader import Loader
@@ -38,8 +39,7 @@ class CallOrder:
         self._is_left_by_break = False  # and not by an exception
         self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
         self._is_abandoned = False  # whether an attempt before has left that loop for good
-        # The exception in whose ``except`` block `start`, or the last loop, was called.
-        self._handled = sys.exc_info()[1]
+        self._outer_error = OuterError()  # of `start`, or of the last loop
 
     @contextmanager
     def in_loop(
@@ -86,7 +86,7 @@ class CallOrder:
             self._abandoned, position.abandoned, position.loops = earlier, earlier, number
             position.loop = loop, total
         self.loop, self._kind, self.total = loop, loop, total
-        self._handled = sys.exc_info()[1]
+        self._outer_error = OuterError()
         try:
             yield is_over
         except GeneratorExit:
@@ -133,7 +133,7 @@ class CallOrder:
     def is_failing(self) -> bool:
         """Return whether an exception is being handled that came after the start of the run, or of
         its last loop: then it ends the script."""
-        return sys.exc_info()[1] is not None and sys.exc_info()[1] is not self._handled
+        return self._outer_error.has_inner()
 
     def check_loader(self, has_loader: bool, is_tracked: bool) -> None:
         """Refuse a second loader, and one after `track`."""

@@ -109,14 +109,7 @@ class GeneratorState:
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         """Keep a state from `state_dict` for `restore`. Raise ValueError for the state of another
         library's generator, or of one with other entries."""
-        current, state = raw_state(self._generator), stored["state"]
-        kinds = {(isinstance(s, dict), isinstance(s, torch.Tensor)) for s in (current, state)}
-        try:
-            if len(kinds) > 1:
-                raise KeyError("state")
-            self._loaded = _like(current, state)
-        except KeyError:
-            raise ValueError("it is the state of another kind of generator") from None
+        self._loaded = _like(raw_state(self._generator), stored["state"])
 
     def restore(self) -> None:
         """Put the generator into the loaded state, once; do nothing if no state waits."""
@@ -167,9 +160,14 @@ def _with_tensors(state: Any) -> Any:
 
 
 def _like(current: Any, stored: Any) -> Any:
-    """Undo `_with_tensors` of a `stored` state, by a `current` one of the same kind; raise KeyError
-    if it lacks an entry of the current one."""
-    if isinstance(current, dict):
+    """Undo `_with_tensors` of a `stored` state, by a `current` one of the same kind. Raise
+    ValueError where an entry, or the whole, is of another kind than in it, or is missing."""
+    is_dict = isinstance(current, dict)
+    is_alike = isinstance(stored, dict) == is_dict
+    is_alike &= isinstance(stored, torch.Tensor) == hasattr(current, "dtype")
+    if not is_alike or (is_dict and current.keys() - stored.keys()):
+        raise ValueError("it is the state of another kind of generator")
+    if is_dict:
         return {key: _like(part, stored[key]) for key, part in current.items()}
     if hasattr(current, "dtype") and not isinstance(current, torch.Tensor):
         return stored.numpy().astype(current.dtype)

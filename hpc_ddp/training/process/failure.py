@@ -52,6 +52,20 @@ def drop_failing_prints() -> None:
         setattr(sys, name, new)
 
 
+class OuterError:
+    """The exception in whose ``except`` block a training has begun, if any: its end is not that of
+    the training."""
+
+    def __init__(self) -> None:
+        """Note the exception that is being handled now."""
+        self._error = sys.exc_info()[1]
+
+    def has_inner(self) -> bool:
+        """Return whether another exception is being handled now: then it ends the script."""
+        error = sys.exc_info()[1]
+        return error is not None and error is not self._error
+
+
 class FailureHook:
     """A ``sys.excepthook`` that journals, prints, and ends the process without a teardown.
 
