@@ -180,10 +180,16 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
 
     Ranks are in blocks, node by node, as --distribution has it. Rank 0 has the records of all
     workers for `peers`, and the port of the store. Raise KeyError where the launcher's variables of
-    a task are missing, OSError where an MPI has ordered the ranks in another way.
+    a task are missing, OSError where the launcher has started fewer tasks than there are nodes, or
+    an MPI has ordered the ranks in another way.
     """
     rank, size = _rank_and_size()
-    per_node = size // len(place.nodes)
+    per_node, rest = divmod(size, len(place.nodes))
+    if rest or not per_node:
+        raise OSError(
+            f"the launcher has started {size} workers on {len(place.nodes)} nodes, and each node"
+            " needs the same number of them; hint: --launcher torchrun"
+        )
     if rank // per_node != place.index:
         raise OSError(
             f"rank {rank} is on {place.node}, number {place.index} of the job's nodes, and ranks"

@@ -121,8 +121,8 @@ class Worker(Member):
         """Read the result of the last `Precision.look`, once, and wait for the device for it. Raise
         HpcDdpError if there is NaN or infinity in the weights, or fp16's scaler does nothing but
         skip steps; OSError if then the checkpoints can't be listed."""
-        if self._precision.has_non_finite():
-            raise non_finite_error(self.folder, self.position.step)
+        if fault := self._precision.non_finite_fault():
+            raise non_finite_error(self.folder, self.position.step, fault)
 
     def _stop(self, reason: int) -> NoReturn:
         """Save, journal the stop, and raise SystemExit with 0, at which the process ends without a

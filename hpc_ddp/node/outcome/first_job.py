@@ -98,10 +98,10 @@ def _file(environ: Mapping[str, str]) -> Path:
 
 def main(_: list[str]) -> int:
     """Give the batch script, before its set-up lines, the lines that export `variables`, and return
-    0. Where the run's folder can't be used, no line is given: ``batch begin``, which comes later,
-    reports the error."""
+    0. Where the run's folder can't be used, or a variable or file is damaged, no line is given:
+    ``batch begin``, which comes later, reports the error."""
     environ = dict(os.environ)
-    with suppress(HpcDdpError, OSError):
+    with suppress(HpcDdpError, OSError, KeyError, ValueError):
         run = run_of_job(environ)
         answer(export_lines(variables(run, count_starts(run), environ)))
     return 0

@@ -25,6 +25,7 @@ from hpc_ddp.training.checkpoint.state import collect, unwrap
 from hpc_ddp.training.checkpoint.storage import disk
 from hpc_ddp.training.checkpoint.storage.index import Index, read_index, read_values, reader_of
 from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.precision import NON_FINITE_WEIGHTS
 from hpc_ddp.training.models.trained import TrainedParameters
 from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.process_group import on_first
@@ -313,15 +314,14 @@ class Restorer:
             say(f"no checkpoint to go on from: attempt {self._attempt} begins at step 0")
 
 
-def non_finite_error(run: RunFolder, step: int) -> HpcDdpError:
-    """Return the error that ends a run whose weights have NaN or infinity in them at `step`.
+def non_finite_error(run: RunFolder, step: int, fault: str = NON_FINITE_WEIGHTS) -> HpcDdpError:
+    """Return the error that ends a run at `step`; `fault` says what is not finite.
 
     It names the newest checkpoint; raise OSError if the folder can't be listed.
     """
     newest_first = checkpoints.candidates(run.checkpoints)
     last = newest_first[0].name if newest_first else "none"
     return HpcDdpError(
-        f"the weights have NaN or infinity in them; it came at or before step {step}; last"
-        f" checkpoint: {last}",
+        f"{fault}; it came at or before step {step}; last checkpoint: {last}",
         hint="lower the learning rate, or clip: run.update(optimizer, clip_norm=1.0)",
     )

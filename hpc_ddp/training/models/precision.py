@@ -22,6 +22,7 @@ from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Of NCCL, which does not choose in which order an NVSwitch, or a switch of the network, adds up.
 IN_SWITCHES = ("NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE")
+NON_FINITE_WEIGHTS = "the weights have NaN or infinity in them"
 LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
 
 
@@ -189,7 +190,7 @@ class Precision:
 
         It reads the weights, not each step's gradients: a gradient that is not finite ends up in
         the weights and stays. That costs the device the time of reading them once. The host waits
-        for nothing: `has_non_finite` returns the answer, some steps later. Without `stop_on_nan`,
+        for nothing: `non_finite_fault` returns the answer, some steps later. Without `stop_on_nan`,
         or without a model to watch, nothing is read.
         """
         if not (self._stop_on_nan and self._watched):
@@ -202,21 +203,24 @@ class Precision:
         with torch.no_grad():
             self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})
 
-    def has_non_finite(self) -> bool:
-        """Return the answer of the last `look`, once: True for NaN or infinity, the same on all
-        ranks.
+    def non_finite_fault(self) -> str:
+        """Return, once, the fault that the last `look` has read, the same on all ranks: that the
+        weights have NaN or infinity in them. Return '' where they have none.
 
-        It waits for the device. False without a `look` since the last call, and without
-        `stop_on_nan`. With fp16 the scaler keeps the weights finite by skipping steps: True, at
-        each call, once its scale is below `LEAST_SCALE`, and so all steps are skipped.
+        It waits for the device. '' without a `look` since the last call, and without `stop_on_nan`.
+        With fp16 the scaler keeps the weights finite by skipping steps: each call returns that as
+        the fault, once the scale is below `LEAST_SCALE`, and so nearly all steps are skipped.
         """
         if not self._stop_on_nan:
-            return False
-        if self._scaler is not None and self._scaler.get_scale() < LEAST_SCALE:
-            return True
+            return ""
+        if self._scaler is not None and (scale := self._scaler.get_scale()) < LEAST_SCALE:
+            return (
+                "fp16 skips nearly all steps, since gradients have NaN or infinity in them (the"
+                f" loss scale is {scale:.2g})"
+            )
         norm = None if self._norm is None else self._norm.numbers()["norm"]
         self._norm = None
-        return norm is not None and not math.isfinite(norm)
+        return "" if norm is None or math.isfinite(norm) else NON_FINITE_WEIGHTS
 
     def state_dict(self) -> dict[str, Any]:
         """Return fp16's scale and its counters, {} for other precisions."""

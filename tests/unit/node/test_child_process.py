@@ -82,6 +82,10 @@ def test_a_task_of_an_mpi_has_its_rank(
     assert [env[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")] == [*"5162"]
     with pytest.raises(OSError, match="ranks have to go node by node"):
         worker_launch(place_of(attempt, index=1), ["python", "train.py"])
+    for size in (1, 5):  # of three nodes
+        monkeypatch.setenv(f"{kind}_SIZE", str(size))
+        with pytest.raises(OSError, match=f"has started {size} workers on 3 nodes"):
+            worker_launch(place_of(attempt, index=0), ["python", "train.py"])
 
 
 def test_a_wrapper_that_dies_of_a_notice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

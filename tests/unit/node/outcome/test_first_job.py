@@ -72,3 +72,20 @@ def test_the_batch_script_is_answered_with_lines_for_bash(
     run.job_json.unlink()
     assert first_job.main([]) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"HPC_DDP_RUN": ""}, {"SLURM_ARRAY_TASK_ID": "x"}, {"SLURM_RESTART_COUNT": "x"}],
+)
+def test_damage_is_left_to_batch_begin(
+    run: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: dict[str, str],
+) -> None:
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
+    for name, value in {"HPC_DDP_RUN": str(run.path), **damage}.items():
+        monkeypatch.setenv(name, value)
+    assert first_job.main([]) == 0
+    assert capsys.readouterr().out == ""

@@ -175,6 +175,11 @@ def test_slurms_reasons_have_plain_words(written: Written, reason: str, words: s
             "non-finite weights",
             "NaN",
         ),
+        (
+            "hpc_ddp.core.errors.HpcDdpError: fp16 skips nearly all steps, since gradients have",
+            "non-finite weights",
+            "NaN",
+        ),
     ],
 )
 def test_errors_of_a_rank_are_recognised(

@@ -13,7 +13,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import precision
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.precision import Precision
+from hpc_ddp.training.models.precision import NON_FINITE_WEIGHTS, Precision
 from hpc_ddp.training.models.trained import TrainedParameters
 
 
@@ -160,10 +160,10 @@ def test_large_weights_in_fp16_are_finite() -> None:
         weight.data.fill_(300.0)
     precision.watch(model)
     precision.look()
-    assert not precision.has_non_finite()
+    assert not precision.non_finite_fault()
     model.bias.data[0] = torch.inf
     precision.look()
-    assert precision.has_non_finite()
+    assert precision.non_finite_fault()
 
 
 def test_scaled_gradients_need_run_update() -> None:
@@ -179,16 +179,16 @@ def test_non_finite_weights_and_a_sinking_scale_are_detected() -> None:
         _, optimizer, _ = make_step(precision, factor=float("nan"))
         precision.look()
         optimizer.step()
-        assert not precision.has_non_finite()
+        assert not precision.non_finite_fault()
         precision.look()
-        assert precision.has_non_finite() == watching
+        assert precision.non_finite_fault() == (NON_FINITE_WEIGHTS if watching else "")
     scaled = Precision("fp16", CPU, stop_on_nan=True)
     for _ in range(33):
-        assert not scaled.has_non_finite()
+        assert not scaled.non_finite_fault()
         _, optimizer, _ = make_step(scaled, factor=float("nan"))
         scaled.update(optimizer, None, None)
         scaled.end_step()
-    assert scaled.has_non_finite()
+    assert "fp16 skips nearly all steps" in scaled.non_finite_fault()
 
 
 def test_frozen_and_8_bit_weights_are_not_checked() -> None:
@@ -199,10 +199,10 @@ def test_frozen_and_8_bit_weights_are_not_checked() -> None:
     watch = Precision("fp32", CPU, stop_on_nan=True)
     watch.watch(model)
     watch.look()
-    assert not watch.has_non_finite()
+    assert not watch.non_finite_fault()
     model.bias.data.fill_(torch.inf)
     watch.look()
-    assert watch.has_non_finite()
+    assert watch.non_finite_fault()
 
 
 def test_a_gans_discriminator_is_checked_while_it_is_frozen() -> None:
@@ -216,10 +216,10 @@ def test_a_gans_discriminator_is_checked_while_it_is_frozen() -> None:
     watch.watch_trained(trained)
     model.requires_grad_(False)
     watch.look()
-    assert not watch.has_non_finite()
+    assert not watch.non_finite_fault()
     model.weight.data[0, 0] = torch.nan
     watch.look()
-    assert watch.has_non_finite()
+    assert watch.non_finite_fault()
 
 
 def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
