@@ -117,17 +117,18 @@ class EpochStop(StopPoint):
 
     @contextmanager
     def _only_loader(self, epoch: int) -> Iterator[None]:
-        """Mark the block as a loop over batches. Raise UsageError for a second loader of `epoch`,
-        since the batches of one are counted, within another such block, and before `load`."""
+        """Mark the block as a loop over batches, those of `epoch`. Raise UsageError within another
+        such block, for a second loader of `epoch`, and before `load`."""
         if not self._is_open:
             raise UsageError(
                 "stop.batches was called before stop.load, which loads the run's checkpoint",
                 hint="stop.load(…), once all objects are prepared",
             )
         if self._is_within or epoch == self._ended:
+            where = "within another stop.batches" if self._is_within else f"again for epoch {epoch}"
             raise UsageError(
-                f"stop.batches was called for a second loader of epoch {epoch}; accepted: one for"
-                " each epoch, whose batches are counted",
+                f"stop.batches was called {where}; accepted: one loader for each epoch, whose"
+                " batches are counted",
                 hint="iterate the other loader itself: its batches begin anew after a resume",
             )
         self._is_within = True

@@ -184,8 +184,8 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     an MPI has ordered the ranks in another way.
     """
     rank, size = _rank_and_size()
-    per_node, rest = divmod(size, len(place.nodes))
-    if rest or not per_node:
+    per_node, surplus = divmod(size, len(place.nodes))
+    if surplus or not per_node:
         raise OSError(
             f"the launcher has started {size} workers on {len(place.nodes)} nodes, and each node"
             " needs the same number of them; hint: --launcher torchrun"

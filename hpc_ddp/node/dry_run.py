@@ -281,19 +281,21 @@ def _is_live(info: dict[str, Any]) -> bool:
 
 
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
-    """Run the tasks of a sweep one after the other; return the first exit code that is not 0, else
-    0.
+    """Journal the start of a sweep, and run its tasks one after the other. Pass over finished
+    tasks, and those that `cancel` has marked since this start.
 
-    Finished tasks are passed over; the mark ``cancelled`` of a task that starts is removed. Where a
+    Return the first exit code that is not 0, else 0; that of a marked task is `CAN_GO_ON`. Where a
     notice, or the mark ``cancelled`` of the whole sweep, keeps the next task from starting, return
     the highest code so far, or `CAN_GO_ON` if that is 0. An error ends the sweep. Raises as
     `DryRun.attempt` and `task_of`.
     """
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
-    trials = spec.trials
+    trials, indexes = spec.trials, array_indexes(spec.array or "")
+    for index in indexes:
+        run.task(index).cancelled.unlink(missing_ok=True)  # of an earlier start
     before: DryRun | None = None
-    for index in array_indexes(spec.array or ""):
+    for index in indexes:
         task = task_of(run, index)
         if task.finished():
             continue
@@ -301,7 +303,10 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
         local = DryRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON
-        task.cancelled.unlink(missing_ok=True)  # of an earlier start
+        if task.cancelled.exists():
+            say(f"task {index} is cancelled")
+            codes.append(CAN_GO_ON)
+            continue
         say(f"task {index}: {' '.join(words)}")
         codes.append(local.play())
         before = local

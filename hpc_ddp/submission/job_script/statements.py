@@ -330,30 +330,29 @@ class Reader:
         self._functions[name] = node, self._add(node, defines=name, sets=sets)
 
     def _if_statement(self, node: Node) -> None:
-        """Append the statements of the branch that is known to run, if any; of the condition, if it
-        has the launch and the branches only print or exit. Otherwise the whole is one statement,
-        which is lost if a launch is in it."""
-        has_launch, chosen = self._has_launch(node), None
+        """If the condition has the launch, and the branches only print or exit, append the
+        condition's statements. Else, if the job script tells which branch runs, maybe none, append
+        the statements of that one. Else append the whole as one statement, which is lost if a
+        launch is in it."""
+        has_launch = self._has_launch(node)
         branches = list(syntax.branches_of(node))
         first, *bodies = node.named_children
         if has_launch and all(map(syntax.only_reports, bodies)) and self._has_launch(first):
             self._resolve(node, VERDICT, OURS)
             self._walk(first.named_children[-1] if first.type == "negated_command" else first)
             return
-        for condition, lines in branches:
-            is_true = condition is None or syntax.truth_of(condition, self.scope, has_launch)
-            if is_true is None:
-                self._add(node, lost=_CHOOSES if has_launch else "")
-                return
-            chosen = lines if is_true and chosen is None else chosen
-            if chosen is not None:
-                break
-        for _, lines in branches:
-            for child in lines if lines is not chosen else ():
-                self._resolve(child, "its condition is false", OURS)
+        chosen = syntax.running_branch(branches, self.scope, has_launch)
+        if chosen is None:
+            self._add(node, lost=_CHOOSES if has_launch else "")
+            return
+        for number, (_, lines) in enumerate(branches):
+            reason = "its condition is false" if number < chosen else "an earlier branch runs"
+            for child in lines if number != chosen else ():
+                self._resolve(child, reason, OURS)
         self._resolve(node, "its condition is known")
-        for child in chosen or ():
-            self._walk(child)
+        for _, lines in branches[chosen : chosen + 1]:
+            for child in lines:
+                self._walk(child)
 
     def _for_statement(self, node: Node) -> None:
         """Append a loop: where it starts the training, over nodes or over one word, as the

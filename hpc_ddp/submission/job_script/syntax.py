@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hpc_ddp.submission.job_script.shell import Scope
 
 Node = Any  # a tree_sitter.Node: the package is optional
+Branch = tuple[list[Node], list[Node]]  # the commands of its condition, and its lines
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 _ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
 # Lines that end within a word, and what follows of it.
@@ -153,18 +154,30 @@ def only_reports(node: Node) -> bool:
     return names <= _REPORTING and not (code or kinds & {"file_redirect", "variable_assignment"})
 
 
-def branches_of(node: Node) -> Iterable[tuple[Node | None, list[Node]]]:
-    """Yield the condition (None for ``else``) and the lines of each branch of an ``if``."""
-    condition: Node | None = node.named_children[0]
-    lines: list[Node] = []
-    for child in node.named_children[1:]:
-        if child.type in ("elif_clause", "else_clause"):
-            yield condition, lines
-            lines = list(child.named_children)
-            condition = None if child.type == "else_clause" else lines.pop(0)
-        else:
-            lines.append(child)
-    yield condition, lines
+def branches_of(node: Node) -> Iterable[Branch]:
+    """Yield the commands of the condition (none for ``else``) and the lines of each branch of an
+    ``if``. The last command decides."""
+    clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")]
+    for clause in (node, *clauses):
+        types = [child.type for child in clause.children]
+        start = types.index("then") if "then" in types else 0
+        yield (
+            [child for child in clause.children[:start] if child.is_named],
+            [child for child in clause.children[start:] if child.is_named and child not in clauses],
+        )
+
+
+def running_branch(branches: list[Branch], scope: Scope, is_guessed: bool) -> int | None:
+    """Return the index of the branch that runs, and the number of branches where none does; None
+    where only the job knows. `scope` and `is_guessed` are as in `truth_of`."""
+    for number, (condition, _) in enumerate(branches):
+        truths = [truth_of(command, scope, is_guessed) for command in condition]
+        is_true = truths[0] if len(truths) == 1 else None if truths else True
+        if is_true is None:
+            return None
+        if is_true:
+            return number
+    return len(branches)
 
 
 def set_in(node: Node) -> set[str]:

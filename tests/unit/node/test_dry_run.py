@@ -437,6 +437,21 @@ def test_a_sweep_ends_once_it_is_cancelled(
     assert _indexes() == [1]
 
 
+def test_a_task_that_is_cancelled_while_another_one_runs_is_passed_over(
+    sweep: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    play = Played.play
+
+    def play_and_cancel(played: Played) -> int:
+        task_of(sweep, 2).cancelled.touch()
+        return play(played)
+
+    monkeypatch.setattr(Played, "play", play_and_cancel)
+    assert dry_run.main(["python", "t.py"]) == 75
+    assert _indexes() == [1, 3]
+    assert "task 2 is cancelled" in "".join(capfd.readouterr())
+
+
 def test_a_run_that_is_finished_is_not_played(
     sweep: RunFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:

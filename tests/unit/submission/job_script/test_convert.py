@@ -218,7 +218,7 @@ def test_conditions_here_documents_and_eval() -> None:
     conversion = converted("conditions")
     result = conversion.settings()
     assert result["env"] == {"PRECISION": "bf16"}
-    assert conversion.group(8) == (OURS, "its condition is false")
+    assert conversion.group(8) == (OURS, "an earlier branch runs")
     assert result["args"] == ["--data", "${ARGUMENTS_1[@]}", "--lr", "0.1", "--precision", "bf16"]
     assert (result["expand"], result["setup"][-1]) == (["ARGUMENTS_1[@]"], "ARGUMENTS_1=(${DATA})")
     assert any(line.startswith("if [ -d /opt/data ]") for line in result["setup"])
@@ -589,3 +589,20 @@ def test_a_value_that_is_another_one_in_the_job_is_noted(argument: str, note: st
     result = of_text(*lines, f"{launch} --value {argument}")
     notes = [text for _, text in result.notes if "is set" not in text]
     assert [text.startswith(note) for text in notes] == [True] * bool(note)
+
+
+def test_branches_that_do_not_run_have_their_reasons() -> None:
+    conversion = of_text(
+        *("if true; then", "srun python a.py", "elif false; then", "srun python b.py"),
+        *("else", "srun python c.py", "fi"),
+    )
+    assert conversion.settings()["script"] == "a.py"
+    assert conversion.group(5) == conversion.group(7) == (OURS, "an earlier branch runs")
+
+
+def test_the_last_command_of_a_condition_decides() -> None:
+    conversion = of_text(
+        "if true; false; then", "srun python a.py", "else", "srun python b.py", "fi"
+    )
+    assert "script" not in conversion.settings()
+    assert conversion.group(3)[0] == conversion.group(5)[0] == LOST
