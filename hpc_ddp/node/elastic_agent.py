@@ -10,6 +10,7 @@
   through ``worker.py``; either way they have a log by rank, and end with the agent.
 - Failed workers are written to ``failures.json``, not as a table; its own exit code is 1 then.
 - Workers are not started again (``--max-restarts``) once the attempt has to end.
+- TORCHELASTIC_RESTART_COUNT is the same on all nodes (`count_rounds`).
 - The nodes of a job of fixed size meet by `fixed_rendezvous`, whose traffic does not grow with the
   square of the job. An elastic job keeps torchrun's own, as `elastic_rendezvous` changes it.
 - Ranks go by Slurm's order of the nodes, in which neighbours share switches and the first node,
@@ -112,6 +113,30 @@ def end_after_notice(node: NodeFolder) -> None:
     Agent._restart_workers = restart_or_end  # type: ignore[method-assign]
 
 
+def count_rounds() -> None:
+    """Patch torchrun: the workers' TORCHELASTIC_RESTART_COUNT is the number of restarts before this
+    start, on all nodes, and on one that joins late.
+
+    torchrun's differs between nodes: a node counts the restarts for which its own workers had
+    failed, and not those that another node asked for.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    start_workers = LocalElasticAgent._start_workers
+
+    def start_counted(self: Any, group: Any) -> Any:
+        """Start the workers, and return their ids; torchrun takes the count from the restarts that
+        remain."""
+        remaining = self._remaining_restarts
+        self._remaining_restarts = group.spec.max_restarts - group.spec.rdzv_handler.joined_round
+        try:
+            return start_workers(self, group)
+        finally:
+            self._remaining_restarts = remaining
+
+    LocalElasticAgent._start_workers = start_counted  # type: ignore[method-assign]
+
+
 def note_missing_group(folder: Path) -> None:
     """Patch torchrun: once all workers have ended well, the first node's agent looks whether they
     have formed a process group, and touches ``no-group`` in `folder` if not.
@@ -196,6 +221,7 @@ def launch(
     config, command, command_args = run.config_from_args(args)
     replace_signal_handler()
     end_after_notice(place.attempt.node(place.node))
+    count_rounds()
     hosts = [place.host_of(index) for index in range(len(place.nodes))]
     secret = patiently(place.attempt.secret.read_bytes)
     if config.min_nodes < config.max_nodes:

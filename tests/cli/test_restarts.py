@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_dry_run import SCRIPTS, TWO_BY_TWO, DryRun
+from test_dry_run import SCRIPTS, TWO_BY_ONE, TWO_BY_TWO, DryRun
 
 from tests.waiting import pid_in, wait_until
 
@@ -47,6 +47,32 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
     assert _starts(job) == [(1, 4), (21, 4)]
     assert "rank 3 on local-1: ValueError: at step 30" in job.printed()
     assert job.explain()["node"] == "local-1"
+
+
+RESTARTED = """
+import os, sys, time
+rank, count = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("START", rank, count, *sys.argv[1:], flush=True)
+if count == "0" and rank == "1":
+    sys.exit(1)
+if count == "0":
+    time.sleep(3600)  # as in NCCL's collective, which does not end with the peer
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--no-warm-start",), ("--elastic",)])
+def test_a_node_whose_workers_have_not_failed_counts_the_restart_too(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """By its number ranks meet, and by it `--resume-args` decides."""
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    resume = ("--max-restarts", "1", "--resume-args=--resume last.pt")
+    job = DryRun(tmp_path / "runs", *TWO_BY_ONE, *resume, *words, str(script))
+    assert job.end() == 0, job.printed()
+    logs = "".join(path.read_text() for path in job.run.logs.rglob("*.log"))
+    for rank in (0, 1):
+        assert f"START {rank} 1 --resume last.pt" in logs
 
 
 def test_the_others_go_on_without_a_node(tmp_path: Path) -> None:

@@ -106,15 +106,21 @@ def count_lost_nodes() -> None:
     waiting, join = Handler.num_nodes_waiting, Handler.next_rendezvous
 
     def waiting_or_lost(self: Any) -> int:
-        """Return how many nodes wait to join, or have been lost since the last rendezvous."""
+        """Return how many nodes wait to join, or have been lost since the last rendezvous; 0 once
+        the rendezvous is closed. It is closed when a node's workers have ended well, and its agent
+        ends while rank 0 may have work left; nor could the workers start again."""
+        state = self._state_holder.state
+        if state.closed:
+            return 0
         waiting_nodes: int = waiting(self)
-        lost_nodes: int = self.joined - len(self._state_holder.state.participants)
+        lost_nodes: int = self.joined - len(state.participants)
         return waiting_nodes + lost_nodes
 
     def join_and_count(self: Any) -> Any:
-        """Join the next rendezvous; note its size, and wait less long for others from then on."""
+        """Join the next rendezvous; note its size and its number, and wait less long for others
+        from then on."""
         info = join(self)
-        self.joined = info.world_size
+        self.joined, self.joined_round = info.world_size, self._state_holder.state.round
         self._settings.timeout._last_call = timedelta(seconds=LAST_CALL_S)  # it was the start's
         return info
 

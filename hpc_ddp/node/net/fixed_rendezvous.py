@@ -54,6 +54,7 @@ class FixedRendezvous:
     secret: bytes
     join_s: float = 600.0
     round: int = 0  # the next one
+    joined_round: int = -1  # of the workers that run
     _server: Any = None  # the store of the workers, on the first node
     _next_ask: float = 0.0  # by `time.monotonic()`
 
@@ -101,7 +102,7 @@ class FixedRendezvous:
             self._decide(BEGUN)
         self._wait_for_outcome(end)
         store = PrefixStore(f"torch.rendezvous.{self.id}.{self.round}", self.store)
-        self.round += 1
+        self.joined_round, self.round = self.round, self.round + 1
         return RendezvousInfo(store, self.rank, len(self.hosts), self._store_of_workers(store))
 
     def num_nodes_waiting(self) -> int:

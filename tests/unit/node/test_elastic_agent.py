@@ -96,6 +96,24 @@ def test_workers_that_can_not_be_started_again_keep_their_codes(
         restart(handler, group)
 
 
+def test_restarts_are_counted_by_the_rounds_of_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those for which another node's workers had failed, and by a node that joins late."""
+    counts: list[int] = []
+
+    def start_workers(self: Any, group: Any) -> dict[int, int]:
+        counts.append(group.spec.max_restarts - self._remaining_restarts)
+        return {0: 7}
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start_workers)
+    agent.count_rounds()
+    handler = SimpleNamespace(joined_round=2)
+    group = SimpleNamespace(spec=SimpleNamespace(max_restarts=1, rdzv_handler=handler))
+    node: Any = SimpleNamespace(_remaining_restarts=1)
+    start: Any = LocalElasticAgent._start_workers
+    assert start(node, group) == {0: 7}
+    assert (counts, node._remaining_restarts) == ([2], 1)
+
+
 def test_torchruns_options_are_read_by_torchrun() -> None:
     args = agent.read_options(["--nnodes=1:2", "--max-restarts=3"])
     assert (args.nnodes, args.max_restarts, args.no_python) == ("1:2", 3, True)
@@ -145,6 +163,7 @@ def test_torchrun_is_started_as_changed(
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
     monkeypatch.setattr(agent, "replace_signal_handler", lambda: changes.append("SIGTERM"))
     monkeypatch.setattr(agent, "end_after_notice", lambda node: changes.append(node.path.name))
+    monkeypatch.setattr(agent, "count_rounds", lambda: changes.append("count"))
     for module in (elastic_rendezvous, fixed_rendezvous):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "patch", lambda *place, n=name: changes.append((n, *place)))
@@ -158,7 +177,7 @@ def test_torchrun_is_started_as_changed(
     secret = place.attempt.secret.read_bytes()
     place_of_node = () if is_elastic else (1,)
     rendezvous = ("elastic_rendezvous" if is_elastic else "fixed_rendezvous", *place_of_node)
-    assert changes == ["SIGTERM", "n10", (*rendezvous, ["n2-ib", "n10-ib"], secret)]
+    assert changes == ["SIGTERM", "n10", "count", (*rendezvous, ["n2-ib", "n10-ib"], secret)]
     for rank, code in ((1, 3), (0, -9)):
         failures[rank] = ProcessFailure(0, 1, code, "none")
         failures[rank].timestamp = 5

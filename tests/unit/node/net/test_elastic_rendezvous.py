@@ -37,15 +37,19 @@ def test_a_node_that_is_lost_counts_as_one_that_waits(monkeypatch: pytest.Monkey
     rendezvous = SimpleNamespace(world_size=3)
     monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda handler: rendezvous)
     elastic_rendezvous.count_lost_nodes()
-    timeout, state = SimpleNamespace(_last_call=None), SimpleNamespace(participants=["a", "b"])
+    timeout = SimpleNamespace(_last_call=None)
+    state = SimpleNamespace(participants=["a", "b"], round=1, closed=False)
     handler: Any = SimpleNamespace(
         _settings=SimpleNamespace(timeout=timeout), _state_holder=SimpleNamespace(state=state)
     )
     assert DynamicRendezvousHandler.next_rendezvous(handler) is rendezvous  # type: ignore[comparison-overlap]
     assert timeout._last_call == timedelta(seconds=15)
+    assert handler.joined_round == 1
     assert DynamicRendezvousHandler.num_nodes_waiting(handler) == 2
     state.participants.append("c")
     assert DynamicRendezvousHandler.num_nodes_waiting(handler) == 1
+    state.participants, state.closed = ["a"], True  # the others have ended well
+    assert DynamicRendezvousHandler.num_nodes_waiting(handler) == 0
 
 
 def test_a_suspension_of_the_job_loses_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
