@@ -342,6 +342,7 @@ def main() -> None:
         try:
             # A store of its own for each process group: keys of the one before name closed ports.
             os.environ["MASTER_PORT"] = str(table.meet(name))
+            os.environ.pop("HPC_DDP_TRAINER", None)  # each feature trains in a run of its own
             run = start(seed=1, hang_after=60, progress=False, **options)
             details = work(run)
             table.put(name, **details, seconds=round(time.monotonic() - began, 1))

@@ -57,8 +57,7 @@ def test_a_dry_run_on_shown_devices_measures_and_trains(tmp_path: Path) -> None:
         assert min(node["exchange_mb_s"], node["all_reduce_mb_s"]) > 0
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_a_first_contact_tries_each_feature(tmp_path: Path, gpus: int) -> None:
     """The last worker is killed; the weights are those of the undisturbed training."""
     needs_stand_in()
