@@ -333,18 +333,21 @@ def _my_copies(state: State, dims: ParallelDims) -> set[str]:
 
 
 def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the tensor of each parameter that DDP leaves to each rank (experts, parts
-    of an embedding).
+    """Yield the name and the tensor of each parameter and buffer that DDP leaves to each rank
+    (experts, parts of an embedding).
 
-    Sharded ones are left out, since each rank saves its part in any case, and so are buffers, which
-    are saved as all others are.
+    Sharded ones are left out, since each rank saves its part in any case. So are the buffers of a
+    model with no such parameter: tables that DDP need not send, and that are alike on all ranks.
     """
     for name, wrapped in objects.items():
         module = unwrap(wrapped)
         if keys := set(map(plain_name, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))):
-            for key, parameter in module.named_parameters(remove_duplicate=False):
-                if plain_name(key) in keys and not is_sharded(parameter):
-                    yield f"{name}.{plain_name(key)}", parameter
+            parameters = dict(module.named_parameters(remove_duplicate=False))
+            has_experts = any(plain_name(key) in keys for key in parameters)
+            buffers = dict(module.named_buffers(remove_duplicate=False)) if has_experts else {}
+            for key, tensor in {**parameters, **buffers}.items():
+                if plain_name(key) in keys and not is_sharded(tensor):
+                    yield f"{name}.{plain_name(key)}", tensor
 
 
 def merge_trees(first: Any, second: Any, key: object = None) -> Any:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import is_accelerator
+from hpc_ddp.training.models.tracked import LivingModels
 
 PACKING = "_hpc_ddp_packing"  # an attribute of a model's DDP
 MOST_SHAPES = 64  # of batches, for each of which a compiled model has its kernels
@@ -238,16 +239,16 @@ class BucketOrders:
     """
 
     def __init__(self) -> None:
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._models = LivingModels[DistributedDataParallel]()
         self._loaded: Sequence[Sequence[int]] = ()
 
     def add(self, ddp: DistributedDataParallel) -> None:
         """Add a model. If an order was loaded for it, fix that, which is a collective; else note
         the order in its first averaged backward."""
         packing = vars(ddp)[PACKING] = _Packing(ddp)  # there, to live as long as the model
-        models = [*self._living(), ddp]
-        self._models = [*map(weakref.ref, models)]
-        order = self._loaded[len(models) - 1] if len(models) <= len(self._loaded) else ()
+        self._models.add(ddp)
+        number = len([*self._models]) - 1
+        order = self._loaded[number] if number < len(self._loaded) else ()
         if _packs_anew(ddp) and not packing.fix(ddp, order):
             packing.note_arrivals(ddp)
 
@@ -259,19 +260,14 @@ class BucketOrders:
         """Keep `orders`, which `values` has returned in an earlier attempt, for models that will be
         added, and fix those of the models that were added already; it is a collective."""
         self._loaded = orders
-        for ddp, order in zip(self._living(), orders, strict=False):
+        for ddp, order in zip(self._models, orders, strict=False):
             if _packs_anew(ddp):
                 vars(ddp)[PACKING].fix(ddp, order)
 
     def values(self) -> list[list[int]]:
         """Return for each model the indices of its parameters in the order in which their gradients
         arrive, [] where it is not known yet."""
-        return [vars(ddp)[PACKING].order for ddp in self._living()]
-
-    def _living(self) -> list[DistributedDataParallel]:
-        """Return the models that the script has not let go."""
-        models = [reference() for reference in self._models]
-        return [ddp for ddp in models if ddp is not None]
+        return [vars(ddp)[PACKING].order for ddp in self._models]
 
 
 def _packs_anew(ddp: DistributedDataParallel) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.checkpoint.state import ignored_by_ddp
 from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded, reshard
 
 TOGETHER = 1 << 26  # bytes of a broadcast of several buffers
@@ -53,15 +54,16 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
     one for None; all its ranks call it.
 
     Buffers that no checkpoint has (masks and tables) are alike on all ranks, and stay as they are;
-    so do DTensors. The buffers travel on `device`, whose tensors the group carries, those of one
-    type of number together (`_in_parcels`). The host waits only for buffers that lie on other
-    devices.
+    so do DTensors, and those that DDP leaves to each rank (`ignored_by_ddp`). The buffers travel on
+    `device`, whose tensors the group carries, those of one type of number together (`_in_parcels`).
+    The host waits only for buffers that lie on other devices.
     """
     unique: dict[int, torch.Tensor] = {}
+    private = {id(tensor) for _, tensor in ignored_by_ddp({"": model})}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             is_kept = name not in module._non_persistent_buffers_set and buffer.numel()
-            if is_kept and not is_sharded(buffer):
+            if is_kept and not is_sharded(buffer) and id(buffer) not in private:
                 unique[id(buffer)] = buffer
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in unique.values():
@@ -134,9 +136,10 @@ class Average(AveragedModel):
         self._decay = decay
         self._begun_on = _device_of(model)
 
-    def follow(self, model: torch.nn.Module) -> None:
-        """Move to the device of `model`, from which it was copied, unless it was moved itself."""
-        if _device_of(self.module) == self._begun_on:
+    def follow(self, model: torch.nn.Module | None) -> None:
+        """Move to the device of `model`, from which it was copied, unless it was moved itself, or
+        the model is gone."""
+        if model is not None and _device_of(self.module) == self._begun_on:
             self.module.to(_device_of(model))
 
     @torch.no_grad()

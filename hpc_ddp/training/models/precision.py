@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Sequence, Set
@@ -17,6 +18,7 @@ from hpc_ddp.training.checkpoint.state import ignored_by_ddp
 from hpc_ddp.training.devices import Transfer, has_bf16, has_float64, name
 from hpc_ddp.training.models.dtensor import clip_, total_norm
 from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.tracked import LivingModels
 from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,7 +58,7 @@ class Precision:
             )
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
-        self._watched: list[torch.nn.Module] = []
+        self._watched = LivingModels[torch.nn.Module]()
         self._trained = TrainedParameters()  # none, until `watch_trained`
         # By the id of an optimizer: how many parameters it has, and `_private_parameters`.
         self._private: dict[int, tuple[int, frozenset[int]]] = {}
@@ -176,8 +178,7 @@ class Precision:
     def watch(self, model: torch.nn.Module) -> None:
         """Have `look` read the weights of a model, too; all ranks call it. A second call does
         nothing."""
-        if not any(watched is model for watched in self._watched):
-            self._watched.append(model)
+        self._watched.add(model)
 
     def watch_trained(self, trained: TrainedParameters) -> None:
         """Have `look` read also those weights of the models that optimizers train though they need
@@ -193,7 +194,7 @@ class Precision:
         for nothing: `non_finite_fault` returns the answer, some steps later. Without `stop_on_nan`,
         or without a model to watch, nothing is read.
         """
-        if not (self._stop_on_nan and self._watched):
+        if not (self._stop_on_nan and any(True for _ in self._watched)):
             return
         parameters = (weight for model in self._watched for weight in model.parameters())
         # Those in 8 bits, of which torch has no norm, are looked at by each save alone.
@@ -218,9 +219,18 @@ class Precision:
                 "fp16 skips nearly all steps, since gradients have NaN or infinity in them (the"
                 f" loss scale is {scale:.2g})"
             )
+        if self._norm_is_finite():
+            return ""
+        gc.collect()  # of a model that the script has let go, as after a trial of rates
+        self.look()
+        return "" if self._norm_is_finite() else NON_FINITE_WEIGHTS
+
+    def _norm_is_finite(self) -> bool:
+        """Return the result of the last `look`, once, and wait for the device for it; True without
+        one."""
         norm = None if self._norm is None else self._norm.numbers()["norm"]
         self._norm = None
-        return "" if norm is None or math.isfinite(norm) else NON_FINITE_WEIGHTS
+        return norm is None or math.isfinite(norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return fp16's scale and its counters, {} for other precisions."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from hpc_ddp.training.data.loader import Batch, Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.devices import is_accelerator
+from hpc_ddp.training.models import tracked
 from hpc_ddp.training.models.ddp import (
     check_sparse_gradients,
     compile_for_resume,
@@ -27,12 +29,6 @@ from hpc_ddp.training.models.ddp import (
 )
 from hpc_ddp.training.models.evaluation import Average, averaged, in_eval_mode, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
-from hpc_ddp.training.models.tracked import (
-    GradientWatch,
-    check_copies,
-    check_models,
-    warn_of_stateless,
-)
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.worker import Worker
@@ -50,14 +46,14 @@ class ModelSetup(Worker):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._wrapped: list[Any] = []  # models whose gradients DDP or FSDP2 averages
-        self._averages: list[tuple[Average, torch.nn.Module]] = []  # each with its model
+        self._wrapped = tracked.LivingModels[Any]()  # whose gradients DDP or FSDP2 averages
+        self._averages = WeakKeyDictionary[Average, ref[torch.nn.Module]]()  # each with its model
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
         self._calls = CallOrder(self._say)
         self._is_unchecked = False  # until a loop's first step
         self._resume = Resume()
-        self._gradients = GradientWatch()
+        self._gradients = tracked.GradientWatch()
         self._no_loader = Batch()  # of a script without a loader of the run
 
     @property
@@ -120,8 +116,8 @@ class ModelSetup(Worker):
         self._precision.watch(model)
         if len(self.devices) == 1:
             model.to(self.device)
-            for average, source in self._averages:
-                average.follow(source)
+            for average, source in self._averages.items():
+                average.follow(source())
         if compile:
             compile_for_resume(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -138,7 +134,7 @@ class ModelSetup(Worker):
         is_rank_0s = self._dims.pp == 1 and len(self.devices) == 1  # else there is no one order
         (self._manager.buckets.add if is_rank_0s else fix_bucket_order)(ddp)
         self._timer.has_ddp = self._dims.pp == 1
-        self._wrapped.append(ddp)
+        self._wrapped.add(ddp)
         return ddp
 
     @property
@@ -234,7 +230,7 @@ class ModelSetup(Worker):
         precision.watch(model)
         mesh = self.mesh["replica", "shard"] if self._dims.replicas > 1 else self.mesh["dp"]
         shard_fully(model, units, mesh, self.device, precision.dtype, offload, init, **options)
-        self._wrapped.append(model)
+        self._wrapped.add(model)
         return model
 
     def pipeline(
@@ -280,7 +276,7 @@ class ModelSetup(Worker):
         moving average of the model's. Name it in `track`, and call its ``update_parameters(model)``
         after each optimizer step. Raise UsageError as `averaged`."""
         average = averaged(unwrap(model), decay)
-        self._averages.append((average, model))
+        self._averages[average] = ref(model)
         return average
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
@@ -326,9 +322,9 @@ class ModelSetup(Worker):
 
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
         """Raise as `check_models` and `check_copies` do; warn as `warn_of_stateless` does."""
-        check_models(objects, self._wrapped, self._dims.pp > 1)
-        warn_of_stateless(objects, self._say)
-        check_copies(objects.values(), self._wrapped, self._dims)
+        tracked.check_models(objects, self._wrapped, self._dims.pp > 1)
+        tracked.warn_of_stateless(objects, self._say)
+        tracked.check_copies(objects.values(), self._wrapped, self._dims)
 
     def _begin_loop(self, is_over: bool) -> None:
         """Set random generators, note models' flags, undo what lines that run a second time have

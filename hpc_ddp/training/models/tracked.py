@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.amp import GradScaler
@@ -23,6 +24,28 @@ from hpc_ddp.training.models.trained import parameters_of
 LEVELS = 10  # of attributes, lists and dicts, at which a tracked object may have its parts
 MOST_PARTS = 10_000  # of a level: a replay buffer may be a list
 OF_WEIGHTS = ("state", "param_groups")  # of an optimizer, an entry for each weight
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+class LivingModels(Generic[M]):
+    """Models in the order in which they were added, without those that the script has let go: a
+    trial of a batch size, say, is to give its memory back."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[M]] = []
+
+    def __iter__(self) -> Iterator[M]:
+        models = [reference() for reference in self._references]
+        return iter([model for model in models if model is not None])
+
+    def add(self, model: M) -> None:
+        """Add a model; a second call does nothing."""
+        if not any(added is model for added in self):
+            self._references = [*map(weakref.ref, self), weakref.ref(model)]
+
+    def clear(self) -> None:
+        """Forget the models."""
+        self._references.clear()
 
 
 def check_models(

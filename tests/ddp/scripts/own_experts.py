@@ -16,16 +16,19 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.expert = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.expert.register_buffer("uses", torch.zeros(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.expert(self.gate(x))
+        if self.training:
+            self.expert.get_buffer("uses").add_(output.detach().float().mean(0))
         return output
 
 
 precision: Any = sys.argv[1]
 run = start(seed=1, save_every_steps=2, precision=precision)
 net = Mixture()
-ignored = ["expert.weight", "expert.bias"]
+ignored = ["expert.weight", "expert.bias", "expert.uses"]
 ddp: Any = DistributedDataParallel
 ddp._set_params_and_buffers_to_ignore_for_model(net, ignored)
 with torch.no_grad():
@@ -52,5 +55,7 @@ for _ in run.epochs(1):
         run.step()
 last: Any = norms[-1]
 print("GATE", net.gate.weight.sum().item(), last.item(), len(calls))
+with run.evaluating(model):
+    print("USES", net.expert.get_buffer("uses").sum().item())
 print("EXPERT", net.expert.weight.sum().item())
 run.finish()

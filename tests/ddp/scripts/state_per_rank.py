@@ -40,7 +40,8 @@ second = nn.Linear(4, 4)
 model = nn.Sequential(nn.Linear(4, 4), second)
 if args.way == "ignored":
     ddp: Any = DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.uses"])
+    second.register_buffer("uses", torch.full((), float(run.rank)))
     nn.init.constant_(second.weight, float(run.rank))
 wrapped = model.to(run.device) if args.way == "local" else run.wrap(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -54,10 +55,12 @@ for _ in run.epochs(1):
         wrapped(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        for uses in second.buffers():
+            uses += run.rank + 1
         run.step()
         if run.position.step == args.steps // 2:
             run._manager.save()
     break  # before the epoch counts as done
-weights = [round(each.sum().item(), 4) for each in model.parameters()]
+weights = [round(each.sum().item(), 4) for each in model.state_dict().values()]
 print(f"RANK {run.rank}: place {loader.place} buffer {len(loader.buffer)} weights {weights}")
 run._end(Stopped(run.position.step, StopReason.NOTICE))  # it can go on

@@ -176,7 +176,7 @@ def test_scaled_gradients_need_run_update() -> None:
 def test_non_finite_weights_and_a_sinking_scale_are_detected() -> None:
     for watching in (True, False):
         precision = Precision("fp32", CPU, stop_on_nan=watching)
-        _, optimizer, _ = make_step(precision, factor=float("nan"))
+        _model, optimizer, _ = make_step(precision, factor=float("nan"))
         precision.look()
         optimizer.step()
         assert not precision.non_finite_fault()
@@ -220,6 +220,24 @@ def test_a_gans_discriminator_is_checked_while_it_is_frozen() -> None:
     model.weight.data[0, 0] = torch.nan
     watch.look()
     assert watch.non_finite_fault()
+
+
+def test_a_model_that_the_script_has_let_go_is_not_checked() -> None:
+    """A trial of learning rates may end in NaN; such a model may be part of a cycle."""
+    watch = Precision("fp32", CPU, stop_on_nan=True)
+    trial, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    vars(trial)["itself"] = trial
+    watch.watch(trial)
+    watch.watch(model)
+    trial.weight.data.fill_(torch.nan)
+    watch.look()
+    assert watch.non_finite_fault() == NON_FINITE_WEIGHTS
+    del trial
+    watch.look()
+    assert not watch.non_finite_fault()
+    model.weight.data.fill_(torch.nan)
+    watch.look()
+    assert watch.non_finite_fault() == NON_FINITE_WEIGHTS
 
 
 def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
