@@ -107,7 +107,8 @@ class DrilledRun(Run):
             self._manager.settle()
             self._hold("kill")
         self._add_decision(self._consensus.decide_now())
-        self._act_in_step()
+        if self._acts_in_step:
+            self._act()
 
     def finish(self, **results: float | torch.Tensor) -> None:
         """Record the end, then finish; see `Run.finish`."""

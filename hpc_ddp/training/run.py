@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData
 from hpc_ddp.training.data.rerun_lines import Resume
+from hpc_ddp.training.models.ddp import check_steps_are_even
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.models.tracked import GradientWatch, add_hook_tables, warn_of_untracked
@@ -76,7 +76,7 @@ class Run(ModelSetup):
         UsageError
             a second loader, or one after `track`; too few samples for a step; or a refused option
         """
-        self._calls.check_loader(self._loader is not None, self._manager.tracked)
+        self._calls.check_loader(self._loader is not None, self._has_tracked)
         place = self._dims.dp_rank, self._dims.dp, drop_last, options.pop("even", False)
         self._loader = Loader(
             dataset,
@@ -149,7 +149,7 @@ class Run(ModelSetup):
         last step comes after it. Raises as `step`; UsageError also before `track`, or if `total` is
         no int; OSError where `tensorboard` can't be written.
         """
-        with self._calls.in_loop("epochs", total, self._manager.tracked, self.position) as is_over:
+        with self._calls.in_loop("epochs", total, self._has_tracked, self.position) as is_over:
             if not is_over and self._loader is not None and self._loader.is_epoch_done:
                 self.position.begin_epoch()
             self._begin_loop(is_over)
@@ -177,14 +177,14 @@ class Run(ModelSetup):
         random need nothing else. A run's loader begins its next epoch by itself. Raises as
         `epochs`, and UsageError for a body without a `step`.
         """
-        with self._calls.in_loop("steps", total, self._manager.tracked, self.position) as is_over:
+        with self._calls.in_loop("steps", total, self._has_tracked, self.position) as is_over:
             self._begin_loop(is_over)
             while not is_over and self.position.step < total:
-                first = self.position.step
                 if self._loader is None:
                     self._no_loader.is_trained = False
-                yield first
-                self._calls.check_body(self.position.step > first or not self.ends_step)
+                self._calls.body_begins_at = self.position.step
+                yield self.position.step
+                self._calls.check_body(self.position.step, self.ends_step)
                 self._act()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -268,6 +268,7 @@ class Run(ModelSetup):
         if self._is_unchecked:  # the first step of a loop that this attempt has begun
             self._is_unchecked = False
             warn_of_untracked(self._manager.objects.values(), self._say)
+        check_steps_are_even(self._wrapped)
         self._gradients.end_step()
         self._timer.end_step()
         self._precision.end_step()
@@ -281,7 +282,8 @@ class Run(ModelSetup):
         self._watch_weights(self._consensus.exchanges)
         self._add_decision(decision)
         self._timer.start_step()
-        self._act_in_step()
+        if self._acts_in_step:
+            self._act()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Return whether `value` is the best so far. If so, this step is saved, and its checkpoint
@@ -289,9 +291,10 @@ class Run(ModelSetup):
 
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
         break`` is an early stop. All ranks call it, once after an evaluation: at the end of an
-        epoch, or within it (without the run's loader before `step`). Raise UsageError for a value
-        that is no number, RuntimeError if a peer is gone.
+        epoch, or within it (without the run's loader before `step`). Raise UsageError if `value` is
+        no number, or at the top of an epoch or of a body of `steps`; RuntimeError without a peer.
         """
+        self._calls.check_best(self.position, self._gradients.has_updated)
         is_best = self._manager.judge(number("run.best", "value", value), higher)
         self._add_decision(Decision(save=is_best))
         return is_best
@@ -304,8 +307,9 @@ class Run(ModelSetup):
     def finish(self, **results: float | torch.Tensor) -> None:
         """Save the last state, journal that the run is done, and leave the process group.
 
-        A second call does nothing, nor does one on the way out of an exception (``finally``). All
-        ranks call it.
+        It has what lines behind the loop have changed, unless the loop's last checkpoint is the
+        best one, or `load_best` saved it. A second call does nothing, nor does one on the way out
+        of an exception (``finally``). All ranks call it.
 
         Parameters
         ----------
@@ -332,12 +336,7 @@ class Run(ModelSetup):
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish, unless an exception ends the block; the exception goes on."""
         if kind is None:
             self.finish()
@@ -378,10 +377,6 @@ class Run(ModelSetup):
     def _acts_in_step(self) -> bool:
         """Whether `step` itself saves and stops: nothing shows when the code behind it has run."""
         return self._loader is None and self._calls.loop == "epochs"
-
-    def _act_in_step(self) -> None:
-        if self._acts_in_step:
-            self._act()
 
     def _add_decision(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)

@@ -146,7 +146,7 @@ class Worker(Member):
         is_stop = isinstance(event, Stopped)
         self._precision.look()
         self._refuse_non_finite()
-        self._manager.save_surely()
+        self._manager.save_surely(anew=not is_stop)
         if not is_stop:  # a stop has no time for it, and the next start does it
             self._checkpoints.tidy()
         self._watchdog.end()
@@ -180,10 +180,15 @@ class Worker(Member):
         return numbers
 
     @property
+    def _has_tracked(self) -> bool:
+        """Whether `track` was called."""
+        return bool(self._manager.objects)
+
+    @property
     def resumed(self) -> bool:
         """Whether `track` has taken up a checkpoint: False in the first start of a run. Raises
         UsageError before `track`."""
-        if not self._manager.tracked:
+        if not self._has_tracked:
             raise UsageError(
                 "run.resumed was read before run.track, which takes up the checkpoint",
                 hint="weights that are loaded before run.track need no question: a checkpoint"

@@ -53,7 +53,7 @@ class CheckpointManager:
 
     `devices` are this rank's, `seed` the run's. With `only_finite` a save with NaN or infinity in
     trained weights ends the run with an error. All ranks must call its public methods at the same
-    step, apart from `tracked`, `note_flags` and `put_back`. `track`, `judge` and `load_best` raise
+    step, apart from `note_flags` and `put_back`. `track`, `judge` and `load_best` raise
     RuntimeError if a peer is gone.
     """
 
@@ -68,8 +68,7 @@ class CheckpointManager:
     ) -> None:
         self._checkpoints, self._position = checkpoints, position
         self._devices, self._seed = devices, seed
-        self._dims = dims
-        self._only_finite = only_finite
+        self._dims, self._only_finite = dims, only_finite
         self.trained = TrainedParameters()
         self.best = Best()
         self.resumed = False  # by `track`
@@ -84,7 +83,7 @@ class CheckpointManager:
         self._loaded: Loaded | None = None
         self._has_noted = False  # the flags of models
         self._written: tuple[Position, Best] | None = None  # `_identity` of the newest save
-        self._names_best = False  # the last save is to be the best checkpoint
+        self._names_best = self._has_loaded_best = False  # the next save does; `load_best` has
 
     def track(
         self,
@@ -134,9 +133,7 @@ class CheckpointManager:
                 )
         tree = self._tree_of(checkpoint)
         anew = {*(self._per_rank if checkpoint.is_resized else ()), *added}
-        objects = {
-            name: tracked for name, tracked in objects.items() if name in tree or name not in anew
-        }
+        objects = {n: tracked for n, tracked in objects.items() if n in tree or n not in anew}
         # Before the objects: an optimizer in the backward may do a step.
         self.buckets.load(checkpoint.index.shared.get("buckets", ()))
         notes = put_back.find_ignored_settings(objects, tree, self.trained)
@@ -183,8 +180,8 @@ class CheckpointManager:
         if not index.objects:
             return tree
         if not checkpoint.is_resized:
-            tree = merge_trees(tree, checkpoint.values_of(self._dims.rank).get("objects", {}))
-            return tree
+            own_values = checkpoint.values_of(self._dims.rank)
+            return dict(merge_trees(tree, own_values.get("objects", {})))
         text = (
             f"each of the {index.world_size} ranks that wrote the checkpoint of step"
             f" {checkpoint.step} had its own {', '.join(index.objects)},"
@@ -337,7 +334,8 @@ class CheckpointManager:
                 hint="run.best(accuracy) at the end of each epoch",
             )
         if saves:
-            self.save_surely()
+            self.save_surely(anew=True)
+            self._has_loaded_best = True
         else:
             self.settle()
         if self.best.step is None:
@@ -377,17 +375,19 @@ class CheckpointManager:
                 self.best.step, self._names_best = None, False
         return done
 
-    def save_surely(self) -> None:
+    def save_surely(self, anew: bool = False) -> None:
         """Save and wait until the save is durable. After a failure try again, `RETRY_S` seconds
-        later, until a save succeeds. Raises as `save`."""
+        later, until a save succeeds. Raises as `save`.
+
+        With `anew` a save of this position is not enough: lines behind the loop may have changed
+        the state. It is after `load_best`, and where it is the best one, to stay as judged."""
+        if anew and not self._has_loaded_best and self.best.step != self._position.step:
+            self.settle()
+            self._written = None
         self.save(is_last=True)
         while not self.settle():
             time.sleep(RETRY_S)
             self.save(is_last=True)
-
-    @property
-    def tracked(self) -> bool:
-        return bool(self.objects)
 
     def _identity(self) -> tuple[Position, Best]:
         """Return copies of the position and the best value. Two saves are the same if both are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -273,6 +273,19 @@ class BucketOrders:
 def _packs_anew(ddp: DistributedDataParallel) -> bool:
     """Return whether DDP packs gradients anew in the order of their arrival, which counts."""
     return not (ddp.static_graph or ddp.find_unused_parameters)
+
+
+def check_steps_are_even(models: Iterable[Any]) -> None:
+    """Raise UsageError for a model that is, or has been, in a ``join`` of DDP's, in which ranks may
+    have other numbers of steps: saves and stops are agreed on by the number of the step."""
+    for model in models:
+        config = getattr(model, "_join_config", None)
+        if config is not None and config.enable:
+            raise UsageError(
+                "run.step was called with a model in model.join(), in which ranks may have other"
+                " numbers of steps; accepted: as many on all ranks",
+                hint="run.loader(…) gives each rank as many batches",
+            )
 
 
 def set_averaging(model: Any, on: bool) -> None:

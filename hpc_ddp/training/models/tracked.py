@@ -193,11 +193,12 @@ class GradientWatch:
     def end_step(self) -> None:
         """Note whether the step had an update, and call `warn` if gradients are kept over it.
         Called behind each step."""
+        has_updated, self.has_updated = self.has_updated, False
         if not self._steps_left:
             return
         self._steps_left -= 1
-        is_without = self._had_update and not self.has_updated
-        self._had_update, self.has_updated = self._had_update or self.has_updated, False
+        is_without = self._had_update and not has_updated
+        self._had_update = self._had_update or has_updated
         weights = (weight for one in self._optimizers for weight in parameters_of(one))
         if is_without and any(weight.grad is not None for weight in weights):
             self._steps_left = 0

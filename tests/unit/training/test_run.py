@@ -38,9 +38,9 @@ def test_the_weights_are_read_an_exchange_after_a_look() -> None:
 
 def test_whether_a_run_is_resumed_is_known_behind_track() -> None:
     for resumed in (False, True):
-        run: Any = SimpleNamespace(_manager=SimpleNamespace(tracked=True, resumed=resumed))
+        run: Any = SimpleNamespace(_manager=SimpleNamespace(resumed=resumed), _has_tracked=True)
         assert Run.resumed.__get__(run) == resumed
-    run._manager.tracked = False
+    run._has_tracked = False
     with pytest.raises(UsageError, match=r"run\.resumed was read before run\.track"):
         Run.resumed.__get__(run)
 

@@ -35,9 +35,7 @@ from unit.training.fakes import Holds
 def test_a_resumed_run_has_its_objects_and_its_position(run: RunFolder, make: Make) -> None:
     position, count = Position(step=4, epoch=2, samples=7), Holds(0)
     manager = make_manager(make(), position)
-    assert not manager.tracked
     manager.track({"count": count}, {"shuffle": True})
-    assert manager.tracked
     count.value = 9
     assert manager.judge(0.5, higher=True)
     manager.save_surely()
@@ -55,6 +53,23 @@ def test_a_resumed_run_has_its_objects_and_its_position(run: RunFolder, make: Ma
     assert len(events_named(run, "checkpoint")) == 1  # it is the one that was restored
     with pytest.raises(HpcDdpError, match="called twice"):
         again.track({"count": fresh}, {})
+
+
+def test_what_changes_behind_the_loop_is_saved_too(run: RunFolder, make: Make) -> None:
+    """At a position that has a checkpoint; but the best one stays as it was judged."""
+    count, checkpoints_made = Holds(1), make()
+    manager = make_manager(checkpoints_made, Position(step=4))
+    manager.track({"count": count}, {})
+    values = []
+    for value, is_judged in ((1, False), (2, False), (3, True), (4, False)):
+        count.value = value
+        if is_judged:
+            manager.judge(0.5, higher=True)
+        manager.save_surely(anew=True)
+        fresh = Holds(0)
+        make_manager(make(), Position()).track({"count": fresh}, {})
+        values.append(fresh.value)
+    assert values == [1, 2, 3, 3]
 
 
 def test_a_checkpoint_from_before_the_order_of_buckets_was_kept_is_taken_up(

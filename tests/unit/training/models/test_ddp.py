@@ -16,7 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import CPU
-from hpc_ddp.training.models.ddp import BucketOrders, set_averaging, with_sync_batchnorm
+from hpc_ddp.training.models.ddp import (
+    BucketOrders,
+    check_steps_are_even,
+    set_averaging,
+    with_sync_batchnorm,
+)
 
 
 class NormAct(nn.BatchNorm2d):
@@ -163,6 +168,16 @@ def test_a_parameter_that_ddp_ignores_is_not_waited_for() -> None:
     orders.add(ddp)
     ddp(torch.ones(2, 4)).sum().backward()
     assert orders.values() == [ARRIVING]
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_with_other_numbers_of_steps_are_refused() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    check_steps_are_even([ddp, nn.Linear(2, 2)])
+    with ddp.join(enable=False):
+        check_steps_are_even([ddp])
+    with ddp.join(), pytest.raises(UsageError, match=r"in model\.join\(\)"):
+        check_steps_are_even([ddp])
 
 
 @pytest.mark.usefixtures("alone")
