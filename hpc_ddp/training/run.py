@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import EARLY_EXIT, UsageError
 from hpc_ddp.core.journal.events import Finished
+from hpc_ddp.training.checkpoint.rank_comparison import check_facts
 from hpc_ddp.training.data.call_order import check_tracked
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
@@ -118,14 +119,15 @@ class Run(ModelSetup):
         HpcDdpError
             the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
-            called twice; another seed or training set than the checkpoint's; a wrong object or
-            name; ranks' objects differ; an optimizer's model is not tracked, or is in no wrapper
+            called twice; another seed or training set than rank 0's or the checkpoint's; a wrong
+            object or name; ranks' objects differ; an optimizer's model is not tracked or wrapped
         """
         check_tracked(objects, per_rank, added)
         outlive_notices(objects.values())  # now the loaders' libraries are imported
         self._check_tracked(objects)
         self._precision.watch_trained(self._manager.trained)
         data = {} if self._loader is None else self._loader.facts
+        check_facts(self._control, {"seed": self.seed, **data})
         self._manager.track({**objects, "_precision": self._precision}, data, per_rank, added)
         if self._manager.resumed:
             loops = self.position.loops

@@ -63,6 +63,13 @@ def test_replicas_in_ddp_end_in_a_sentence(crew: Any) -> None:
     assert "run.wrap (DDP) was called with replicas=2; accepted: fully_shard" in launch.output()
 
 
+def test_ranks_with_other_seeds_end_in_a_sentence(crew: Any) -> None:
+    launch = crew.launch(2, "seeds", script="misuse.py")
+    assert launch.wait() == [2, 2], launch.output()
+    assert "seed is 2 on rank 1, and 1 on rank 0; accepted: one value on all" in launch.output()
+    assert "Traceback" not in launch.output()
+
+
 def test_stages_that_track_other_objects_end_in_a_sentence(crew: Any) -> None:
     launch = crew.launch(2, "stages", script="misuse.py")
     assert launch.wait() == [2, 2], launch.output()

@@ -369,18 +369,18 @@ class CheckpointManager:
         done = False
         try:
             done = self._checkpoints.settle()
+            return done
         finally:
             self._written = self._written if done else None
             if self._names_best and not done:  # it is not there: the next one is the best
                 self.best.step, self._names_best = None, False
-        return done
 
     def save_surely(self, anew: bool = False) -> None:
         """Save and wait until the save is durable. After a failure try again, `RETRY_S` seconds
         later, until a save succeeds. Raises as `save`.
 
-        With `anew` a save of this position is not enough: lines behind the loop may have changed
-        the state. It is after `load_best`, and where it is the best one, to stay as judged."""
+        With `anew` a save of this position is not enough, since lines behind the loop may change
+        the state, but after `load_best`, and where it is the best one."""
         if anew and not self._has_loaded_best and self.best.step != self._position.step:
             self.settle()
             self._written = None

@@ -172,6 +172,27 @@ def with_checksums(
     )
 
 
+def check_facts(control: Control, facts: Mapping[str, Any]) -> None:
+    """Raise UsageError, on all ranks, where a rank has another value than rank 0 among `facts`, the
+    values by name that decide the order of the data: ranks would take samples of different
+    permutations, or other numbers of steps.
+
+    It is a collective. Raise RuntimeError if a peer is gone.
+    """
+    faults = (
+        f"{name} is {of_rank[name]} on rank {rank}, and {fact} on rank 0"
+        for rank, of_rank in enumerate(control.to_first(facts))
+        for name, fact in facts.items()
+        if of_rank.get(name, fact) != fact
+    )
+    if fault := control.from_first(next(faults, "")):
+        raise UsageError(
+            f"{fault}; accepted: one value on all ranks",
+            hint="start(seed=1) on each: ranks have random numbers of their own behind run.track;"
+            " and a training set with all samples: run.loader shares them out",
+        )
+
+
 def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
     """Compare the inventories of all ranks. Return, on all ranks, an error if they share different
     objects, or if their tensors would not make a whole; else None. Rank 0 warns, once, of other

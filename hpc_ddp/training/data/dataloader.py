@@ -71,7 +71,7 @@ def batches_of(
             batch_size=None,  # the source makes the batches
             collate_fn=_as_batch,
             num_workers=num_workers,
-            worker_init_fn=worker_init_fn,
+            worker_init_fn=partial(_init_worker, worker_init_fn) if worker_init_fn else None,
             in_order=True,
             generator=torch.Generator(),  # else an iterator draws from the global one
             **{"pin_memory": is_accelerator(device), **options},
@@ -80,6 +80,14 @@ def batches_of(
         raise UsageError(
             f"torch's DataLoader refuses the options: {error}", hint="see torch.utils.data"
         ) from None
+
+
+def _init_worker(init: Callable[[int], None], number: int) -> None:
+    """Call the script's `init` of loader worker `number`. torch's ``get_worker_info().dataset`` is
+    the script's data set from here on: `init` opens its files there, or gives it a generator."""
+    worker: Any = get_worker_info()
+    object.__setattr__(worker, "dataset", worker.dataset.dataset)  # torch's own way refuses it
+    init(number)
 
 
 def _may_fork() -> bool:
@@ -127,7 +135,7 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
     def __init__(
         self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]
     ) -> None:
-        self._dataset, self._seed, self._collate = dataset, seed, collate
+        self.dataset, self._seed, self._collate = dataset, seed, collate
         self.seeds = SampleSeeds(dataset)
         self._is_of_tensors = type(dataset) is TensorDataset and collate is default_collate
 
@@ -136,7 +144,7 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
         through."""
         epoch, indices, micro_batch = key
         if self._is_of_tensors:  # nothing is drawn, so all come at once
-            tensors = self._dataset.tensors  # type: ignore[attr-defined]  # others by now, perhaps
+            tensors = self.dataset.tensors  # type: ignore[attr-defined]  # others by now, perhaps
             return micro_batch, [rows_of(tensor, indices) for tensor in tensors]
         guard = rng.untouched() if get_worker_info() is None else nullcontext()
         with guard:
@@ -154,7 +162,7 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
     def _sample(self, epoch: int, index: int) -> Any:
         """Seed the generators for this sample, and return it."""
         self.seeds.seed(order.derive(self._seed, epoch, index))
-        return self._dataset[index]
+        return self.dataset[index]
 
 
 class _Batch:

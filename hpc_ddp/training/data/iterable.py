@@ -39,7 +39,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         position: Position,
         collate: Callable[[list[Any]], Any],
     ) -> None:
-        self._dataset, self._plan, self._seed = dataset, plan, seed
+        self.dataset, self._plan, self._seed = dataset, plan, seed
         self._position, self._collate = position, collate
         self.seeds = SampleSeeds(dataset)
 
@@ -81,7 +81,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         ``set_epoch``. In a stream without ``skip`` the samples before the position are read and
         dropped."""
         epoch, start = self._position.epoch, self._position.samples
-        stream: Any = self._dataset
+        stream: Any = self.dataset
         skips = start > 0 and hasattr(stream, "skip")
         with rng.untouched():
             self.seeds.seed(order.derive(self._seed, epoch))

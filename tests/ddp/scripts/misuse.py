@@ -29,6 +29,8 @@ if case == "child":  # Python 3.14 starts processes so, if nothing else is set
     process.start()
     process.join()
     sys.exit(process.exitcode)
+if case == "seeds":  # as of scripts that draw other numbers on each rank
+    start(seed=1 + int(os.environ["RANK"])).track(model=nn.Linear(4, 4))
 HALF = {"half shard": "fp16"}
 if case == "options":
     start(keep_last=2.5)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import dataloader, order
@@ -184,10 +184,38 @@ def test_batches_made_in_a_worker_are_the_same(monkeypatch: pytest.MonkeyPatch) 
     assert all(map(torch.equal, make_loader(), expected))
 
 
+class Offset(Dataset[int]):
+    """Its samples are what the function that begins a loader worker has set."""
+
+    offset = -1
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return self.offset
+
+
+class OffsetStream(IterableDataset[int]):
+    offset = -1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.offset] * 12)
+
+
+def open_in_worker(number: int) -> None:
+    """As torch's documentation has it for files, which each worker opens for itself."""
+    info: Any = get_worker_info()
+    assert info.id == number
+    info.dataset.offset = 100 + number
+
+
 def test_loader_workers_keep_the_order_and_begin_as_the_script_says() -> None:
-    batches = make_loader(num_workers=2, worker_init_fn=print)._batches
-    assert batches.in_order
-    assert batches.worker_init_fn is print
+    assert make_loader(num_workers=2)._batches.in_order
+    for dataset in (Offset(), OffsetStream()):
+        batches = make_loader(dataset, num_workers=2, worker_init_fn=open_in_worker)
+        assert [set(batch.tolist()) for batch in batches] == [{100}, {101}, {100}]
+    assert make_loader(Offset(), worker_init_fn=open_in_worker)._batches.num_workers == 0
 
 
 def test_a_sample_is_the_same_in_any_batch_and_leaves_no_trace() -> None:
