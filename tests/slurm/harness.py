@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,12 @@ class Job:
         self.until(lambda: text in self.output(), f"{text!r} in the output")
 
     def notice(self) -> None:
-        """Wait until a supervisor has had a notice."""
+        """Wait until a supervisor has had a notice, and its second is over: a scancel within the
+        second of a preemption can't be told from the preemption's own end, in Slurm's whole
+        seconds."""
         self.until(lambda: self.events("notice"), "a notice")
+        began = int(self.events("notice")[0]["time"])
+        self.until(lambda: time.time() >= began + 1, "the next second")
 
     def nodes(self) -> str:
         return self.show()["NodeList"]
