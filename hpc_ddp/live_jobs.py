@@ -6,7 +6,6 @@ can't be asked for from here may be live: nothing is started or deleted in spite
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import shutil
@@ -216,6 +215,8 @@ def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool
                 return Work(f"another shell of job {job.id}", Life.LIVE, job)
             continue
         life = queue.life(job, run)
+        if life is not Life.OVER and _has_left_allocation(run, events, job):
+            continue
         # The last task of an array has the array's id, which is live with any of its tasks.
         is_over = job.is_among(ended) and (run.is_task or life is Life.UNKNOWN)
         if life is not Life.OVER and not is_over:
@@ -229,6 +230,15 @@ def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool
     if guesses and not jobs and "(null)" in {job.script for job in live}:
         return Work("perhaps a job whose script came through a pipe", Life.UNKNOWN)
     return process_of(events)
+
+
+def _has_left_allocation(run: RunFolder, events: Sequence[JournalEvent], job: JobRef) -> bool:
+    """Return whether the run's newest attempt was in the allocation (``salloc``) `job`, and has its
+    verdict: the allocation may be open for other work."""
+    info = attempts[-1].info if (attempts := run.attempts()) else {}
+    holder = JobRef.of(info.get("job_id"), info.get("cluster"))
+    is_there = "shell" in info and holder is not None and holder.is_same(job)
+    return is_there and _has_verdict(events, info)
 
 
 def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
@@ -280,38 +290,6 @@ def process_of(events: Sequence[JournalEvent]) -> Work | None:
 # --- before a start ------------------------------------------------------------------------
 
 
-_claims: dict[Path, int] = {}  # descriptors of the files that this process has locked, by run
-
-
-def claim_start(run: RunFolder) -> None:
-    """Lock the file ``.start`` in a run's folder, so that no other process starts the run, until
-    `release_start` or this process's end. A claim that this process has already is made anew.
-
-    Raise UsageError where another process has the claim, and OSError where the file can't be made.
-    On a file system that shares no locks between machines only processes of this machine are kept
-    away; on one without locks, none.
-    """
-    release_start(run)
-    claim = os.open(run.path / ".start", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(claim)
-        raise UsageError(
-            f"run {run.path} is being started by another process just now",
-            hint=f"hpc-ddp status {run.quoted}",
-        ) from None
-    except OSError:  # no locks here: what the journal says has to do
-        pass
-    _claims[run.path] = claim
-
-
-def release_start(run: RunFolder) -> None:
-    """Let other processes start a run again; do nothing where this process has no claim on it."""
-    if run.path in _claims:
-        os.close(_claims.pop(run.path))
-
-
 def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     """Refuse to start a run that is queued or under way: two jobs would write over each other.
 
@@ -353,8 +331,8 @@ def _has_verdict(events: Sequence[JournalEvent], info: Mapping[str, Any]) -> boo
     moved since."""
     start = info.get("job_id"), info.get("restarts")
     starts = [e for e in events if isinstance(e, Started) and (e.job_id, e.restarts) == start]
-    numbers = {event.attempt for event in starts}
-    return any(isinstance(event, VerdictGiven) and event.attempt in numbers for event in events)
+    newest = max((event.attempt for event in starts), default=None)
+    return any(isinstance(event, VerdictGiven) and event.attempt == newest for event in events)
 
 
 def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
@@ -378,6 +356,8 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
         return process.is_live({**info})
     if holder.is_same(own_job):  # an earlier start of it, or another shell in an allocation
         return process.is_live(info.get("shell", {}))
+    if "shell" in info and _has_verdict(run.events(), info):
+        return False  # its allocation may be open yet
     is_here = holder.is_of(own_job.cluster)
     if holder.is_among(ended_jobs(run, run.events())) and not is_here:
         return False

@@ -25,7 +25,7 @@ from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.file_io import patiently, read_seconds
+from hpc_ddp.core.file_io import patiently, read_seconds, read_word
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
@@ -59,16 +59,17 @@ def queue_next(environ: dict[str, str]) -> None:
     """Queue a chain's next job before this job's set-up lines, unless this job is not to start; if
     `begin` then finds a further reason for that, it cancels the next job.
 
-    Nothing is queued for a finished run, or in a job that Slurm has restarted, which has queued its
-    next one at its first start. This job may get recorded as a link (`chain.record_late_link`), and
-    the mark ``cancelled`` deleted (`chain.check_wanted`). A refusal of sbatch is printed.
+    Nothing is queued for a finished run, in an allocation (``salloc``), or in a job that Slurm has
+    restarted, which has queued its next one at its first start. This job may get recorded as a link
+    (`chain.record_late_link`), and the mark ``cancelled`` deleted (`chain.check_wanted`). A refusal
+    of sbatch is printed.
 
     Raise HpcDdpError as `chain.check_wanted` and `check_budget`, or for a broken job.json; OSError
     if the run's folder can't be read or written.
     """
     run, own_job = run_of_job(environ), _own_job(environ)
     restarts = requeue.restarts_of(environ)
-    if not run.finished() and not restarts:
+    if not run.finished() and not restarts and INTERACTIVE not in environ:
         array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
         chain.record_late_link(run, own_job, environ)
         is_link = chain.is_link(run, own_job)
@@ -126,7 +127,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     run.journal("batch", attempt.number).write(Started(**info))
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(own_job, run)
-    if spec.continue_by == "resubmit":
+    if spec.continue_by == "resubmit" and INTERACTIVE not in environ:
         chain.queue_next_link(run, attempt, environ)
     end_time = _end_of(ask(job_id))
     end = math.inf if end_time is None else end_time
@@ -229,6 +230,8 @@ def watch(environ: dict[str, str]) -> None:
     end_time = _end_time(environ)
     while _await_warning(environ, end_time):
         job = ask(environ["SLURM_JOB_ID"], is_quiet=True)  # `begin` has said it, where it can't
+        if read_word(attempt_of(environ).notice) == NoticeSource.INTERRUPTED:
+            return  # in an allocation, whose own end comes later
         if job and job.preempted:
             return  # the time that is left is that of the grace time, which the supervisors know of
         if (answer := _end_of(job)) is not None:

@@ -29,9 +29,9 @@ from hpc_ddp.core.job.variables import fill
 from hpc_ddp.core.journal.events import Queued, Submitted
 from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_index import link_job
-from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission.plan import Plan, PreparedRun
 from hpc_ddp.submission.run_files.earlier import remove_note
+from hpc_ddp.submission.run_files.start_claim import release_start
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import (
     job_env,

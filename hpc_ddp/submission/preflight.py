@@ -118,7 +118,7 @@ def table_of(prepared: PreparedRun) -> str:
 def _values(settings: Settings) -> dict[str, Any]:
     """Return the settings by key, without those that describe one job alone, as its arguments.
     ``gpus-per-node`` is the number of this allocation, else of the settings, else None."""
-    of_jobs = ("array", "args", "continue-by", "nodes", "template")
+    of_jobs = ("array", "args", "continue-by", "nodes", "stage", "template")
     values = {key: value for key, value in settings.values.items() if key not in of_jobs}
     gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")
     return {**values, "gpus-per-node": gpus}

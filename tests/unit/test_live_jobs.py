@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,7 @@ from hpc_ddp.live_jobs import (
     Life,
     Queue,
     check_idle,
-    claim_start,
     is_attempt_live,
-    release_start,
 )
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
@@ -195,21 +191,6 @@ def test_an_attempt_with_a_verdict_is_over_wherever_the_controller_is(
     assert not is_attempt_live(run, JobRef("8", "c@ctl2:6817"), info)
 
 
-def test_a_run_is_started_by_one_process_at_a_time(run: RunFolder) -> None:
-    code = (
-        "import sys; from pathlib import Path; from hpc_ddp.core.run_folder import RunFolder;"
-        "from hpc_ddp.live_jobs import claim_start; claim_start(RunFolder(Path(sys.argv[1])))"
-    )
-    argv = [sys.executable, "-c", code, str(run.path)]
-    claim_start(run)
-    other = subprocess.run(argv, capture_output=True, text=True)
-    assert "is being started by another process just now" in other.stderr
-    release_start(run)
-    assert subprocess.run(argv).returncode == 0
-    claim_start(run)  # that process has ended
-    release_start(run)
-
-
 def test_a_task_that_waits_with_its_array_is_at_work(slurm_commands: Slurm, run: RunFolder) -> None:
     """Not one whose array has other tasks in the queue alone."""
     run.journal("submit").write(raw("queued", job_id="18", cluster="here"))
@@ -236,3 +217,22 @@ def test_another_shell_of_the_allocation_is_work(
     info["shell"] = {"pid": 2**22 + 1, "began": "1", "host": socket.gethostname()}
     run.claim_attempt(info, lambda _: False)
     check_idle(run)
+
+
+def test_an_allocation_that_a_run_has_left_is_not_its_work(
+    slurm_commands: Slurm, run: RunFolder
+) -> None:
+    """It may be open for other work, and the run's batch job begins beside it."""
+    slurm_commands.answer("squeue", squeue_rows("7|7|RUNNING|None|n1|9:00|/|(null)\n"))
+    slurm_commands.answer("scontrol", "ClusterName = here\n")
+    shell = {"pid": 2**22 + 1, "began": "1", "host": "login1"}
+    info = {"job_id": "7", "restarts": 0, "cluster": "here", "shell": shell}
+    for number in range(2):  # in the same allocation
+        run.claim_attempt(info, lambda _: False)
+        started = raw("started", job_id="7", cluster="here", restarts=0, shell=shell)
+        run.journal("batch", number).write(started)
+        with pytest.raises(UsageError, match="is at work: job 7, running"):
+            check_idle(run)
+        run.journal("batch", number).write(raw("verdict", cause="notice", action="none", why=""))
+        check_idle(run)
+        assert not is_attempt_live(run, JobRef("8", "here"), info)

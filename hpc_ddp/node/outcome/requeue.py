@@ -89,10 +89,11 @@ def go_on(
     A silent Slurm is waited for until `_last_moment`; its refusals are printed. Raises OSError if
     the run's folder can't be read or written.
     """
-    if facts.spec.continue_by == "resubmit":
+    is_interactive = INTERACTIVE in environ  # an allocation is no batch job: nothing to requeue
+    if facts.spec.continue_by == "resubmit" and not is_interactive:
         return _end_link(run, attempt, environ, facts, decided)
     if decided.action == Action.REQUEUE:
-        if INTERACTIVE in environ:  # an allocation is no batch job: nothing to requeue
+        if is_interactive:
             say(f"go on with: hpc-ddp submit --backend salloc --run {run.quoted}")
             return CAN_GO_ON
         return _requeue(run, attempt, environ, facts)

@@ -19,7 +19,8 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import list_names, read_json, write_whole
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.live_jobs import claim_start, describe_work, read_queue, release_start
+from hpc_ddp.live_jobs import describe_work, read_queue
+from hpc_ddp.submission.run_files.start_claim import claim_start, release_start
 
 
 def note_earlier(run: RunFolder) -> None:

@@ -21,11 +21,11 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import task_of
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission import backends, plan
 from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation, plan_rerun
 from hpc_ddp.submission.run_files import earlier, library, snapshot
+from hpc_ddp.submission.run_files.start_claim import release_start
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw

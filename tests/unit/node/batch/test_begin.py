@@ -266,6 +266,15 @@ def test_a_cancelled_or_finished_run_queues_no_link(controller: Slurm, run: RunF
     assert controller.calls("sbatch") == []
 
 
+def test_an_allocation_is_no_part_of_a_chain(controller: Slurm, run: RunFolder) -> None:
+    """A site may want chains; one that was tried in a salloc would go on by itself."""
+    write_spec(run, nodes=2, continue_by="resubmit")
+    environ = job_environ(run, HPC_DDP_INTERACTIVE="1")
+    batch.queue_next(environ)
+    assert begin(environ) is not None
+    assert controller.calls("sbatch") == []
+
+
 def test_the_second_shell_of_an_allocation_is_refused(
     controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

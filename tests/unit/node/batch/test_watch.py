@@ -104,6 +104,18 @@ def test_a_later_time_limit_is_used(
     assert clock.now == pytest.approx(8940.0)
 
 
+def test_the_end_of_an_interrupted_run_is_not_put_off(
+    clock: Clock, run: RunFolder, attempt: AttemptFolder, limits: Callable[..., list[float]]
+) -> None:
+    """The allocation's own end comes later."""
+    clock.now = 0.0
+    limits(_0=9000.0)
+    attempt.notice.write_text("interrupted")
+    attempt.end_time.write_text("60")
+    batch.watch(step_environ(run, HPC_DDP_WARN_S="5", HPC_DDP_END_TIME="300"))
+    assert attempt.end_time.read_text() == "60"
+
+
 def test_a_warning_that_came_before_the_limit_was_extended_waits(
     clock: Clock, run: RunFolder, attempt: AttemptFolder, limits: Callable[..., list[float]]
 ) -> None:

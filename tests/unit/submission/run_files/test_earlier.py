@@ -13,11 +13,11 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import read_json, write_whole
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.live_jobs import release_start
 from hpc_ddp.submission import backends
 from hpc_ddp.submission.plan import Plan, plan_new
 from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.run_files import earlier
+from hpc_ddp.submission.run_files.start_claim import release_start
 from hpc_ddp.submission.settings.config import Settings
 from unit.fakes import Slurm, squeue_rows
 from unit.training.checkpoint.fakes import checkpoint_names, make_saver, save_steps

@@ -84,7 +84,9 @@ def test_an_allocation_is_left_to_its_owner(
     slurm_commands: Slurm, end: Callable[..., int], printed: list[str], run: RunFolder
 ) -> None:
     assert end(HPC_DDP_INTERACTIVE="1") == 75
+    assert end(HPC_DDP_INTERACTIVE="1", continue_by="resubmit") == 75  # as of a site's chains
     assert slurm_commands.calls("scontrol") == []
+    assert printed.pop() == printed[0]
     assert len(printed) == 1
     assert f"'{run.path}'" in printed[0]
 
