@@ -30,6 +30,7 @@ from hpc_ddp.integrations.stop_point import (
     warn_of_ranks,
 )
 from hpc_ddp.training.data.iterable import set_epoch
+from hpc_ddp.training.devices import is_number
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.signals import SIGNALS
 
@@ -231,7 +232,7 @@ class StopCallback(Callback):
             total_steps=self._total_steps,
             samples=batch_size * trainer.world_size * trainer.accumulate_grad_batches,
             wait_for_all=batch_idx + 2 == trainer.num_training_batches,
-            loss=loss,
+            loss=loss if is_number(loss) else None,  # or images, with manual optimization
         )
 
     def on_train_batch_start(

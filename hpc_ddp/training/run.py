@@ -184,9 +184,9 @@ class Run(ModelSetup):
             while not is_over and self.position.step < total:
                 if self._loader is None:
                     self._no_loader.is_trained = False
-                self._calls.body_begins_at = self.position.step
-                yield self.position.step
-                self._calls.check_body(self.position.step, self.ends_step)
+                first = self.position.step
+                yield first
+                self._calls.check_body(self.position.step > first or not self.ends_step)
                 self._act()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -236,6 +236,7 @@ class Run(ModelSetup):
             )
         if not self.ends_step:
             return None
+        self._gradients.has_updated = True  # or fp16's scaler skips it
         return self._precision.update(optimizer, clip_norm, scheduler)
 
     def step(self, **values: Any) -> None:
@@ -294,11 +295,12 @@ class Run(ModelSetup):
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
         break`` is an early stop. All ranks call it, once after an evaluation: at the end of an
         epoch, or within it (without the run's loader before `step`). Raise UsageError if `value` is
-        no number, or at the top of an epoch or of a body of `steps`; RuntimeError without a peer.
+        no number, or by the save if the weights have changed since; RuntimeError without a peer.
         """
-        self._calls.check_best(self.position, self._gradients.has_updated)
         is_best = self._manager.judge(number("run.best", "value", value), higher)
         self._add_decision(Decision(save=is_best))
+        if is_best:
+            self._calls.judged_at = self._gradients.weights_step(self.position.step)
         return is_best
 
     @property
@@ -389,6 +391,7 @@ class Run(ModelSetup):
         if decision.reason != NONE:
             self._stop(decision.reason)
         if decision.save:
+            self._calls.check_judged(self.position.step)
             self._consensus.end_pause()
             self._manager.save()
             self._schedule.saved()

@@ -228,7 +228,7 @@ class CheckpointManager:
         self.settle()
         if self._written == self._identity():
             return
-        self._loaded, began = None, time.monotonic()
+        self._loaded, self._has_loaded_best, began = None, False, time.monotonic()
         self._names_best = self.best.step is None and self.best.value is not None
         if self._names_best:
             self.best.step = self._position.step
@@ -334,7 +334,7 @@ class CheckpointManager:
                 hint="run.best(accuracy) at the end of each epoch",
             )
         if saves:
-            self.save_surely(anew=True)
+            self.save_surely()
             self._has_loaded_best = True
         else:
             self.settle()

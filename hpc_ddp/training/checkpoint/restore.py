@@ -191,7 +191,10 @@ class Restorer:
             as `find_newest`; or it can't be opened, as one of another version of hpc-ddp
         """
         newest = self.find_newest()
-        return None if newest is None else self._open(newest)
+        if newest is None:
+            return None
+        disk.intact.add(newest)
+        return self._open(newest)
 
     def find_newest(self) -> Path | None:
         """Return the folder of the newest checkpoint that verifies, without opening it; None, and

@@ -334,20 +334,19 @@ def _my_copies(state: State, dims: ParallelDims) -> set[str]:
 
 def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the tensor of each parameter and buffer that DDP leaves to each rank
-    (experts, parts of an embedding).
-
-    Sharded ones are left out, since each rank saves its part in any case. So are the buffers of a
-    model with no such parameter: tables that DDP need not send, and that are alike on all ranks.
-    """
-    for name, wrapped in objects.items():
-        module = unwrap(wrapped)
-        if keys := set(map(plain_name, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))):
-            parameters = dict(module.named_parameters(remove_duplicate=False))
-            has_experts = any(plain_name(key) in keys for key in parameters)
-            buffers = dict(module.named_buffers(remove_duplicate=False)) if has_experts else {}
-            for key, tensor in {**parameters, **buffers}.items():
+    (experts, parts of an embedding). Sharded ones are left out: each rank saves its part anyway. So
+    are the buffers of a model with no such parameter: tables that are alike on all ranks."""
+    plain = {name: unwrap(wrapped) for name, wrapped in objects.items()}
+    for name, model in plain.items():
+        parts = model.named_modules(prefix=name) if isinstance(model, torch.nn.Module) else ()
+        for place, module in parts:  # an average has the model in it
+            keys = set(map(plain_name, getattr(module, "_ddp_params_and_buffers_to_ignore", ())))
+            tensors = dict(module.named_parameters(remove_duplicate=False)) if keys else {}
+            if any(plain_name(key) in keys for key in tensors):
+                tensors |= module.named_buffers(remove_duplicate=False)
+            for key, tensor in tensors.items():
                 if plain_name(key) in keys and not is_sharded(tensor):
-                    yield f"{name}.{plain_name(key)}", tensor
+                    yield plain_name(f"{place}.{key}"), tensor
 
 
 def merge_trees(first: Any, second: Any, key: object = None) -> Any:

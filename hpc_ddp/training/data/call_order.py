@@ -32,7 +32,7 @@ class CallOrder:
         self._site: list[tuple[Any, int]] = []  # of the script, where its last loop begins
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
-        self.body_begins_at = 0  # the step at which the body of `steps` was entered
+        self.judged_at: int | None = None  # the step whose weights are to be saved as the best
         self._kind: Kind | None = None  # of that loop, or of the last one
         self.is_checkpoints = False  # whether the checkpoint is of that loop, or of its end
         self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
@@ -182,23 +182,22 @@ class CallOrder:
                 " batch is fetched: run.loader fetches ahead by itself",
             )
 
-    def check_best(self, position: Position, has_updated: bool) -> None:
-        """Refuse ``run.best`` before the first step of an epoch or of a body of ``run.steps``: the
-        checkpoint would have the weights behind that step. `has_updated`: an optimizer has, since
-        the last ``run.step``."""
-        steps = {"epochs": position.epoch_steps, "steps": position.step - self.body_begins_at}
-        if self.loop and not steps[self.loop] and not has_updated:
-            place = "an epoch" if self.loop == "epochs" else "the body of run.steps"
+    def check_judged(self, step: int) -> None:
+        """Refuse to save the weights of `step` as the best ones where ``run.best`` has judged those
+        of another step. A second call does nothing: after a save that failed the next one counts.
+        """
+        judged_at, self.judged_at = self.judged_at, None
+        if judged_at not in (None, step):
             raise UsageError(
-                f"run.best was called at the top of {place}, and the checkpoint would have the"
-                " weights of the step after that; accepted: behind run.step",
-                hint="judge the weights at the end of the epoch, or of the body, before",
+                f"run.best has judged the weights of step {judged_at}, and the checkpoint would"
+                f" have those of step {step}; accepted: a call behind the optimizer's step",
+                hint="judge at the end of the epoch, or of the body of run.steps; within an epoch"
+                " behind run.step, and without run.loader before it",
             )
 
-    def check_body(self, step: int, ends_step: bool) -> None:
-        """Refuse a body of ``run.steps`` that has ended at `step`, without a ``run.step`` that was
-        due (`ends_step`)."""
-        if ends_step and step == self.body_begins_at:
+    def check_body(self, is_trained: bool) -> None:
+        """Refuse a body of ``run.steps`` that has ended without ``run.step`` (not `is_trained`)."""
+        if not is_trained:
             raise UsageError(
                 "the body of run.steps has ended without run.step()",
                 hint="call it once in each, behind the optimizer's step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -260,6 +261,8 @@ class BucketOrders:
         """Keep `orders`, which `values` has returned in an earlier attempt, for models that will be
         added, and fix those of the models that were added already; it is a collective."""
         self._loaded = orders
+        if len([*self._models]) > 1:
+            gc.collect()  # or one that was let go would live on some of the ranks
         for ddp, order in zip(self._models, orders, strict=False):
             if _packs_anew(ddp):
                 vars(ddp)[PACKING].fix(ddp, order)

@@ -190,6 +190,11 @@ class GradientWatch:
         self.has_updated = False  # an optimizer, in this step
         self._had_update = False  # in a step before
 
+    def weights_step(self, step: int) -> int | None:
+        """Return the step whose weights the models have, after `step` steps that have ended; None
+        where updates are not seen."""
+        return step + self.has_updated if self._optimizers else None
+
     def end_step(self) -> None:
         """Note whether the step had an update, and call `warn` if gradients are kept over it.
         Called behind each step."""

@@ -27,6 +27,9 @@ from hpc_ddp.core.checkpoints import (
 )
 from hpc_ddp.core.file_io import close_to_others
 
+# Checkpoints that this process has written, or loaded, and so verified: a terabyte takes minutes.
+intact: set[Path] = set()
+
 
 def write_file(
     path: Path, *content: bytes | memoryview, offset: int = 0, ends: bool = True
@@ -105,14 +108,16 @@ def draft(folder: Path, step: int, attempt: int) -> Path:
 def publish(draft_folder: Path, attempt: int) -> Path:
     """Rename a complete draft to its final name, durably, and return the new path.
 
-    An older folder of that name is first renamed: to `.old-` if it verifies (the step was saved
-    before and after the code at the end of an epoch), else to `.bad-`. Raise OSError if a rename
-    fails, or the sync after it: then the draft has its final name already.
+    An older folder of that name is first renamed: to `.old-` if it is `intact` or verifies (the
+    step was saved before and after the code at the end of an epoch), else to `.bad-`. Raise OSError
+    if a rename fails, or the sync after it: then the draft has its final name already.
     """
     final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():
-        set_aside(final, "bad" if verify(final) else "old", attempt)
+        is_damaged = final not in intact and verify(final)
+        set_aside(final, "bad" if is_damaged else "old", attempt)
     draft_folder.rename(final)
+    intact.add(final)
     sync(final.parent)
     return final
 

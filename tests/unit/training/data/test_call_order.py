@@ -39,7 +39,7 @@ def test_a_loop_is_left_at_its_end_and_at_an_error() -> None:
         (lambda calls: calls.check_batch(), "iterated outside run.epochs"),
         (lambda calls: calls.check_update(False), "in the midst of accumulating gradients"),
         (lambda calls: calls.check_step(False), "outside of run.epochs and run.steps"),
-        (lambda calls: calls.check_body(0, True), "ended without run.step()"),
+        (lambda calls: calls.check_body(False), "ended without run.step()"),
     ],
 )
 def test_a_wrong_call_outside_of_a_loop(call: Callable[[CallOrder], Any], words: str) -> None:
@@ -57,24 +57,18 @@ def test_a_wrong_call_in_a_loop() -> None:
             calls.check_step(True)
     calls.check_loader(False, False)
     calls.check_update(True)
-    calls.check_body(0, False)
-    calls.check_body(1, True)
+    calls.check_body(True)
 
 
-def test_weights_are_judged_behind_the_step_that_made_them() -> None:
-    calls, position = CallOrder(), Position(step=4)
-    calls.check_best(position, False)  # outside of a loop
-    with calls.in_loop("epochs", 5, True, position):
-        with pytest.raises(UsageError, match="called at the top of an epoch"):
-            calls.check_best(position, False)
-        calls.check_best(position, True)
-        calls.check_best(Position(step=5, epoch_steps=1), False)
-    calls.body_begins_at = 4
-    with calls.in_loop("steps", 9, True, position):
-        with pytest.raises(UsageError, match=r"at the top of the body of run\.steps"):
-            calls.check_best(position, False)
-        calls.check_best(position, True)
-        calls.check_best(Position(step=5), False)
+def test_the_best_checkpoint_has_the_weights_that_were_judged() -> None:
+    calls = CallOrder()
+    calls.check_judged(5)
+    calls.judged_at = 5
+    calls.check_judged(5)
+    calls.judged_at = 4
+    with pytest.raises(UsageError, match=r"run\.best has judged the weights of step 4"):
+        calls.check_judged(5)
+    calls.check_judged(5)
 
 
 def test_only_an_error_that_came_after_the_loop_began_ends_the_script() -> None:

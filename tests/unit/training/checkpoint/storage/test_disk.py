@@ -40,6 +40,7 @@ def test_an_existing_step_is_moved_aside(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-3", "step-3.old-0"]
     (tmp_path / "step-3" / "state.pt").unlink()
     for _ in range(2):
+        disk.intact.clear()  # as in another process
         disk.publish(write_draft(tmp_path, 3, 1), 1)
         (tmp_path / "step-3" / "state.pt").unlink()
     assert names_in(tmp_path) == ["step-3", "step-3.bad-1", "step-3.bad-1-1", "step-3.old-0"]
