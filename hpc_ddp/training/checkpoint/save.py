@@ -348,12 +348,12 @@ class Checkpoints(Restorer):
             )
         return Outcome(failure=why, error=error)
 
-    def _prune(self, content: Content, keep: Retention) -> None:
-        """On rank 0: remove old checkpoints, apart from the best one, that of this step, and those
-        that `keep` names; errors of the disk are ignored."""
+    def _prune(self, content: Content, keep: Retention, *pinned: int) -> None:
+        """On rank 0: remove old checkpoints, apart from the best one, those of this step and the
+        `pinned` ones, and those that `keep` names; errors of the disk are ignored."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
-            schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
+            schedule.prune(self._run.checkpoints, keep, [content.step, best["step"], *pinned])
 
     def _remove_parcel(self) -> bool:
         """On rank 0: remove the parcel of ``--stage``, note that in the run, print it, and return
@@ -368,11 +368,11 @@ class Checkpoints(Restorer):
         return True
 
     def _make_room(self, content: Content) -> None:
-        """On rank 0: remove all checkpoints but the newest `schedule.LEAST`, the best one and
-        `keep.every`'s; nothing in a superseded attempt. Raise OSError if the attempts can't be
-        listed."""
+        """On rank 0: remove all checkpoints but the newest `schedule.LEAST`, the best one so far,
+        and `keep.every`'s; nothing in a superseded attempt. Raise OSError as `is_newest`."""
         if self._run.is_newest(self._attempt):
-            self._prune(content, Retention(schedule.LEAST, self._keep.every))
+            best = schedule.best_steps(self._run.checkpoints)  # this save may be of a new one
+            self._prune(content, Retention(schedule.LEAST, self._keep.every), *best)
 
     def _superseded_error(self) -> SupersededError:
         """Return the error of an attempt that a later one has superseded."""

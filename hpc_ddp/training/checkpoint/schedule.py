@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_ddp.core.checkpoints import candidates, milestones, published, step_of
+from hpc_ddp.core.checkpoints import candidates, milestones, published, read_manifest, step_of
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
@@ -178,6 +179,16 @@ class Retention:
 
     last: int
     every: int | None = None
+
+
+def best_steps(folder: Path) -> list[int]:
+    """Return the step of the best checkpoint, by the manifest of the newest one in `folder`; []
+    where it names none, or can't be read. Raise OSError if the folder can't be listed."""
+    for newest in published(folder)[:1]:
+        with suppress(OSError, ValueError):
+            best = read_manifest(newest).get("best")
+            return [best["step"]] if best else []
+    return []
 
 
 def prune(folder: Path, keep: Retention, pinned: Collection[int] = ()) -> None:

@@ -73,7 +73,8 @@ def batches_of(
             num_workers=num_workers,
             worker_init_fn=partial(_init_worker, worker_init_fn) if worker_init_fn else None,
             in_order=True,
-            generator=torch.Generator(),  # else an iterator draws from the global one
+            # Its own, or an iterator would draw from the global one; workers' seeds are of it.
+            generator=torch.Generator().manual_seed(order.derive(seed, plan.rank)),
             **{"pin_memory": is_accelerator(device), **options},
         )
     except (TypeError, ValueError) as error:

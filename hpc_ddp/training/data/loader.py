@@ -83,6 +83,11 @@ class Loader:
                 f" of {plan.size}",
                 hint="take a smaller batch size, or no drop_last",
             )
+        if warn and plan.even and plan.size % plan.world_size:
+            warn(
+                f"even=True leaves out {plan.size % plan.world_size} of the {plan.size} samples of"
+                f" each step on {plan.world_size} ranks; a multiple of their number leaves none"
+            )
         if shuffle is None:
             shuffle = self.samples is not None
         self._shuffle = shuffle

@@ -94,7 +94,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            the run is tensor parallel, or has replicas of a sharded model; the forward of a batch
+            it would move a model behind `track`; the run is tensor parallel, or has replicas of a
+            sharded model; the forward of a batch
             norm's own class would be lost; or sparse gradients can't be averaged
         """
         dims = self._dims
@@ -115,6 +116,7 @@ class ModelSetup(Worker):
             model = with_sync_batchnorm(model, self.device, group, self._say)
         self._precision.watch(model)
         if len(self.devices) == 1:
+            tracked.check_place(model, self.device, self._has_tracked)
             model.to(self.device)
             for average, source in self._averages.items():
                 average.follow(source())

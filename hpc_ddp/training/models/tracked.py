@@ -124,6 +124,17 @@ def check_copies(
             )
 
 
+def check_place(model: torch.nn.Module, device: torch.device, is_tracked: bool) -> None:
+    """Raise UsageError for a model that is to come to `device` behind `track`: at a resume its
+    optimizer's state would be where the weights were before."""
+    if is_tracked and any(weight.device.type != device.type for weight in model.parameters()):
+        raise UsageError(
+            f"run.wrap was called after run.track, and moves the model to {device.type}; accepted:"
+            " before it",
+            hint="model = run.wrap(model), then the optimizer, then run.track(…)",
+        )
+
+
 def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
     """Return the name of the attribute by which an optimizer has another one, as SAM has it, if the
     other one is not `tracked` and has a state of its own. Return '' if there is none, and if the

@@ -192,6 +192,19 @@ def test_a_full_disk_costs_old_checkpoints_and_no_milestone(
     assert checkpoint_names(run) == remaining
 
 
+def test_the_best_checkpoint_stays_where_a_better_one_finds_no_room(
+    run: RunFolder, make: Make
+) -> None:
+    background = LoneRank()
+    saver = make(Retention(9), background)
+    save_steps(saver, 1, 2, 3, 4, facts={"best": {"step": 1}})
+    background.peers = [Failure(errno.ENOSPC, "No space left")]
+    assert save_steps(saver, 5, facts={"best": {"step": 5}}) == [False]
+    assert checkpoint_names(run) == ["step-1", "step-3", "step-4"]
+    (run.checkpoints / "step-4" / "manifest.json").write_text("{")
+    assert schedule.best_steps(run.checkpoints) == []
+
+
 def test_the_peers_get_an_answer_where_no_room_can_be_made(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

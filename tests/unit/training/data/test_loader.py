@@ -85,6 +85,28 @@ def test_a_data_set_may_change_its_tensors_and_not_its_size() -> None:
         next(iter(loader))
 
 
+def test_samples_that_an_even_share_leaves_out_are_reported() -> None:
+    for size, reports in ((10, 1), (12, 0)):
+        lines: list[str] = []
+        plan = BatchPlan(size, 0, 4, even=True)
+        make_loader(TensorDataset(torch.ones(24)), plan, warn=lines.append)
+        assert len(lines) == reports
+    make_loader(TensorDataset(torch.ones(24)), BatchPlan(10, 0, 4, even=True), warn=lines.append)
+    assert lines == [
+        "even=True leaves out 2 of the 10 samples of each step on 4 ranks; a multiple of their"
+        " number leaves none"
+    ]
+
+
+def test_seeds_of_loader_workers_differ_between_ranks_and_runs() -> None:
+    """Libraries with a generator of their own are seeded by them, in `worker_init_fn`."""
+    seeds = set()
+    for seed, rank in ((0, 0), (0, 1), (7, 0)):
+        batches: Any = make_loader(Numbers(), BatchPlan(12, rank, 3), seed=seed)._batches
+        seeds.add(batches.generator.initial_seed())
+    assert len(seeds) == 3
+
+
 def test_loaders_have_the_attributes_that_scripts_print() -> None:
     dataset, plan = Numbers(), BatchPlan(12, 1, 3)
     for batches in (make_loader(dataset, plan), Shard(dataset, plan, seed=0, device=CPU)):

@@ -14,8 +14,10 @@ from torch.optim.swa_utils import AveragedModel
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models.tracked import (
     GradientWatch,
+    LivingModels,
     add_hook_tables,
     check_models,
+    check_place,
     inner_optimizer,
     warn_of_stateless,
     warn_of_untracked,
@@ -195,3 +197,24 @@ def test_a_metric_of_which_nothing_is_saved_is_named() -> None:
     warn_of_stateless({"metric": Metric(), "kept": kept, "loss": nn.MSELoss()}, lines.append)
     (line,) = lines
     assert "metric, a Metric, has nothing in its state_dict" in line
+
+
+def test_a_model_is_not_moved_behind_track() -> None:
+    """At a resume its optimizer's state would be where the weights were before."""
+    model, elsewhere = nn.Linear(2, 2), torch.device("meta")
+    check_place(model, elsewhere, is_tracked=False)
+    check_place(model, torch.device("cpu"), is_tracked=True)
+    with pytest.raises(UsageError, match=r"run\.wrap was called after run\.track, and moves"):
+        check_place(model, elsewhere, is_tracked=True)
+
+
+def test_models_live_as_long_as_the_script_keeps_them() -> None:
+    models = LivingModels[nn.Module]()
+    first, second = nn.Linear(1, 1), nn.Linear(2, 2)
+    for model in (first, second, first):
+        models.add(model)
+    assert [*models] == [first, second]
+    del model, first
+    assert [*models] == [second]
+    models.clear()
+    assert not [*models]
