@@ -2,9 +2,9 @@
 
 Its state is a pickle in a store that everyone who reaches the port may write to, and torchrun would
 load any pickle: here the state carries a signature with the attempt's secret. Nodes have Slurm's
-order; a lost node makes the others start again, while a suspension of the job makes no node count
-as lost; and no source files are looked at while the workers run. A job of fixed size has
-`fixed_rendezvous`.
+order; a lost node makes the others start again, while neither a suspension of the job nor a clock
+that is off makes a node count as lost; and no source files are looked at while the workers run. A
+job of fixed size has `fixed_rendezvous`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hmac
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from hpc_ddp.node.net.fixed_rendezvous import FORGED
@@ -31,7 +31,7 @@ def patch(hosts: Sequence[str], secret: bytes) -> None:
     rank_in_order(hosts)
     sign_state(secret)
     count_lost_nodes()
-    forgive_suspensions()
+    time_heartbeats()
 
 
 def sign_state(secret: bytes) -> None:
@@ -128,11 +128,13 @@ def count_lost_nodes() -> None:
     Handler.next_rendezvous = join_and_count  # type: ignore[method-assign]
 
 
-def forgive_suspensions() -> None:
-    """Patch torchrun: an agent that has stood still, as in a suspension of the job by Slurm, counts
-    no node as lost before the others have had 15 s, the time for a heartbeat.
+def time_heartbeats() -> None:
+    """Patch torchrun: a node is lost once its heartbeat has not changed for 15 s of this agent's
+    own clock. torchrun compares the times of other nodes' clocks with its own: one that is 15 s
+    ahead takes all others for lost, one that is behind is never taken in.
 
-    torchrun's first look at the state after the suspension finds all heartbeats older than that.
+    An agent that has stood still, as in a suspension of the job by Slurm, counts no node as lost
+    before the others have had 15 s, the time for a heartbeat: its first look finds all old.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
         _BackendRendezvousStateHolder as Holder,
@@ -146,9 +148,20 @@ def forgive_suspensions() -> None:
         if now > getattr(self, "sanitized_at", now) + 2 * interval_s:
             self.waits_until = now + interval_s * self._settings.keep_alive_max_attempt
         self.sanitized_at = now
+        heartbeats = dict(self._state.last_heartbeats)
+        before = getattr(self, "changed_at", {})  # by node: its heartbeat, and when that was new
+        self.changed_at = {
+            node: before[node] if before.get(node, ("",))[0] == heartbeat else (heartbeat, now)
+            for node, heartbeat in heartbeats.items()
+        }
         self._dead_nodes = []
         if now >= getattr(self, "waits_until", now):
+            wall_time = datetime.now(timezone.utc)
+            for node, (_, since) in self.changed_at.items():
+                self._state.last_heartbeats[node] = wall_time - timedelta(seconds=now - since)
             sanitize(self)
+            for node in self._state.last_heartbeats:
+                self._state.last_heartbeats[node] = heartbeats[node]
 
     Holder._sanitize = sanitize_in_time  # type: ignore[method-assign]
 

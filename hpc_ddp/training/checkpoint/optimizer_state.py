@@ -185,6 +185,8 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
             if isinstance(setting, torch.Tensor) and isinstance(loaded, torch.Tensor):
                 group[key] = setting
                 setting.data.copy_(loaded)
+            elif key != "params":  # a list of views of a buffer, say
+                group[key] = in_place(setting, loaded)
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         stored = state["state"]
         params = [(n, p) for n, p in enumerate(parameters_of(optimizer)) if n in stored]
@@ -194,7 +196,7 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
             of_cpu = None if parameter.shape else constants
             loaded = optimizer.state[parameter]
             loaded = _with_types(loaded, stored[number], of_cpu)
-            optimizer.state[parameter] = _in_place(present[parameter], loaded)
+            optimizer.state[parameter] = in_place(present[parameter], loaded)
 
 
 def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -213,9 +215,10 @@ def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
             part.param_groups = groups
 
 
-def _in_place(present: Any, loaded: Any) -> Any:
+def in_place(present: Any, loaded: Any) -> Any:
     """Return a `loaded` state in which tensors are those of the `present` state, overwritten, where
-    type, shape, order in memory and device are the same; sharded tensors are the loaded ones."""
+    type, shape, order in memory and device are the same; sharded tensors are the loaded ones. So
+    views stay views, and what a CUDA graph knows stays in its place."""
     if isinstance(present, torch.Tensor) and type(present) is type(loaded):
         kinds = [(t.dtype, t.shape, t.device, t.layout) for t in (present, loaded)]
         is_alike = kinds[0] == kinds[1] and not (is_sharded(present) or is_sharded(loaded))
@@ -223,7 +226,9 @@ def _in_place(present: Any, loaded: Any) -> Any:
             present.detach().copy_(loaded)
             return present
     if isinstance(present, dict) and isinstance(loaded, dict):
-        return loaded | {k: _in_place(present[k], v) for k, v in loaded.items() if k in present}
+        return loaded | {k: in_place(present[k], v) for k, v in loaded.items() if k in present}
+    if type(present) is type(loaded) in (list, tuple) and len(present) == len(loaded):
+        return type(loaded)(map(in_place, present, loaded))
     return loaded
 
 

@@ -11,6 +11,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hpc_ddp.training.checkpoint.optimizer_state import in_place
+
 if TYPE_CHECKING:
     from hpc_ddp.training.data.call_order import CallOrder
     from hpc_ddp.training.data.order import Position
@@ -155,8 +157,8 @@ def _name_of(key: str, group: int) -> str:
 
 
 def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
-    """Give an object the `settings` of `_settings_of`; an optimizer's tensors stay the same
-    objects."""
+    """Give an object the `settings` of `_settings_of`; an optimizer's tensors, also those in lists,
+    stay the same objects."""
     if isinstance(thing, Optimizer):
         for number, group in enumerate(thing.param_groups):
             for key in group.keys() - {"params"}:
@@ -164,7 +166,7 @@ def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
                 if isinstance(group[key], torch.Tensor):
                     group[key].data.copy_(torch.as_tensor(setting))
                 else:
-                    group[key] = setting
+                    group[key] = in_place(group[key], setting)
     else:
         thing.load_state_dict(settings)
 

@@ -8,7 +8,7 @@ import os
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from hpc_ddp.node.net import elastic_rendezvous
+
+HEARTBEATS = SimpleNamespace(
+    keep_alive_interval=timedelta(seconds=5), keep_alive_max_attempt=3, min_nodes=1
+)
 
 
 def test_a_node_that_is_lost_counts_as_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +63,35 @@ def test_a_suspension_of_the_job_loses_no_node(monkeypatch: pytest.MonkeyPatch) 
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(holder_type, "_sanitize", lambda holder: dropped.append(clock.now))
     monkeypatch.setattr("time.monotonic", lambda: clock.now)
-    elastic_rendezvous.forgive_suspensions()
-    interval = timedelta(seconds=5)
-    settings = SimpleNamespace(keep_alive_interval=interval, keep_alive_max_attempt=3)
-    holder: Any = SimpleNamespace(_settings=settings)
+    elastic_rendezvous.time_heartbeats()
+    holder: Any = SimpleNamespace(_settings=HEARTBEATS, _state=SimpleNamespace(last_heartbeats={}))
     for seconds in (0, 5, 35, 5, 5, 5, 5):
         clock.now += seconds
         holder_type._sanitize(holder)
     assert dropped == [100.0, 105.0, 155.0, 160.0]
+
+
+@pytest.mark.parametrize("ahead", [-3600, 0, 3600])
+def test_a_clock_that_is_off_loses_no_node(monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """A node is lost whose heartbeat does not change; the times in the state stay its own."""
+    holder_type = dynamic_rendezvous._BackendRendezvousStateHolder
+    monkeypatch.setattr(holder_type, "_sanitize", holder_type._sanitize)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    elastic_rendezvous.time_heartbeats()
+    state = dynamic_rendezvous._RendezvousState()
+    holder: Any = SimpleNamespace(_settings=HEARTBEATS, _state=state)
+    nodes = [dynamic_rendezvous._NodeDesc(name, 1, 0) for name in ("n1", "n2")]
+    state.participants = {node: number for number, node in enumerate(nodes)}
+    there = datetime.now(timezone.utc) + timedelta(seconds=ahead)
+    for seconds in range(0, 24, 4):
+        clock.now += 4
+        state.last_heartbeats[nodes[0]] = there + timedelta(seconds=seconds)
+        if seconds == 0:
+            state.last_heartbeats[nodes[1]] = there
+        holder_type._sanitize(holder)
+        assert [*state.participants] == (nodes if seconds <= 12 else nodes[:1])
+    assert state.last_heartbeats == {nodes[0]: there + timedelta(seconds=20)}
 
 
 class Marker:

@@ -153,6 +153,23 @@ def test_a_state_that_is_there_gets_the_numbers() -> None:
     assert all(torch.equal(loaded[key], second[key]) for key in tensors)
 
 
+def test_views_in_an_optimizers_settings_stay_views() -> None:
+    """As the buffers of Muon, in which each rank's update arrives."""
+
+    def make(number: float) -> torch.optim.Optimizer:
+        buffer = torch.full((2, 3), number)
+        group = {"params": [nn.Parameter(torch.ones(3))], "buffer": buffer, "views": [*buffer]}
+        return torch.optim.SGD([group], lr=0.1)
+
+    before, after = make(1.0), make(2.0)
+    optimizer_state.load(after, {**before.state_dict(), optimizer_state.PARAMETERS: {}})
+    (group,) = after.param_groups
+    assert group["buffer"].eq(1).all()
+    group["buffer"].fill_(3)
+    assert [view.sum().item() for view in group["views"]] == [9, 9]
+    assert group["params"][0] is not before.param_groups[0]["params"][0]
+
+
 def test_a_cpus_state_of_a_parameter_that_is_one_number_follows_it_to_its_device() -> None:
     """Its averages are one number each, as the constants that NAdam keeps on the CPU."""
 
