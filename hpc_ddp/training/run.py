@@ -151,6 +151,7 @@ class Run(ModelSetup):
         last step comes after it. Raises as `step`; UsageError also before `track`, or if `total` is
         no int; OSError where `tensorboard` can't be written.
         """
+        self._act()  # as the last loop decided: it was left by break
         with self._calls.in_loop("epochs", total, self._has_tracked, self.position) as is_over:
             if not is_over and self._loader is not None and self._loader.is_epoch_done:
                 self.position.begin_epoch()
@@ -174,11 +175,12 @@ class Run(ModelSetup):
     def steps(self, total: int) -> Iterator[int]:
         """Yield the numbers of the steps left of `total`, in place of `epochs`; all ranks iterate.
 
-        The loop's body calls `step`, and is part of the step: the run saves and stops at its end.
-        After a resume random numbers go on as if nothing had happened, so batches that are drawn at
-        random need nothing else. A run's loader begins its next epoch by itself. Raises as
-        `epochs`, and UsageError for a body without a `step`.
+        The loop's body calls `step`, and is part of the step: the run saves and stops at its end. A
+        resume's random numbers go on as if nothing had happened: batches that are drawn need
+        nothing else. A run's loader begins its next epoch by itself. Raises as `epochs`, and
+        UsageError for a body without a `step`.
         """
+        self._act()
         with self._calls.in_loop("steps", total, self._has_tracked, self.position) as is_over:
             self._begin_loop(is_over)
             while not is_over and self.position.step < total:
@@ -353,15 +355,13 @@ class Run(ModelSetup):
         self._gradients.has_updated = True
 
     def _note_early_exit(self) -> None:
-        """At an exit without an exception, journal that a loop was begun and no `finish` has ended
-        the run; print it on rank 0."""
+        """At an exit without an exception, journal and print that no `finish` has ended a loop."""
         if self._calls.has_looped and not (self._over or self._hook.is_forked):
             self._hook.note_early_exit()
             self._say(f"{EARLY_EXIT}: what came after the last checkpoint is lost")
 
     def _measure(self, values: dict[str, Any]) -> None:
-        """Check a step's values, journal them on rank 0, and count the step for the profiler.
-        Raises as `_check_values` and `Metrics.add`."""
+        """Check a step's values, on rank 0 journal them, and count the step for the profiler."""
         self._check_values(values)
         if self.rank == 0:
             total = self._calls.total_steps(self._loader)

@@ -88,3 +88,7 @@ def test_sharded_weights_come_from_a_folder_and_go_to_one(
     trained = weights(crew.run, 8)
     assert all(torch.equal(written[name], trained[name]) for name in trained)
     assert not any(torch.equal(written[name], pretrained[name]) for name in trained)
+
+
+def test_the_best_of_a_loop_that_was_left_by_break_is_saved_before_the_next_one(crew: Any) -> None:
+    assert "STEP 2 True" in crew.go(1, script="two_phases.py")
