@@ -226,6 +226,9 @@ def launch(
     secret = patiently(place.attempt.secret.read_bytes)
     if config.min_nodes < config.max_nodes:
         elastic_rendezvous.patch(hosts, secret)
+        # The ranks follow from the nodes': else all would wait, for the read timeout, for the
+        # numbers of a node that has been lost behind its join.
+        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     else:
         fixed_rendezvous.patch(place.index, hosts, secret)
     if server is not None:

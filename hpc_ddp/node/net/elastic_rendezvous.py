@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from hpc_ddp.node.net.fixed_rendezvous import FORGED
+from hpc_ddp.node.net.fixed_rendezvous import FORGED, close_when_done
 
 # How long a start without a lost node waits for the rest of the others. They end their workers
 # first, which takes those that are torn down 2 s.
@@ -32,6 +32,7 @@ def patch(hosts: Sequence[str], secret: bytes) -> None:
     sign_state(secret)
     count_lost_nodes()
     time_heartbeats()
+    close_when_done()
 
 
 def sign_state(secret: bytes) -> None:
@@ -107,8 +108,8 @@ def count_lost_nodes() -> None:
 
     def waiting_or_lost(self: Any) -> int:
         """Return how many nodes wait to join, or have been lost since the last rendezvous; 0 once
-        the rendezvous is closed. It is closed when a node's workers have ended well, and its agent
-        ends while rank 0 may have work left; nor could the workers start again."""
+        the rendezvous is closed: a node's workers have ended well, and its agent will end, too,
+        while rank 0 may have work left; nor could the workers start again."""
         state = self._state_holder.state
         if state.closed:
             return 0

@@ -236,10 +236,22 @@ class FixedRendezvous:
 
 def patch(index: int, hosts: Sequence[str], secret: bytes) -> None:
     """Patch torchrun: this node, number `index` of `hosts`, meets the others by `FixedRendezvous`,
-    with any backend that torchrun is asked for. Once this node's workers have ended well, the
-    rendezvous is closed: another node that started its workers again would wait for this one's."""
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
+    with any backend that torchrun is asked for."""
     from torch.distributed.elastic.rendezvous import registry
+
+    close_when_done()
+
+    def create(parameters: Any) -> Any:
+        """Return the rendezvous of this node; raise as `FixedRendezvous.create`."""
+        return FixedRendezvous.create(parameters, index, hosts, secret)
+
+    registry.get_rendezvous_handler = create  # type: ignore[assignment]
+
+
+def close_when_done() -> None:
+    """Patch torchrun: once a node's workers have ended well, the rendezvous is closed. Another node
+    that started its workers again would wait for this one's."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
 
     wait: Any = Agent._exit_barrier
 
@@ -248,9 +260,4 @@ def patch(index: int, hosts: Sequence[str], secret: bytes) -> None:
         self._worker_group.spec.rdzv_handler.shutdown()
         wait(self)
 
-    def create(parameters: Any) -> Any:
-        """Return the rendezvous of this node; raise as `FixedRendezvous.create`."""
-        return FixedRendezvous.create(parameters, index, hosts, secret)
-
-    registry.get_rendezvous_handler = create  # type: ignore[assignment]
     Agent._exit_barrier = close_and_wait  # type: ignore[method-assign]

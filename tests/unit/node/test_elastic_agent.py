@@ -154,12 +154,14 @@ def test_torchrun_is_started_as_changed(
         def start(*words: str) -> None:
             starts.append([entrypoint, *words])
             assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == shares
+            assert os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] == shares
             if failures:
                 raise ChildFailedError("t.py", failures)
 
         return start
 
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")
+    for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL"):
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
     monkeypatch.setattr(agent, "replace_signal_handler", lambda: changes.append("SIGTERM"))
     monkeypatch.setattr(agent, "end_after_notice", lambda node: changes.append(node.path.name))
