@@ -237,8 +237,7 @@ def _has_left_allocation(run: RunFolder, events: Sequence[JournalEvent], job: Jo
     verdict: the allocation may be open for other work."""
     info = attempts[-1].info if (attempts := run.attempts()) else {}
     holder = JobRef.of(info.get("job_id"), info.get("cluster"))
-    is_there = "shell" in info and holder is not None and holder.is_same(job)
-    return is_there and _has_verdict(events, info)
+    return holder is not None and holder.is_same(job) and _has_left_shell(events, info)
 
 
 def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
@@ -335,6 +334,12 @@ def _has_verdict(events: Sequence[JournalEvent], info: Mapping[str, Any]) -> boo
     return any(isinstance(event, VerdictGiven) and event.attempt == newest for event in events)
 
 
+def _has_left_shell(events: Sequence[JournalEvent], attempt: Mapping[str, Any]) -> bool:
+    """Return whether the attempt that `attempt` (its attempt.json) describes was in a shell of an
+    allocation, and has its verdict among a run's `events`."""
+    return "shell" in attempt and _has_verdict(events, attempt)
+
+
 def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
     """Return whether the attempt of `run` that `info` (its attempt.json) describes still runs.
 
@@ -356,10 +361,11 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
         return process.is_live({**info})
     if holder.is_same(own_job):  # an earlier start of it, or another shell in an allocation
         return process.is_live(info.get("shell", {}))
-    if "shell" in info and _has_verdict(run.events(), info):
+    events = run.events()
+    if _has_left_shell(events, info):
         return False  # its allocation may be open yet
     is_here = holder.is_of(own_job.cluster)
-    if holder.is_among(ended_jobs(run, run.events())) and not is_here:
+    if holder.is_among(ended_jobs(run, events)) and not is_here:
         return False
     patience = math.inf if is_here else None  # no answer does not say that it is over
     try:

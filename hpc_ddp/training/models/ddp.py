@@ -248,7 +248,7 @@ class BucketOrders:
         the order in its first averaged backward."""
         packing = vars(ddp)[PACKING] = _Packing(ddp)  # there, to live as long as the model
         self._models.add(ddp)
-        number = len([*self._models]) - 1
+        number = len(self._models) - 1
         order = self._loaded[number] if number < len(self._loaded) else ()
         if _packs_anew(ddp) and not packing.fix(ddp, order):
             packing.note_arrivals(ddp)
@@ -261,7 +261,7 @@ class BucketOrders:
         """Keep `orders`, which `values` has returned in an earlier attempt, for models that will be
         added, and fix those of the models that were added already; it is a collective."""
         self._loaded = orders
-        if len([*self._models]) > 1:
+        if len(self._models) > 1:
             gc.collect()  # or one that was let go would live on some of the ranks
         for ddp, order in zip(self._models, orders, strict=False):
             if _packs_anew(ddp):

@@ -194,7 +194,7 @@ class Precision:
         for nothing: `non_finite_fault` returns the answer, some steps later. Without `stop_on_nan`,
         or without a model to watch, nothing is read.
         """
-        if not (self._stop_on_nan and any(True for _ in self._watched)):
+        if not (self._stop_on_nan and self._watched):
             return
         parameters = (weight for model in self._watched for weight in model.parameters())
         # Those in 8 bits, of which torch has no norm, are looked at by each save alone.

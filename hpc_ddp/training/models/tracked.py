@@ -34,6 +34,9 @@ class LivingModels(Generic[M]):
     def __init__(self) -> None:
         self._references: list[weakref.ref[M]] = []
 
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
     def __iter__(self) -> Iterator[M]:
         models = [reference() for reference in self._references]
         return iter([model for model in models if model is not None])
