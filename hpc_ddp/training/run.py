@@ -16,7 +16,7 @@ from hpc_ddp.training.checkpoint.rank_comparison import check_facts
 from hpc_ddp.training.data.call_order import check_tracked
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import make_plan
-from hpc_ddp.training.data.own_data import OwnData
+from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.models.ddp import check_steps_are_even
 from hpc_ddp.training.models.dtensor import gathered, step_apart
@@ -79,7 +79,7 @@ class Run(ModelSetup):
         """
         self._calls.check_loader(self._loader is not None, self._has_tracked)
         place = self._dims.dp_rank, self._dims.dp, drop_last, options.pop("even", False)
-        self._loader = Loader(
+        self._loader = self._epoch = Loader(
             dataset,
             make_plan(batch_size, global_batch_size, accumulate, *place),
             seed=self.seed,
@@ -130,8 +130,9 @@ class Run(ModelSetup):
         check_facts(self._control, {"seed": self.seed, **data})
         self._manager.track({**objects, "_precision": self._precision}, data, per_rank, added)
         if self._manager.resumed:
-            loops = self.position.loops
-            self._resume = Resume(objects, self._manager.put_back, self._say, loops)
+            self._resume = Resume(objects, self._manager.put_back, self._say, self.position.loops)
+        if self._loader is None:
+            self._epoch = StatefulLoaders(objects, self.position, self._manager.resumed)
         is_own = self._loader is None and not per_rank
         self._gradients = GradientWatch(objects.values(), self._say)
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
@@ -161,11 +162,10 @@ class Run(ModelSetup):
             while not is_over and self.position.epoch < total:
                 self._consensus.restart_step()
                 self._timer.start_step()
-                if self._loader is not None:  # else its first batch is not known
-                    self._manager.generators.begin_epoch()
+                self._manager.generators.begin_epoch()
                 yield self.position.epoch
                 self.position.begin_epoch()
-                if self._loader is not None and self._loader.clear():  # without any batch
+                if self._epoch.clear():  # without a batch
                     self._manager.generators.restore_step_states()
                 beat()
                 self._consensus.end_pause()
@@ -184,8 +184,7 @@ class Run(ModelSetup):
         with self._calls.in_loop("steps", total, self._has_tracked, self.position) as is_over:
             self._begin_loop(is_over)
             while not is_over and self.position.step < total:
-                if self._loader is None:
-                    self._no_loader.is_trained = False
+                self._no_loader.is_trained = False
                 first = self.position.step
                 yield first
                 self._calls.check_body(self.position.step > first or not self.ends_step)
@@ -247,8 +246,8 @@ class Run(ModelSetup):
         Every rank calls it once per batch of the run's loader. The run saves and stops when the
         loop asks for the next batch: code behind `step` is part of the step, as it is in `steps`.
         In `epochs` without that loader `step` itself saves and stops, and a resume skips the code
-        behind. `step` does nothing unless `ends_step`. Rank 0's `values` (numbers, scalar tensors)
-        are journalled: at first twice a second, later every ten seconds.
+        behind; not after a tracked loader's last batch. It does nothing unless `ends_step`. Rank
+        0's `values` (numbers) are journalled: at first twice a second, later every ten seconds.
 
         Raises
         ------
@@ -265,10 +264,10 @@ class Run(ModelSetup):
         """
         if not self.ends_step:
             return
-        self._calls.check_step(self._batch.is_trained and not self._acts_in_step)
+        self._calls.check_step(self._batch.is_trained)
+        self._no_loader.is_trained = self._calls.loop == "steps"
         if self._loader is not None:
             self._loader.count_batch()
-        self._batch.is_trained = True
         self._own_data.warn_of_step()
         if self._is_unchecked:  # the first step of a loop that this attempt has begun
             self._is_unchecked = False
@@ -281,8 +280,7 @@ class Run(ModelSetup):
         self.position.epoch_steps += 1
         self._watchdog.step_done()
         self._measure({name: gathered(value) for name, value in values.items()})
-        steps_left = None if self._loader is None else self._loader.steps(self.position.samples)
-        is_next_to_last = steps_left == 1 and self._calls.loop == "epochs"
+        is_next_to_last = self._calls.loop == "epochs" and self._epoch.has_left(1)
         decision = self._consensus.step_done(self.position.step, wait_for_all=is_next_to_last)
         self._watch_weights(self._consensus.exchanges)
         self._add_decision(decision)
@@ -379,8 +377,10 @@ class Run(ModelSetup):
 
     @property
     def _acts_in_step(self) -> bool:
-        """Whether `step` itself saves and stops: nothing shows when the code behind it has run."""
-        return self._loader is None and self._calls.loop == "epochs"
+        """Whether `step` itself saves and stops: nothing shows when the code behind it has run. Not
+        after a tracked loader's last batch, for the reason in `_end_batch`."""
+        has_own = self._loader is None and self._calls.loop == "epochs"
+        return has_own and not self._epoch.has_left(0)
 
     def _add_decision(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)

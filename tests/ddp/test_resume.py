@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from crews import ends
 
 WIDE = ("--width", "384", "--layers", "4")  # 2.5 MB in buckets of 1 MB
 
@@ -115,6 +116,20 @@ def test_settings_are_put_back_on_ranks_that_are_new(crew: Any) -> None:
         "rank 1 rate 0.01",
     ]
     assert output.count("hpc-ddp: optimizer: lr is 0.01") == 1
+
+
+@pytest.mark.parametrize("at", [11, 12], ids=["within an epoch", "behind its last step"])
+def test_a_loader_of_the_scripts_own_goes_on_in_its_epoch(
+    make_crew: Callable[[str], Any], at: int
+) -> None:
+    """Lines at the top of the epoch count once, and behind its last batch there is a loss."""
+    whole = ends(make_crew("whole").go(1, script="stateful_loader.py"))
+    crew = make_crew("killed")
+    assert crew.launch(1, "--kill-at", str(at), script="stateful_loader.py").wait() == [9]
+    output = crew.go(1, script="stateful_loader.py")
+    assert "going on from step 9" in output
+    assert ends(output) == [line for line in whole if line >= "RANK step 10"]
+    assert len(ends(output)) == 11
 
 
 @pytest.mark.parametrize("kind", [(), ("--shard",)])

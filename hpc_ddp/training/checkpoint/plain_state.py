@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,7 +36,8 @@ def take_apart(
 
     The mark is `TENSOR`, or `ON_DEVICE` with the index of the tensor's accelerator in this worker's
     `devices` (0 if it is not in them). Other subclasses of dict than `_DICTS`, and those of list
-    and tuple, become plain; numbers of numpy that compute as Python's become these.
+    and tuple, become plain; numbers of numpy that compute as Python's become these. A defaultdict
+    and a named tuple are refused: scripts use the ones that come back as the ones that they made.
 
     Raise HpcDdpError for an entry that ``weights_only`` would refuse to load again; the tensors
     before it are in `tensors`.
@@ -51,6 +52,8 @@ def take_apart(
         tensors[where] = value
         number = devices.index(value.device) if value.device in devices else 0
         return ON_DEVICE.format(number) if is_accelerator(value.device) else TENSOR
+    if isinstance(value, defaultdict) or hasattr(value, "_fields"):
+        raise refusal(where, f"{kind_of(value)}, which would come back as a plain one")
     if isinstance(value, Mapping):
         for key in value:
             _check_atom(key, f"a key of {where}")
@@ -123,5 +126,5 @@ def refusal(where: str, kind: str) -> HpcDdpError:
     return HpcDdpError(
         f"{where} is {kind}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
         " lists and dicts of them",
-        hint="return plain values from state_dict, for instance float(x) or x.item()",
+        hint="return plain values from state_dict, as float(x), x.item(), dict(x) or list(x)",
     )

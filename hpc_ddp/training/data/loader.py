@@ -69,7 +69,7 @@ class Loader:
         """
         self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.samples = size_of(dataset)
-        self.rolls = False
+        self.rolls, self.is_watched = False, True  # the latter as `StatefulLoaders` have it
         self.groups = BatchGroups(plan.accumulate)
         # Called once, before the epoch's first batch; what it returns undoes it after a peek.
         self.on_first_batch: Callable[[], Callable[[], None]] | None = None
@@ -119,6 +119,10 @@ class Loader:
         """Return the steps from place `start` (in samples) to the end of an epoch, None for a
         stream."""
         return None if self.samples is None else self._plan.steps_from(start, self.samples)
+
+    def has_left(self, steps: int) -> bool:
+        """Return whether this many steps are left of the epoch."""
+        return self.steps(self._position.samples) == steps
 
     def total_steps(self, epochs: int) -> int | None:
         """Return the optimizer steps of a run of `epochs` epochs in all: those done and those left.

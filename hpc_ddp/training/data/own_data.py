@@ -1,9 +1,11 @@
-"""Data that a script loads by itself, and that a resume repeats."""
+"""Data that a script loads by itself, without a loader of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hpc_ddp.training.data.dataloader import Seeded
@@ -47,6 +49,70 @@ class OwnData:
                 f" script has begun again: its first samples are seen twice; {HINT}"
             )
         self._is_likely = False
+
+
+class StatefulLoaders:
+    """The loaders and samplers among the tracked `objects`, as torchdata's StatefulDataLoader: they
+    go on where a checkpoint in the midst of an epoch has left them.
+
+    As a `Loader` does, they call `on_first_batch`, if it is set, once before an epoch's first
+    batch: behind the next ``iter`` of one of them, if it `is_resumed`.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any] | None = None,
+        position: Position | None = None,
+        is_resumed: bool = False,
+    ) -> None:
+        kinds = (DataLoader, Sampler)
+        sources = [source for source in (objects or {}).values() if isinstance(source, kinds)]
+        self._position = position or Position()
+        self._loaders = [loader for loader in sources if isinstance(loader, DataLoader)]
+        self.on_first_batch: Callable[[], object] | None = None
+        # Whether `on_first_batch` will be called: not if the script asks for batches before a loop.
+        self.is_watched = is_resumed and bool(sources)
+        for source in sources if is_resumed else ():
+            _call_at_iter(source, self._begin)
+
+    def has_left(self, batches: int) -> bool:
+        """Return whether this many batches are left of a loader's epoch, of as many steps."""
+        lengths = (_length_of(loader) for loader in self._loaders)
+        return any(length == self._position.epoch_steps + batches for length in lengths)
+
+    def clear(self) -> bool:
+        """Drop `on_first_batch`; return whether there was one that was not called."""
+        is_unused, self.on_first_batch = self.on_first_batch is not None, None
+        return is_unused
+
+    def _begin(self) -> None:
+        call, self.on_first_batch, self.is_watched = self.on_first_batch, None, False
+        if call is not None:
+            call()
+
+
+def _call_at_iter(source: Any, call: Callable[[], None]) -> None:
+    """Have `call` run behind the next ``iter(source)``, which may draw random numbers, and before
+    its first batch. Python looks up `__iter__` in the class, so the source has another one until
+    then."""
+    kind = type(source)
+
+    def __iter__(self: Any) -> Any:
+        self.__class__ = kind
+        batches = iter(self)
+        call()
+        return batches
+
+    source.__class__ = type(kind.__name__, (kind,), {"__iter__": __iter__})
+
+
+def _length_of(loader: DataLoader[Any]) -> int | None:
+    """Return a loader's batches per epoch, or None if they are not known. A stream isn't asked: it
+    would warn from then on where it has more."""
+    try:
+        return None if isinstance(loader.dataset, IterableDataset) else len(loader)
+    except (TypeError, NotImplementedError):  # of the sampler
+        return None
 
 
 def is_own_loader_open() -> bool:

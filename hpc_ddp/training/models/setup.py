@@ -17,6 +17,7 @@ from hpc_ddp.training.checkpoint.state import unwrap, without_ddp
 from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
+from hpc_ddp.training.data.own_data import StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models import tracked
@@ -55,6 +56,7 @@ class ModelSetup(Worker):
         self._resume = Resume()
         self._gradients = tracked.GradientWatch()
         self._no_loader = Batch()  # of a script without a loader of the run
+        self._epoch: Loader | StatefulLoaders = StatefulLoaders()  # have its first and last batch
 
     @property
     def _batch(self) -> Batch:
@@ -332,11 +334,11 @@ class ModelSetup(Worker):
         """Set random generators, note models' flags, undo what lines that run a second time have
         changed, journal the begin, start the clocks. Raises as `epochs`."""
         calls, position = self._calls, self.position
-        loader = self._loader if calls.loop == "epochs" else None
+        has_epochs, self._no_loader.is_trained = calls.loop == "epochs", False
         if self._loader is not None:
             self._loader.begin_loop()
-            self._loader.rolls = loader is None
-        is_in_epoch = loader is not None and position.epoch_steps > 0
+            self._loader.rolls = not has_epochs
+        is_in_epoch = has_epochs and self._epoch.is_watched and position.epoch_steps > 0
         self._manager.generators.begin_loop(
             derive(self.seed, position.step, self._dims.stream),
             is_checkpoints=calls.is_checkpoints,
@@ -344,8 +346,8 @@ class ModelSetup(Worker):
             is_in_epoch=is_in_epoch,
         )
         self._manager.note_flags()
-        if self._resume.begin_loop(calls, position, is_over) and is_in_epoch and loader is not None:
-            loader.on_first_batch = self._restore_step_states
+        if self._resume.begin_loop(calls, position, is_over) and is_in_epoch:
+            self._epoch.on_first_batch = self._restore_step_states
         is_new = position.step == 0 or calls.number > 1
         self._is_unchecked = self.rank == 0 and not is_over and is_new
         if self.rank == 0:

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -218,11 +219,13 @@ def ignore_in_loader() -> None:
     batches until it stops.
 
     Start a thread that ends the process at a SIGTERM of its parent: multiprocessing sends one to
-    end a worker, and then waits without limit.
+    end a worker, and then waits without limit. Programs that the worker starts outlive a notice,
+    too, so their `Popen.terminate` kills them: a SIGTERM would not reach them.
     """
     for number in (signal.SIGINT, *WARNINGS):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # which programs inherit
+    setattr(subprocess.Popen, "terminate", subprocess.Popen.kill)  # noqa: B010  (for mypy)
     parent = multiprocessing.parent_process()  # of a fork server's child that isn't its getppid
     pid = os.getppid() if parent is None else parent.pid
     threading.Thread(target=_exit_at_sigterm_of, args=(pid,), daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,8 @@ from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import TrainedParameters
 from unit.training.fakes import Holds
+
+Pair = namedtuple("Pair", "first second")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +211,7 @@ def test_zeros_optimizer_is_refused() -> None:
     "value",
     [
         *(numpy.float32(1), object(), {"a": [1, numpy.zeros(2)]}),
+        *(defaultdict(int, a=1), [Pair(1, 2)]),
         *(b"", {b"": 1}, [1 << 2039], {-(1 << 2039): 1}, plain_state.TENSOR),
     ],
     ids=lambda value: str(value)[:20],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hpc_ddp.training.data.order import Position
-from hpc_ddp.training.data.own_data import OwnData, is_own_loader_open
+from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders, is_own_loader_open
 from unit.training.data.fakes import EndlessStream, NoisyNumbers, make_loader
 
 
@@ -61,3 +63,58 @@ def test_an_epoch_that_was_partly_done_begins_again() -> None:
     (text,) = said
     assert "from epoch 1, after 3 of its steps" in text
     assert "run.loader(dataset, batch_size)" in text
+
+
+def test_the_first_iteration_of_a_tracked_loader_is_seen_once() -> None:
+    calls: list[int] = []
+    sampler = SequentialSampler(range(3))
+    loaders = {"a": DataLoader(NoisyNumbers(), 4), "b": sampler, "c": object()}
+    own = StatefulLoaders(loaders, is_resumed=True)
+    own.on_first_batch = lambda: calls.append(1)
+    for _ in range(2):
+        assert len(list(loaders["a"])) == len(loaders["a"])  # type: ignore[call-overload, arg-type]
+        assert list(sampler) == [0, 1, 2]
+    assert calls == [1]
+    assert type(loaders["a"]) is DataLoader
+    assert type(sampler) is SequentialSampler
+    assert not own.clear()
+
+
+def test_a_loader_that_was_asked_before_the_loop_is_not_watched() -> None:
+    loader = DataLoader(NoisyNumbers(), 4)
+    own = StatefulLoaders({"loader": loader}, is_resumed=True)
+    assert own.is_watched
+    iter(loader)
+    assert not own.is_watched
+    assert not StatefulLoaders({"loader": loader}).is_watched
+    assert not StatefulLoaders({"model": object()}, is_resumed=True).is_watched
+
+
+def test_a_loop_without_a_batch_drops_what_the_first_one_would_do() -> None:
+    own = StatefulLoaders({"loader": DataLoader(NoisyNumbers(), 4)}, is_resumed=True)
+    own.on_first_batch = lambda: None
+    assert own.clear()
+    assert not own.clear()
+
+
+class Sized(IterableDataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+
+
+def test_the_batches_that_are_left_are_counted_where_they_can_be() -> None:
+    position = Position(epoch_steps=3)
+    endless = BatchSampler(SequentialSampler(range(4)), 1, drop_last=False)
+    endless.__class__ = type("Endless", (BatchSampler,), {"__len__": None})
+    for loader, is_last in [
+        (DataLoader(range(4)), True),  # type: ignore[arg-type]
+        (DataLoader(range(5)), False),  # type: ignore[arg-type]
+        (DataLoader(Sized()), False),
+        (DataLoader(range(4), batch_sampler=endless), False),  # type: ignore[arg-type]
+    ]:
+        own = StatefulLoaders({"loader": loader}, position)
+        assert own.has_left(1) is is_last
+        assert not own.has_left(0)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data._utils import worker
 
 from hpc_ddp.training.stops.loader_workers import outlive_notices
@@ -16,6 +16,24 @@ from hpc_ddp.training.stops.loader_workers import outlive_notices
 def patient_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_worker_loop", worker._worker_loop)  # put back in the end
     outlive_notices()
+
+
+class Programs(Dataset[int]):
+    """Each sample is the exit code of a program that the worker has started, and ended."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        program = subprocess.Popen(["sleep", "600"])
+        program.terminate()
+        return program.wait(60)
+
+
+@pytest.mark.usefixtures("patient_workers")
+def test_a_worker_can_end_a_program_that_it_has_started() -> None:
+    (code,) = DataLoader(Programs(), num_workers=1, multiprocessing_context="fork")
+    assert code.item() < 0
 
 
 @pytest.mark.usefixtures("patient_workers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -294,6 +295,7 @@ def test_a_loader_worker_survives_signals_to_the_whole_step(
     monkeypatch.setattr(signal, "pthread_sigmask", lambda *mask: masks.append(mask))
     threads: list[dict[str, Any]] = []
     monkeypatch.setattr(threading, "Thread", partial(Thread, threads))
+    monkeypatch.setattr(subprocess.Popen, "terminate", subprocess.Popen.terminate)
     try:
         signals.ignore_in_loader()
         assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
