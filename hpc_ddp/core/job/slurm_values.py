@@ -13,6 +13,8 @@ MOST_TASKS = 100_000
 LEAST_ATTEMPT_S = 120  # in which a script can start, step and save
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", re.A)
+# A type may begin with a digit, or be a number: what stands alone is the count.
+_GPUS = re.compile(r"gpu(:(?P<type>[\w.-]+?))??(:no_consume)?(:(?P<count>\d+))?", re.A)
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
 _SIGNAL = re.compile(r"(?:[BR]{1,2}:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>\d{1,5}))?", re.A)
 _SIGNAL_NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM", "2": "INT"}
@@ -35,6 +37,14 @@ def parse_time(text: str) -> int:
     if match["c"] is not None:
         return a * 3600 + b * 60 + c
     return a * 60 + b
+
+
+def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
+    """Return type and number of the GPUs in a Gres value such as ``gpu:a100:4(S:0-1),nvme:1``: type
+    '' and number 1 where it has none, and () without GPUs."""
+    parts = re.sub(r"\([^)]*\)", "", gres).split(",")
+    matches = filter(None, map(_GPUS.fullmatch, parts))
+    return tuple((match["type"] or "", int(match["count"] or 1)) for match in matches)
 
 
 def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
+from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launch import FLAGS, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
@@ -239,8 +240,6 @@ def _request(options: Mapping[str, str], name: str) -> tuple[str, int]:
     """Return the type ('' without one) and the number of GPUs that the option `name` asks for.
     Where it gives no number, that is 1 for ``gres`` and 0 for another option. It is 0 also if the
     option is not in `options`, or ``gres`` names no GPU."""
-    start = "(?:.*,)?gpu:?" if name == "gres" else ""
-    match = re.match(rf"{start}(?:([A-Za-z][\w.-]*):)?(\d*)", options.get(name, ""))
-    if not match:
-        return "", 0
-    return match[1] or "", int(match[2] or (name == "gres"))
+    value = options.get(name, "")
+    gpus = gpus_of(value if name == "gres" else f"gpu:{value}")
+    return gpus[0] if gpus else ("", 0)

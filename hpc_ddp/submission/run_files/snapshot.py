@@ -235,11 +235,11 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
-    """Return the git work tree that `script` lies in. None without one, without git, where git
-    refuses, and where the script's path leads there through a link. None also where the tree, its
-    ``.git`` or the folder to which that leads belongs to a user who is not among the `owners`
-    (empty: the script's trusted ones): another user could make a tree above the user's folder, as
-    in /scratch, and decide what belongs to the code."""
+    """Return the git work tree that `script` lies in, by the script's own path: a home may be a
+    link. None without one, without git, where git refuses, and where a link from outside leads
+    below the tree's top. None also where the tree, its ``.git`` or the folder to which that leads
+    belongs to a user who is not among the `owners` (empty: the script's trusted ones): another user
+    could make a tree above the user's folder, as in /scratch, and decide what belongs to it."""
     try:
         top, git_folder = (
             _git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
@@ -248,10 +248,13 @@ def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
         return None
     if top.returncode or git_folder.returncode:
         return None
-    root, settings = (
+    tree, settings = (
         script.parent / os.fsdecode(done.stdout.removesuffix(b"\n")) for done in (top, git_folder)
     )
-    if not script.is_relative_to(root):  # reached through a link: take the folder
+    root = next(
+        (folder for folder in script.parents if os.path.realpath(folder) == str(tree)), None
+    )
+    if root is None:
         return None
     marks = [path for path in (root, root / ".git", settings) if os.path.lexists(path)]
     present = {mark.lstat().st_uid for mark in marks} | {settings.stat().st_uid}
@@ -274,8 +277,9 @@ def _git_files(root: Path, runs: Path, owners: Set[int]) -> Iterator[str]:
     submodules. Other git repositories in it are named on stderr. A tracked file may be gone; one in
     conflict comes several times. Raise UsageError where git refuses."""
     words = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    if runs.is_relative_to(root) and runs != root:
-        pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
+    runs, top = (Path(os.path.realpath(folder)) for folder in (runs, root))
+    if runs.is_relative_to(top) and runs != top:
+        pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(top)))
         words.append(f"--exclude=/{pattern}/")
     done = _git(root, *words)
     if done.returncode:

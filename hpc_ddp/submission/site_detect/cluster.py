@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.slurm_values import parse_time
+from hpc_ddp.core.job.slurm_values import gpus_of, parse_time
 from hpc_ddp.submission.settings.user import user_name
 
 Record = Mapping[str, str]
@@ -30,7 +30,6 @@ SCRATCH = ("SCRATCH", "PSCRATCH", "CINECA_SCRATCH", "FAST", "WORK", "GROUP_SCRAT
 # File systems behind a network, by the beginnings of their names in /proc/mounts.
 NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse", "afs", "9p")
 CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc")
-_GRES = re.compile(r"(?P<name>\w+)(?P<type>(:[A-Za-z][\w.-]*)*)(:(?P<count>\d+))?")
 _NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")
 
 
@@ -137,18 +136,6 @@ class NodeKind(NamedTuple):
         """The node in words: ``64 CPUs, 512 GB, 4 a100 GPUs``."""
         gpus = "".join(f", {count} {f'{type} GPUs'.strip()}" for type, count in self.gpus)
         return f"{self.cpus} CPUs, {self.memory_mb / 1000:.0f} GB{gpus}"
-
-
-def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
-    """Return type and number of the GPUs in a Gres value such as ``gpu:a100:4(S:0-1),nvme:1``: type
-    '' and number 1 where it has none, and () without GPUs."""
-    gpus = []
-    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
-        match = _GRES.match(part)
-        if match and match["name"] == "gpu":
-            types = [t for t in match["type"].split(":") if t not in ("", "no_consume")]
-            gpus.append((types[0] if types else "", int(match["count"] or 1)))
-    return tuple(gpus)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.script.container import DEFAULT_TOOL
 from hpc_ddp.submission.site_detect.cluster import (
     ClusterFacts,
     Partition,
     Preemption,
-    gpus_of,
     partitions_of,
     preemptions,
 )

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
+from hpc_ddp.core.job.slurm_values import array_indexes, gpus_of, parse_signal, parse_time
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,25 @@ def test_a_malformed_array_is_refused(array: str) -> None:
 )
 def test_signals_are_parsed_in_all_of_sbatchs_forms(text: str, expected: tuple[str, int]) -> None:
     assert parse_signal(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", ()),
+        ("gpu:4", (("", 4),)),
+        ("gpu:a100:4(S:0-1)", (("a100", 4),)),
+        ("gpu:a100:2(S:0,1),gpu:a100_3g.20gb:4(S:1),nvme:1", (("a100", 2), ("a100_3g.20gb", 4))),
+        ("craynetwork:4,gpu:h100:8(IDX:0-7)", (("h100", 8),)),
+        ("gpu:no_consume:2,shard:8", (("", 2),)),
+        ("gpu:gh200:no_consume:4", (("gh200", 4),)),
+        ("gpu:2080ti:8,gpu:1080:4(S:0-1)", (("2080ti", 8), ("1080", 4))),
+        ("gpu:1g.10gb:7", (("1g.10gb", 7),)),
+        ("gpu:2080ti", (("2080ti", 1),)),
+        ("gpu:3090", (("", 3090),)),
+        ("gpu", (("", 1),)),
+        ("gpumem:80,mps:400", ()),
+    ],
+)
+def test_gpus_of_a_node_are_parsed(gres: str, gpus: tuple[tuple[str, int], ...]) -> None:
+    assert gpus_of(gres) == gpus

@@ -258,6 +258,13 @@ def test_nodes_and_workers_from_any_directives(
     assert result.get("nproc-per-node", int(result.get("gpus-per-node", 0))) == workers
 
 
+@pytest.mark.parametrize("option", ["--gres=gpu:2080ti:4", "--gpus-per-node=2080ti:4"])
+def test_a_type_that_begins_with_a_digit_is_a_type(option: str) -> None:
+    result = of_text(f"#SBATCH {option}", "srun torchrun --nproc_per_node=4 train.py").settings()
+    assert result["gpus-per-node"] == "2080ti:4"
+    assert "nproc-per-node" not in result
+
+
 def test_the_site_s_values_are_left_out() -> None:
     conversion = of_text(
         "#SBATCH --nodes=2", "#SBATCH --constraint=gpu", "module load site", "srun python train.py"

@@ -192,6 +192,24 @@ def test_a_script_is_itself_beside_a_package_with_the_folders_name(tmp_path: Pat
     assert snapshot.newest(run, project / inner) == (run.code / "0", inner)
 
 
+def test_a_repository_below_a_home_that_is_a_link_is_copied_as_a_whole(tmp_path: Path) -> None:
+    project = tmp_path / "disk" / "me" / "project"
+    (project / "scripts").mkdir(parents=True)
+    (project / "scripts" / "train.py").write_text("import model\n")
+    (project / "model.py").write_text("")
+    subprocess.run(["git", "init", "--quiet", str(project)], check=True)
+    (tmp_path / "home").symlink_to("disk")
+    home = tmp_path / "home" / "me" / "project"
+    run = RunFolder(project / "runs" / "train" / "20260101-000000-abcd").make()
+    (run.path / "old.py").write_text("")
+    script = home / "scripts" / "train.py"
+    snapshot.take(script, run, ())
+    inside = Path("scripts", "train.py")
+    assert snapshot.newest(run, script) == (run.code / "0", inside)
+    copies = {str(path.relative_to(run.code / "0")) for path in (run.code / "0").rglob("*.py")}
+    assert copies == {str(inside), "model.py"}
+
+
 @pytest.mark.parametrize("has_git", [False, True])
 def test_links_lead_where_they_led(
     tmp_path: Path, has_git: bool, capsys: pytest.CaptureFixture[str]
