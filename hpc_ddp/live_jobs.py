@@ -370,9 +370,7 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
     patience = math.inf if is_here else None  # no answer does not say that it is over
     try:
         job = slurm.show_job(holder.id if is_here else holder, patience)
-    except HpcDdpError as error:
-        if "Invalid job id" not in error.message:
-            raise
+    except slurm.UnknownJobError:
         is_namesakes = holder.is_of_namesake(own_job.cluster)
         if is_namesakes and not _has_verdict(run.events(), info):
             raise HpcDdpError(

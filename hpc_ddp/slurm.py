@@ -11,7 +11,8 @@ import re
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 from hpc_ddp import slurm_text
@@ -29,6 +30,10 @@ LOOKS, LOOK_PAUSE_S = 4, 2.0  # a submit whose answer was lost came up seconds a
 
 class NoAnswerError(HpcDdpError):
     """A command of Slurm got no answer; what it asked for may be done all the same."""
+
+
+class UnknownJobError(HpcDdpError):
+    """Slurm has no such job, or not any more."""
 
 
 def options_of(script: Path, more: Sequence[str] = ()) -> dict[str, str]:
@@ -49,8 +54,8 @@ def _run(
 ) -> str:
     """Run one of Slurm's commands once and return its stdout; `umask` -1 keeps this process's,
     `env` None is `asking_env`. Raise NoAnswerError where the controller gave no answer or the
-    command took `timeout_s`; and HpcDdpError where the command is missing, can't be started, or
-    refused."""
+    command took `timeout_s`; UnknownJobError; and HpcDdpError where the command is missing, can't
+    be started, or refused otherwise."""
     try:
         done = subprocess.run(
             argv,
@@ -79,7 +84,8 @@ def _run(
         if slurm_text.NO_ANSWER.search(reason):
             raise NoAnswerError(f"{argv[0]} got no answer: {reason}", hint="scontrol ping")
         hint = slurm_text.hint_for(reason) or f"man {argv[0]}"
-        raise HpcDdpError(f"{argv[0]} refused: {reason}", hint=hint)
+        kind = UnknownJobError if "Invalid job id" in reason else HpcDdpError
+        raise kind(f"{argv[0]} refused: {reason}", hint=hint)
     return done.stdout
 
 
@@ -216,12 +222,9 @@ def cancel(jobs: Sequence[str | JobRef]) -> None:
     for job in jobs:
         name = job.cluster_name if isinstance(job, JobRef) else ""
         jobs_of.setdefault(name, []).append(job)
-    for group in jobs_of.values():  # each asks once whether its cluster is this one
-        try:
+    for group in jobs_of.values():
+        with suppress(UnknownJobError):
             _run_patiently(["scancel", *_at_cluster(group[0]), *map(_id_of, group)])
-        except HpcDdpError as error:
-            if "Invalid job id" not in error.message:
-                raise
 
 
 def requeue(job_id: str) -> None:
@@ -287,8 +290,6 @@ def show_job(job: str | JobRef, give_up: float | None = None) -> Job:
     """Return a job as the controller has it. Raise HpcDdpError where there is no such job, or where
     Slurm gives no answer (NoAnswerError) until `give_up`, by ``time.monotonic()``; None: PATIENCE_S
     from now.
-
-    For a job with a cluster, this cluster's name is asked for first, once, without waiting.
     """
     argv = ["scontrol", *_at_cluster(job), "show", "job", _id_of(job)]
     return slurm_text.parse_job(_run_patiently(argv, give_up))
@@ -353,6 +354,7 @@ COLUMNS_OF_QOS = "Name,GraceTime,Preempt,PreemptMode"
 COLUMNS_OF_USER = "Cluster,DefaultAccount,Account,Partition"
 
 
+@cache  # a sweep has a thousand jobs
 def show_config() -> dict[str, str]:
     """Return slurm.conf's values by name. Raise HpcDdpError where Slurm refuses or is silent."""
     return slurm_text.parse_config(_run(["scontrol", "show", "config"]))

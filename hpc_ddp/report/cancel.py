@@ -24,6 +24,7 @@ from hpc_ddp.live_jobs import (
     describe_job,
     describe_work,
     ended_jobs,
+    is_of_another_run,
     leaves_nothing,
     process_of,
     read_queue,
@@ -165,20 +166,21 @@ def _live_jobs(
             unclear.append(f"job {job.id} of cluster {job.cluster}, which can't be asked from here")
     for job_id, queued in {} if run.is_task else queue.live.items():
         job = JobRef(job_id)
-        if (
-            not job.is_among(targets)
-            and (queued.script in paths.scripts or _has_name(run, queued))
-            and _is_of_run(paths, job, queued)
+        if not job.is_among(targets) and (
+            queued.script in paths.scripts
+            or (_may_be_of(run, queued) and _is_of_run(paths, job, queued))
         ):
             targets.append(job)
     return targets, unclear
 
 
-def _has_name(run: RunFolder, queued: QueuedJob) -> bool:
-    """Return whether a job has the name of the run, or a name with which that begins, up to a dash.
-    Slurm is asked about such a job even if the journal does not name it."""
+def _may_be_of(run: RunFolder, queued: QueuedJob) -> bool:
+    """Return whether a job has the name of the run, or a name with which that begins, up to a dash,
+    and no script of another run's. Slurm is asked about such a job even if the journal does not
+    name it. Raise OSError as `is_of_another_run`."""
     # A run is named NAME-USER, and its job NAME, where another user has runs of that name.
-    return queued.name == run.name or run.name.startswith(f"{queued.name}-")
+    has_name = queued.name == run.name or run.name.startswith(f"{queued.name}-")
+    return has_name and not is_of_another_run(run, queued.script)
 
 
 def _is_allocation(run: RunFolder) -> bool:
@@ -212,13 +214,18 @@ class _Paths:
 
 def _is_of_run(paths: _Paths, job: JobRef, queued: QueuedJob) -> bool:
     """Return whether a live job is that of the run with `paths`: it has its script, or by Slurm's
-    record prints into its folder (a copy of the script, or one that came through a pipe).
+    record prints into its folder (a copy of the script, or one that came through a pipe). False
+    for a job that Slurm has forgotten since.
 
     Raise HpcDdpError where Slurm gives no answer.
     """
     if queued.script in paths.scripts:
         return True
-    return os.path.dirname(os.path.realpath(slurm.show_job(job).output or "/")) in paths.logs
+    try:
+        record = slurm.show_job(job)
+    except slurm.UnknownJobError:
+        return False
+    return os.path.dirname(os.path.realpath(record.output or "/")) in paths.logs
 
 
 def _jobs_of_task(task: RunFolder, jobs: Sequence[JobRef]) -> list[JobRef]:

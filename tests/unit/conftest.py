@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hpc_ddp import slurm
 from hpc_ddp.core import file_io
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
@@ -14,12 +16,13 @@ from unit.fakes import Slurm
 
 
 @pytest.fixture
-def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
     """Stand-ins for Slurm's commands, first on PATH."""
     folder = tmp_path / "slurm-bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return Slurm(folder)
+    yield Slurm(folder)
+    slurm.show_config.cache_clear()
 
 
 @pytest.fixture

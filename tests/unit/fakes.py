@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp import slurm
 from tests.skips import skip_or_fail
 
 _COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo")
@@ -46,6 +47,7 @@ class Slurm:
 
     def answer_by(self, command: str, script: str) -> None:
         """Lay down a line of bash that makes the next answer."""
+        slurm.show_config.cache_clear()
         self._answers[command].append(script)
         self._write(command)
 

@@ -29,7 +29,7 @@ from hpc_ddp.core.journal.events import (
     VerdictGiven,
     WorkerStarted,
 )
-from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
+from hpc_ddp.core.journal.journal import is_finished, last_event, last_step, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.node_records import RecordedFailure, read_ends, tail
 from hpc_ddp.report.status.state import RunState, state_of_job
@@ -174,7 +174,8 @@ class RunFacts:
 
 def gather(run: RunFolder, events: Sequence[JournalEvent] | None = None) -> RunFacts:
     """Read a run's folder, and query Slurm if the run has a job; the same for each task of an
-    array. Facts that can't be read have their default; nothing is raised.
+    array, but Slurm isn't asked for a finished one's. Facts that can't be read have their default;
+    nothing is raised.
 
     `events` is the run's journal; None: it is read here, and briefly (`read_briefly`).
     """
@@ -210,7 +211,11 @@ def _gather(
             str(task.index): _gather(task, can_start) for task in _try(run.tasks, list[RunFolder]())
         },
     )
-    facts = replace(facts, **_read_record(_try(lambda: run.jobs(events), list[JobRef]())))
+    jobs = _try(lambda: run.jobs(events), list[JobRef]())
+    if run.is_task and is_finished(events):  # of a thousand Slurm isn't asked
+        facts = replace(facts, job_id=jobs[-1].id if jobs else None)
+    else:
+        facts = replace(facts, **_read_record(jobs))
     if attempts:
         facts = replace(facts, **_read_end(facts, attempts[-1]))
     return facts

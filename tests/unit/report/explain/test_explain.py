@@ -12,6 +12,7 @@ import pytest
 from hpc_ddp.core.journal.stragglers import summarize_times
 from hpc_ddp.core.process import identity
 from hpc_ddp.training.checkpoint.storage import disk
+from unit.fakes import Slurm
 from unit.report.written_runs import Written, record
 
 
@@ -131,10 +132,11 @@ def test_a_preempted_run_has_only_to_wait(written: Written, reason: str) -> None
     assert written.explain(record("PENDING", reason)).hint == "wait: it starts by itself"
 
 
-def test_an_array_is_summed_up(tmp_path: Path) -> None:
+def test_an_array_is_summed_up(tmp_path: Path, slurm_commands: Slurm) -> None:
+    """Slurm is not asked for the finished task."""
     array = Written(tmp_path, array="0-2").event("submitted").event("queued", job_id="7")
     for number, end in enumerate(("finished", "failed")):
-        task = Written(tmp_path / "other")
+        task = Written(tmp_path / "other").event("queued", job_id=f"7_{number}")
         task.attempt(0, steps=20)
         if end == "failed":
             task.failure("ValueError: boom")
@@ -146,6 +148,8 @@ def test_an_array_is_summed_up(tmp_path: Path) -> None:
     assert "2 tasks have begun: 1 finished, 1 python error. Others wait" in explanation.text
     assert "Task 1 of run digits (20261121-100000-abcd) failed at step 20" in explanation.text
     assert explanation.tasks["1"].kind == "python error"
+    jobs = [words[-1] for words in slurm_commands.calls("scontrol") if "job" in words]
+    assert jobs == ["7_1", "7"]
 
 
 @pytest.mark.parametrize(

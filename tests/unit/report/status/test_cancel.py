@@ -68,6 +68,26 @@ def test_an_array_is_cancelled_with_the_job_of_a_task_that_goes_on_alone(
     assert slurm_commands.calls("scancel") == [["5"]]
 
 
+def test_jobs_of_other_runs_of_the_same_script_are_not_asked_for(
+    slurm_commands: Slurm, run: RunFolder
+) -> None:
+    """A user has a thousand of them; one without a run, which Slurm has just forgotten, is none."""
+    run.script.touch()
+    others = [RunFolder(run.path.with_name(f"other-{i}")).make() for i in range(3)]
+    for other in others:
+        other.job_json.write_text(JobSpec("train.py").to_json())
+        other.script.touch()
+    scripts = [*(other.script for other in others), "(null)", run.script]
+    rows = [f"{i}|{i}|PENDING|None||9:00|/|{path}\n" for i, path in enumerate(scripts, 1)]
+    slurm_commands.answer("squeue", squeue_rows("".join(rows)))
+    slurm_commands.answer("squeue", squeue_rows(rows[0]))
+    slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
+    slurm_commands.answer("scancel")
+    cancel(run)
+    assert slurm_commands.calls("scontrol") == [["show", "job", "4"]]
+    assert slurm_commands.calls("scancel") == [["5"]]
+
+
 def test_the_job_of_another_task_is_no_job_of_a_task(slurm_commands: Slurm, run: RunFolder) -> None:
     for task in (run.task(0).make(), run.task(1).make()):
         task.job_json.write_text(JobSpec("train.py").to_json())
