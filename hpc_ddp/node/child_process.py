@@ -33,6 +33,8 @@ AGENT_WORDS = 4  # python -u node.py elastic_agent
 MOST_FILES = 1 << 16  # some programs close each descriptor that there might be
 # Beginnings of an MPI's variables of a task: Open MPI; Intel MPI and MPICH; MVAPICH.
 MPI_TASKS = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
+# By these OpenMP binds the threads of a program, from the first CPU on.
+BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 NO_GROUP = "no-group"  # a file of the first node: its workers have formed no process group
 
 
@@ -127,6 +129,17 @@ def _fill_option(option: str, environ: Mapping[str, str]) -> str:
         ) from None
 
 
+def unbound_threads(options: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that undo the `BINDINGS` in `environ` where torchrun, by its `options`,
+    starts several workers of a node: all would share the first CPUs. {} where it starts one, where
+    it binds them itself, and without such a variable."""
+    is_single = "--nproc-per-node=1" in options
+    is_bound = any(word.startswith("--numa-binding=") for word in options)
+    if is_single or is_bound or not any(map(environ.get, BINDINGS)):
+        return {}
+    return {"OMP_PROC_BIND": "false", "KMP_AFFINITY": "disabled"}
+
+
 @dataclass(frozen=True)
 class Launch:
     """The child process of a supervisor: a node's torchrun, or one worker.
@@ -149,7 +162,8 @@ class Launch:
 
 
 def torchrun_launch(place: Place, command: list[str]) -> Launch:
-    """Return the launch of a node's torchrun, with the options that differ between nodes added.
+    """Return the launch of a node's torchrun, with the options that differ between nodes added. On
+    the first node print a line if it changes `BINDINGS`.
 
     `command` is python, -u, node.py, ``elastic_agent``, torchrun's options, and the script with its
     arguments: workers may be forked from this Python, so it has a worker's options. The set-up
@@ -163,12 +177,19 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
     confs = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
     conf = ",".join([*confs, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
     words = [*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script]
+    unbound = unbound_threads(options, os.environ)
+    if unbound and not place.index:
+        names = ", ".join(filter(os.environ.get, BINDINGS))
+        say(
+            f"note: {names} would bind all workers of a node to the same CPUs, and has no effect;"
+            " hint: --torchrun=--numa-binding=node, or --launcher srun"
+        )
     return Launch(
         name=place.node,
         task=Task(place.index, len(place.nodes)),
         folder=place.attempt.node(place.node),
         command=after_setup(os.environ.get(NODE_SETUP, ""), words),
-        env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
+        env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **unbound},
         peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
         is_elastic=any(word.startswith("--nnodes=") and ":" in word for word in options),
     )

@@ -42,7 +42,7 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
 from hpc_ddp.node.workers.forked_script import ForkedScript
-from hpc_ddp.node.workers.preload import paused_collector
+from hpc_ddp.node.workers.preload import kept_cpus, paused_collector
 from hpc_ddp.node.workers.worker import die_with_parent, started_by
 
 LOOK_TIMEOUT = timedelta(seconds=10)  # of `note_missing_group`, for the store's answer
@@ -210,9 +210,10 @@ def launch(
     where the workers ended after a notice and none of this node has failed. Raises further any
     error of torchrun itself, such as those of its rendezvous.
     """
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    with kept_cpus():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import elastic_launch
 
     options, script = split(argv)
     args = read_options(options)
@@ -258,7 +259,7 @@ def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
     ``--no-warm-start``, for which nothing is imported."""
     if not AttemptEnv.from_env(os.environ).warm_start:
         return None
-    with paused_collector():
+    with paused_collector(), kept_cpus():
         import torch  # noqa: F401  # the server's, and by it all workers'
 
         return fork_server.start(split(argv)[1])

@@ -96,6 +96,17 @@ def paused_collector() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_cpus() -> Iterator[None]:
+    """At the block's end this thread may run on the same CPUs as before: by OMP_PROC_BIND the
+    import of torch binds it to the first one, and workers would inherit that."""
+    cpus = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+@contextlib.contextmanager
 def _captured(output: int) -> Iterator[None]:
     """Redirect this process's stdout and stderr to the file descriptor `output` inside the
     block."""

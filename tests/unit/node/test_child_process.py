@@ -14,7 +14,7 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import child_process, supervisor
-from hpc_ddp.node.child_process import expand, split, worker_launch
+from hpc_ddp.node.child_process import expand, split, torchrun_launch, worker_launch
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Supervisor
 from hpc_ddp.node.watch import attempt_watch, log_offsets
@@ -149,6 +149,37 @@ def test_a_port_that_was_taken_is_marked(
     assert watcher._failures(127) == [
         {"rank": None, "code": 127, "time": 1000.0, "error": "no python", "last_line": ""}
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "is_undone"),
+    [
+        (["--nproc-per-node=2"], {"OMP_PROC_BIND": "spread", "OMP_PLACES": "threads"}, True),
+        (["--nproc-per-node=gpu"], {"GOMP_CPU_AFFINITY": "0-3"}, True),
+        (["--nproc-per-node=1"], {"OMP_PROC_BIND": "close"}, False),
+        (["--nproc-per-node=2", "--numa-binding=node"], {"OMP_PROC_BIND": "close"}, False),
+        (["--nproc-per-node=2"], {"OMP_PLACES": "", "OMP_NUM_THREADS": "4"}, False),
+    ],
+)
+def test_workers_of_a_node_are_not_bound_to_the_same_cpus(
+    attempt: AttemptFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    variables: dict[str, str],
+    is_undone: bool,
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(child_process, "say", printed.append)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command = ["python", "-u", "node.py", "elastic_agent", *options, "train.py"]
+    launch = torchrun_launch(place_of(attempt), command)
+    assert ("OMP_PROC_BIND" in launch.env) is is_undone
+    names = ", ".join(variables)
+    expected = [f"note: {names} would bind all workers of a node to the same CPUs, and has no"]
+    assert [line.partition(" effect")[0] for line in printed] == expected * is_undone
+    torchrun_launch(place_of(attempt, index=1), command)
+    assert len(printed) == is_undone
 
 
 def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.node.workers.preload import forget_rank, paused_collector
+from hpc_ddp.node.workers.preload import forget_rank, kept_cpus, paused_collector
 
 REPO = Path(__file__).parents[4]
 # Imports what the arguments name in a process of its own, and prints the refusal.
@@ -141,3 +141,10 @@ def test_the_rank_of_the_nodes_one_task_is_forgotten(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, "0")
     forget_rank()
     assert [name for name in (*names, "SLURM_JOB_ID") if name in os.environ] == ["SLURM_JOB_ID"]
+
+
+def test_a_package_that_binds_its_thread_binds_no_worker() -> None:
+    cpus = os.sched_getaffinity(0)
+    with kept_cpus():
+        os.sched_setaffinity(0, {min(cpus)})
+    assert os.sched_getaffinity(0) == cpus
