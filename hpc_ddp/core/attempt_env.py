@@ -32,6 +32,13 @@ NEAR, HOOK = "HPC_DDP_NEAR", "/hpc_ddp/node/workers/staging/hook"
 # What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
 # and proves who asks, is the user's, and so are sbatch's own variables (see `slurm.submit_env`).
 _INHERITED = re.compile(rf"(SLURM|SLURMD|SRUN|SALLOC|HPC_DDP)_|({OF_A_RANK})$")
+# What describes a step in which a shell runs (``srun --pty``, or salloc's interactive step): other
+# sruns there would take it for their options, such as the CPUs of that step's task.
+_OF_A_STEP = re.compile(
+    "SLURM_(CPU_BIND|MEM_BIND|GPU_BIND|TRES_BIND|TRES_PER_TASK|DIST|STEP|SRUN_COMM|PTY_|CPU_FREQ"
+    "|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|LAUNCH_NODE|EXACT|OVERLAP|EXPORT_ENV|UNBUFFEREDIO"
+    "|LABELIO|KILL_BAD_EXIT|WAIT|IMMEDIATE|MPI_TYPE|STD(IN|OUT|ERR)MODE)"
+)
 _KEPT = (
     *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"),
     *OF_USERS,  # of a shell or a script
@@ -216,6 +223,14 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name in _KEPT or not (_INHERITED.match(name) or name in (*of_a_node, *of_run))
     }
+
+
+def allocation_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a shell inside an allocation without what describes the step that
+    the shell may run in; the number of nodes is the allocation's."""
+    env = {name: value for name, value in environ.items() if not _OF_A_STEP.match(name)}
+    nodes = environ.get("SLURM_JOB_NUM_NODES")
+    return env | ({"SLURM_NNODES": nodes} if nodes else {})
 
 
 def _without_stage(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.core.accelerators import SHOW_DEVICES, hiding_env
-from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env, installed_python
+from hpc_ddp.core.attempt_env import INTERACTIVE, allocation_env, clean_env, installed_python
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import close_to_others, make_folders, write_whole
@@ -135,13 +135,14 @@ class AllocationBackend(SlurmBackend):
                 hint=f"salloc --nodes {prepared.spec.nodes}, then the same command again",
             )
         least, most = prepared.spec.node_range
-        nodes = int(os.environ.get("SLURM_NNODES", most))
+        env = allocation_env(os.environ)
+        nodes = int(env.get("SLURM_NNODES", most))
         if most > 1 and not least <= nodes <= most:
             raise UsageError(
                 f"nodes is {prepared.spec.nodes}, and the allocation has {nodes}",
                 hint=f"--nodes {nodes}, or salloc --nodes {prepared.spec.nodes}",
             )
-        env = {**os.environ, INTERACTIVE: os.environ["SLURM_JOB_ID"]}
+        env[INTERACTIVE] = env["SLURM_JOB_ID"]
         argv = ["bash", str(prepared.run.script)]
         # A session of its own: Ctrl-C is for this process, which passes on a notice.
         return StartedRun(

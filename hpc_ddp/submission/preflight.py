@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.accelerators import SHOW_DEVICES, VENDORS, device_files, visible
+from hpc_ddp.core.attempt_env import allocation_env
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.core.journal.journal import last_event
@@ -80,7 +81,8 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
     os.environ.setdefault(SHOW_DEVICES, "1")  # unlike a dry run, this one is about them
     values = _values(settings) | {"job-name": "first-contact", "max-restarts": 8}
     if "SLURM_JOB_ID" in os.environ:
-        values |= {"backend": "salloc", "nodes": os.environ.get("SLURM_NNODES", "1")}
+        nodes = allocation_env(os.environ).get("SLURM_NNODES", "1")
+        values |= {"backend": "salloc", "nodes": nodes}
     else:
         values["backend"] = "local"
         values["gpus-per-node"] = values["gpus-per-node"] or str(devices_here())

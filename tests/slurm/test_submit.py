@@ -65,11 +65,14 @@ def test_a_rendered_script_by_hand(
 
 
 def test_inside_an_allocation(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
+    """In a shell on its first node, as salloc starts one at many sites: such a step has a CPU, and
+    variables for its own task."""
     shown = cluster.run(
         "salloc",
         "--nodes=2",
         "--gpus-per-node=2",
-        "env",
+        *("srun", "--nodes=1", "--ntasks=1", "--overlap"),
+        *("env", "SLURM_CPU_BIND=quiet,map_cpu:99"),
         f"HPC_DDP_RUNS={tmp_path}",
         f"PYTHONPATH={DIGITS.parents[1]}",
         sys.executable,

@@ -294,13 +294,18 @@ def _texts_in(setting: Any) -> Iterator[str]:
 
 def _check_texts(spec: JobSpec) -> None:
     """Check the characters of a job's texts. Raise UsageError for a value of an ``#SBATCH`` line
-    that can't be printed, as a line break; and for NUL, or bytes that are no UTF-8, in any text,
-    of lists and tables as well."""
+    that is empty or can't be printed, as a line break; and for NUL, or bytes that are no UTF-8, in
+    any text, of lists and tables as well."""
     for item in fields(spec):
         text = getattr(spec, item.name)
         is_directive = "option" in item.metadata and item.metadata["option"].is_sbatch
+        key = key_of(item)
+        if is_directive and text == "":
+            raise UsageError(
+                f"{key} is an empty text; accepted: a value, or no --{key}",
+                hint=f"a variable behind --{key} may not be set",
+            )
         if is_directive and isinstance(text, str) and not text.isprintable():
-            key = key_of(item)
             raise UsageError(
                 f"{key} {text!r} has a character that an #SBATCH line can't hold",
                 hint=f"leave out line breaks and control characters in --{key}",

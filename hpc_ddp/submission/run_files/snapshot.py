@@ -236,10 +236,11 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
     """Return the git work tree that `script` lies in, by the script's own path: a home may be a
-    link. None without one, without git, where git refuses, and where a link from outside leads
-    below the tree's top. None also where the tree, its ``.git`` or the folder to which that leads
-    belongs to a user who is not among the `owners` (empty: the script's trusted ones): another user
-    could make a tree above the user's folder, as in /scratch, and decide what belongs to it."""
+    link. None without one, without git, where git refuses, where a link from outside leads below
+    the tree's top, and where the tree has the user's home in it, whose keys are no code. None also
+    where the tree, its ``.git`` or the folder to which that leads belongs to a user who is not
+    among the `owners` (empty: the script's trusted ones): another user could make a tree above the
+    user's folder, as in /scratch, and decide what belongs to it."""
     try:
         top, git_folder = (
             _git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
@@ -251,11 +252,10 @@ def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
     tree, settings = (
         script.parent / os.fsdecode(done.stdout.removesuffix(b"\n")) for done in (top, git_folder)
     )
-    root = next(
-        (folder for folder in script.parents if os.path.realpath(folder) == str(tree)), None
-    )
-    if root is None:
+    roots = [folder for folder in script.parents if os.path.realpath(folder) == str(tree)]
+    if not roots or Path(os.path.realpath(os.path.expanduser("~"))).is_relative_to(tree):
         return None
+    root = roots[0]
     marks = [path for path in (root, root / ".git", settings) if os.path.lexists(path)]
     present = {mark.lstat().st_uid for mark in marks} | {settings.stat().st_uid}
     return root if present <= (owners or _trusted_owners(script)) else None

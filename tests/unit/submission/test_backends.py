@@ -76,6 +76,25 @@ def test_an_allocation_of_another_size_is_refused(
         backends.AllocationBackend().start(prepared)
 
 
+def test_a_job_in_an_allocation_has_nothing_of_the_step_that_its_shell_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_job = {"SLURM_JOB_ID": "19", "SLURM_JOB_NUM_NODES": "4", "SLURM_CONF": "/etc/x"}
+    of_step = {"SLURM_NNODES": "1", "SLURM_STEP_ID": "0", "SLURM_CPU_BIND_LIST": "0x1"}
+    for name, value in (of_job | of_step | {"SLURM_DISTRIBUTION": "cyclic"}).items():
+        monkeypatch.setenv(name, value)
+    prepared = prepare_run(tmp_path)
+    output = tmp_path / "environment"
+    prepared.run.script.write_text("env\n")
+    with output.open("w") as file:
+        process = backends.AllocationBackend().start(prepared, file).process
+        assert process is not None
+        assert process.wait(60) == 0
+    lines = [line for line in output.read_text().splitlines() if line.startswith("SLURM_")]
+    assert sorted(lines) == ["SLURM_CONF=/etc/x", "SLURM_JOB_ID=19", "SLURM_JOB_NUM_NODES=4",
+                             "SLURM_NNODES=4"]  # fmt: skip
+
+
 def test_a_variable_that_a_job_leaves_out_is_not_looked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -120,6 +120,29 @@ def test_a_continued_run_keeps_its_code_unless_new_code_is_asked_for(
     assert not (run.code / "1").exists()
 
 
+@pytest.mark.parametrize(
+    ("earlier", "has_begun", "later"),
+    [
+        ("afterok:12", False, "afterok:12"),
+        ("afterok:12", True, None),
+        ("afterok:12,singleton", True, "singleton"),
+        (None, True, None),
+    ],
+)
+def test_a_run_that_has_begun_waits_for_no_job_of_long_ago(
+    tmp_path: Path, earlier: str | None, has_begun: bool, later: str | None
+) -> None:
+    (tmp_path / "a.py").touch()
+    settings = Settings({"script": "a.py", "dependency": earlier})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    if has_begun:
+        run.claim_attempt({"nodes": ["n1"]}, lambda identity: False)
+    continued = plan_continuation(run, {}, Settings({}), tmp_path)
+    assert continued.spec.dependency == later
+    other = plan_continuation(run, {"dependency": "afterok:7"}, Settings({}), tmp_path)
+    assert other.spec.dependency == "afterok:7"
+
+
 def test_a_script_that_is_named_is_new_code(tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text(name)

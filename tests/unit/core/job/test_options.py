@@ -172,6 +172,10 @@ def test_nodes_and_restarts_follow_the_settings(
         ({"time_min": "1", "time": "60", "signal": "TERM@1"}, "or 2 minutes, where that is more"),
         ({"time_min": "x", "time": "60"}, "'x' is not a Slurm time"),
         ({"gpu_request": "x"}, "gpu-request 'x'"),
+        ({"partition": ""}, "partition is an empty text"),
+        ({"dependency": ""}, "dependency is an empty text"),
+        ({"sbatch": ("--array 0-3",)}, "'--array 0-3' is not of the form --name or --name=value"),
+        ({"srun": ("--cpus-per-task 3",)}, "is not of the form --name or --name=value"),
         ({"step_launcher": "x"}, "step-launcher 'x'"),
     ],
 )

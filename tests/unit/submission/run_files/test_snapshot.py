@@ -210,6 +210,20 @@ def test_a_repository_below_a_home_that_is_a_link_is_copied_as_a_whole(tmp_path:
     assert copies == {str(inside), "model.py"}
 
 
+def test_a_home_that_is_a_repository_of_settings_is_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    (home / "project").mkdir(parents=True)
+    (home / ".netrc").write_text("password")
+    (home / "project" / "train.py").write_text("")
+    subprocess.run(["git", "init", "--quiet", str(home)], check=True)
+    monkeypatch.setenv("HOME", str(home))
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    snapshot.take(home / "project" / "train.py", run, ())
+    assert [path.name for path in (run.code / "0").iterdir()] == ["train.py"]
+
+
 @pytest.mark.parametrize("has_git", [False, True])
 def test_links_lead_where_they_led(
     tmp_path: Path, has_git: bool, capsys: pytest.CaptureFixture[str]
