@@ -269,8 +269,8 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
 def render(as_json: bool, explain: bool, **options: Any) -> None:
     """Print the batch script that `submit` would run. It can be submitted by hand.
 
-    Its run's folder is made. With --explain the settings are printed in place of the script, and
-    nothing is left behind.
+    Its run's folder is made; with --run the run stays as it is. With --explain the settings are
+    printed in place of the script, and nothing is left behind.
     """
     if explain:
         rows = origin.origins(*_plan(options))
@@ -278,9 +278,11 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
         return
     prepared = _prepare(options)
     text = backends.render(prepared)
+    if not prepared.is_new:
+        prepared.discard()
     remove_note(prepared.run)
     say(f"run: {prepared.run.path}")
-    if prepared.spec.backend in ("slurm", "submitit"):
+    if prepared.is_new and prepared.spec.backend in ("slurm", "submitit"):
         say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
     answer = {"script": text, "run": str(prepared.run.path)}
     click.echo(json.dumps(answer) if as_json else text, nl=as_json)

@@ -210,6 +210,16 @@ def test_too_large_a_snapshot_names_the_largest(run_cli: Cli, project: Path) -> 
     assert f"export HPC_DDP_CODE={project}\n" in done.stdout
 
 
+def test_a_look_at_the_script_of_a_run_changes_no_run(run_cli: Cli) -> None:
+    path = json.loads(run_cli("render", "--json", "train.py").stdout)["run"]
+    files = {name: Path(path, name).read_bytes() for name in ("job.json", "job.sbatch")}
+    done = run_cli("render", "--run", path, "--time", "5:00", "train.py")
+    assert "#SBATCH --time=5:00" in done.stdout
+    assert "submit by hand" not in done.stderr
+    assert {name: Path(path, name).read_bytes() for name in files} == files
+    assert not Path(path, "code", "1").exists()
+
+
 def test_status_of_nothing_and_of_a_rendered_run(run_cli: Cli) -> None:
     done = run_cli("status")
     assert (done.returncode, done.stdout) == (0, "")
