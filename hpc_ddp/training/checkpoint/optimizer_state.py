@@ -14,6 +14,8 @@ from hpc_ddp.training.models.trained import parameters_of
 KIND = "class"  # an optimizer's, beside its state
 OF_NO_PARAMETER = "<state of no parameter>"  # an optimizer's, by keys of its own, beside its state
 SETTINGS = "<settings>"  # of its groups, as the script made them, beside its state
+# Settings of groups that say by which method a step is computed.
+METHODS = ("foreach", "fused", "capturable", "differentiable")
 PARAMETERS = "<parameters>"  # that are no tracked module's, such as a temperature, beside its state
 
 
@@ -99,10 +101,10 @@ def ignored_settings(
     """Return each setting with which an optimizer is made now (`settings`, from
     `TrainedParameters`) that differs from the one with which the optimizer of the stored `state`
     was made: by its name, the value of now and the stored one. Loading makes the stored value
-    count."""
+    count, but of `METHODS`."""
     pairs: dict[str, tuple[Any, Any]] = {}
     for group, stored in zip(settings, state.get(SETTINGS, ()), strict=False):
-        for key in group.keys() & stored.keys():
+        for key in group.keys() & stored.keys() - {*METHODS}:
             if group[key] != stored[key]:
                 pairs.setdefault(key, (group[key], stored[key]))
     return pairs
@@ -144,6 +146,11 @@ def like_parameters(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
                 yield f"{name}.state.{label}.{key}"
+
+
+def with_present_methods(stored: dict[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `stored` settings of a group, but those of `METHODS` as in its `present` ones."""
+    return stored | {key: present[key] for key in METHODS if key in present}
 
 
 def own_places(name: str, untracked: Collection[str]) -> tuple[str, ...]:

@@ -264,7 +264,10 @@ def _for_optimizer(
     saved = {key: value for key, value in tree.items() if key != optimizer_state.KIND}
     current, stored_rows = iter(optimizer.state_dict()["param_groups"]), iter(tree["param_groups"])
     pairs = [(next(current), None if alone else next(stored_rows)) for alone in is_new]
-    saved["param_groups"] = [group if stored is None else stored for group, stored in pairs]
+    saved["param_groups"] = [
+        group if stored is None else optimizer_state.with_present_methods(stored, group)
+        for group, stored in pairs
+    ]
     settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
     return optimizer_state.by_number(
         _assemble(saved, name, reader, shards, settings), params, groups

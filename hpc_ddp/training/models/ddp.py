@@ -87,6 +87,8 @@ class _StandIn(torch.nn.Module):
             total = total + self._zero(parameter).to(total)
         return total
 
+    __call__ = forward  # past the hooks of all modules, as a profiler's
+
     def _zero(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return 0, a real scalar, whose backward gives the parameter a gradient of zeros."""
         numbers: torch.Tensor = parameter
@@ -167,7 +169,8 @@ def fix_bucket_order(
             parameter.requires_grad_(True)
         # With device_ids, DDP takes the first of the arguments that it has moved there.
         with _without_hooks(parameters):
-            ddp(None).backward()
+            forward: Any = ddp.forward  # a call would have hooks, and may be compiled
+            forward(None).backward()
     finally:
         ddp.module, ddp.broadcast_buffers = model, syncs
         for parameter in frozen:

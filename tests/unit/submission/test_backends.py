@@ -86,7 +86,7 @@ def test_a_job_in_an_allocation_has_nothing_of_the_step_that_its_shell_is_in(
     prepared = prepare_run(tmp_path)
     output = tmp_path / "environment"
     prepared.run.script.write_text("env\n")
-    with output.open("w") as file:
+    with output.open("wb") as file:
         process = backends.AllocationBackend().start(prepared, file).process
         assert process is not None
         assert process.wait(60) == 0

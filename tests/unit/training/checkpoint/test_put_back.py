@@ -681,6 +681,24 @@ def test_settings_that_a_checkpoint_undoes_are_named() -> None:
     assert put_back.find_ignored_settings({"o": other}, {"o": {}}, trained) == []
 
 
+def test_the_way_in_which_a_step_is_computed_is_the_scripts(tmp_path: Path) -> None:
+    """A fused optimizer is faster, and one without foreach needs less memory."""
+    model = nn.Linear(2, 2)
+    stored = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    stored.step()
+    fused = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    load_state(tmp_path, state.collect({"m": model, "o": stored}), {"m": model, "o": fused})
+    (group,) = fused.param_groups
+    assert (group["lr"], group["fused"], group["foreach"]) == (0.5, True, None)
+    fused.step()
+    trained = TrainedParameters()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=False)
+    trained.add([stored, plain])
+    tree = state.collect({"o": stored}, trained=trained).tree
+    assert put_back.find_ignored_settings({"o": plain}, tree, trained) == []
+
+
 def test_groups_of_an_optimizer_stay_the_same_objects() -> None:
     """The script may keep them, and an optimizer inside another one, as SAM has it, shares them."""
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_ddp.core.errors import UsageError
@@ -19,6 +20,7 @@ from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.ddp import (
     BucketOrders,
     check_steps_are_even,
+    fix_bucket_order,
     set_averaging,
     with_sync_batchnorm,
 )
@@ -168,6 +170,18 @@ def test_a_parameter_that_ddp_ignores_is_not_waited_for() -> None:
     orders.add(ddp)
     ddp(torch.ones(2, 4)).sum().backward()
     assert orders.values() == [ARRIVING]
+
+
+@pytest.mark.usefixtures("alone")
+def test_hooks_and_the_compiler_see_nothing_of_the_backward_that_fixes_an_order() -> None:
+    ddp = DistributedDataParallel(HeadFirst())
+    calls: list[Any] = []
+    ddp.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
+    ddp._compiled_call_impl = lambda *inputs: calls.append(inputs)
+    of_all = register_module_forward_hook(lambda module, *values: calls.append(values))
+    fix_bucket_order(ddp)
+    of_all.remove()
+    assert not calls
 
 
 @pytest.mark.usefixtures("alone")
