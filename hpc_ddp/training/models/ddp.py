@@ -206,7 +206,9 @@ class _Packing:
         that remove themselves at its end. A backward counts only behind a forward of `ddp` that was
         to be averaged: DDP does not see what a script trains by the plain module before that."""
         handles: list[RemovableHandle] = []
-        wrapper = weakref.ref(ddp)
+        # Nothing that holds the parameters: Python's collector sees no hook of a tensor, so that a
+        # model without a backward would never be freed.
+        wrapper, arrived = weakref.ref(ddp), self.arrived
 
         def note(number: int, _: torch.Tensor) -> None:
             """Note that a parameter's gradient has arrived, if the backward counts; the last one
@@ -216,8 +218,8 @@ class _Packing:
                 model._lazy_init_ran and model.require_forward_param_sync  # as its forward sets it
             ):
                 return
-            self.arrived[number] = None
-            if model is None or len(self.arrived) == len(handles):
+            arrived[number] = None
+            if model is None or len(arrived) == len(handles):
                 for handle in handles:
                     handle.remove()
 

@@ -24,6 +24,8 @@ from hpc_ddp.training.models.trained import parameters_of
 LEVELS = 10  # of attributes, lists and dicts, at which a tracked object may have its parts
 MOST_PARTS = 10_000  # of a level: a replay buffer may be a list
 OF_WEIGHTS = ("state", "param_groups")  # of an optimizer, an entry for each weight
+# Classes by which parameters are this rank's shards, and no DTensors, which say so.
+LOCAL_SHARDS = {"FullyShardedDataParallel", "DeepSpeedEngine"}
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -61,12 +63,14 @@ def check_models(
     Raises
     ------
     UsageError
-        an optimizer trains a model that is not tracked, has another optimizer that is not tracked,
-        or trains, in a stage, a tensor of no tracked object
+        a model is sharded by a class of `LOCAL_SHARDS`; an optimizer trains a model that is not
+        tracked, has another optimizer that is not tracked, or trains, in a stage, a tensor of no
+        tracked object
     HpcDdpError
         the state of an object can't be saved
     """
     tracked = [unwrap(thing) for thing in objects.values()]
+    _check_shards(objects)
     stored = labels_of(objects)
     of_wrapped = {id(weight) for model in wrapped for weight in model.parameters()} - stored.keys()
     for optimizer in (thing for thing in tracked if isinstance(thing, Optimizer)):
@@ -98,6 +102,19 @@ def check_models(
                 " another stage; accepted in a pipeline: parameters of tracked models",
                 hint="make it a parameter of the stage's module",
             )
+
+
+def _check_shards(objects: Mapping[str, Any]) -> None:
+    """Raise UsageError for a model, or a part of one, of a class of `LOCAL_SHARDS`."""
+    for name, model in objects.items():
+        for part in model.modules() if isinstance(model, torch.nn.Module) else ():
+            if names := LOCAL_SHARDS & {kind.__name__ for kind in type(part).__mro__}:
+                raise UsageError(
+                    f"{name} is a {min(names)}, each rank's shard of which looks like a whole"
+                    " model: norms and checkpoints would be wrong; accepted: run.fully_shard",
+                    hint="run.fully_shard(model, model.blocks), or a StopPoint beside the"
+                    " library's own checkpoints (docs/other-libraries.md)",
+                )
 
 
 def check_copies(

@@ -49,6 +49,16 @@ def test_an_optimizer_inside_another_one_is_named_unless_it_is_saved() -> None:
     assert inner_optimizer(outer, [outer]) == ""
 
 
+class FullyShardedDataParallel(nn.Module):
+    """As torch's first one, of which each rank has plain tensors of its own."""
+
+
+def test_a_model_whose_shards_look_like_a_whole_model_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), FullyShardedDataParallel())
+    with pytest.raises(UsageError, match="net is a FullyShardedDataParallel, each rank's shard"):
+        check_models({"opt": torch.optim.SGD(net.parameters()), "net": net}, [])
+
+
 def test_an_optimizer_without_its_model_is_refused() -> None:
     """Without a wrapper its weights would be saved, and the means of batch norm would not."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
