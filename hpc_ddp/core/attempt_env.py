@@ -228,7 +228,7 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
 def allocation_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a shell inside an allocation without what describes the step that
     the shell may run in; the number of nodes is the allocation's."""
-    env = {name: value for name, value in environ.items() if not _OF_A_STEP.match(name)}
+    env = {name: text for name, text in environ.items() if not _OF_A_STEP.match(name)}
     nodes = environ.get("SLURM_JOB_NUM_NODES")
     return env | ({"SLURM_NNODES": nodes} if nodes else {})
 

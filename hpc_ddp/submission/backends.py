@@ -115,8 +115,9 @@ class SlurmBackend:
         can't be read.
         """
         run = prepared.run
+        cluster = slurm.own_cluster()  # first: a Ctrl-C behind sbatch would lose the job's id
         job = slurm.sbatch(run.script, os.environ, earlier=run.jobs(run.events()))
-        return StartedRun(job if job.cluster else JobRef(job.id, slurm.own_cluster()))
+        return StartedRun(job if job.cluster else JobRef(job.id, cluster))
 
 
 class AllocationBackend(SlurmBackend):

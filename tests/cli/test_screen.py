@@ -67,8 +67,8 @@ class Terminal:
 @pytest.fixture
 def screen(tmp_path: Path) -> Iterator[Terminal]:
     (tmp_path / "hpc_ddp.py").write_text("raise SystemExit('a stranger')")
-    for name in ("first", "second"):
-        run = RunFolder(tmp_path / name / f"20260101-000000-{name}").make()
+    for name in ("first", "second"):  # started by hand: their ids are equal
+        run = RunFolder(tmp_path / name / "local").make()
         run.job_json.write_text("{}")
     terminal = Terminal(tmp_path, "status", "--watch")
     yield terminal
@@ -81,18 +81,18 @@ def test_keys_start_commands_for_the_selected_run(screen: Terminal) -> None:
     screen.press("e")
     screen.until("[Enter]")
     assert "never submitted" in screen.text  # not what lies in the working directory
-    first = "first" if "explain 20260101-000000-first" in screen.text else "second"
+    first = "first" if "first/local" in screen.text else "second"
     screen.press("\n")
     screen.until("q: quit")
     screen.press("j")
     screen.press("e")
     screen.until("[Enter]")
     second = {"first": "second", "second": "first"}[first]
-    assert f"$ hpc-ddp explain 20260101-000000-{second}" in screen.text
+    assert f"/{second}/local" in screen.text.partition("$ hpc-ddp explain ")[2]
     screen.press("\n")
     screen.until("q: quit")
     screen.press("c")
-    screen.until(f"cancel {second} (20260101-000000-{second})?")
+    screen.until(f"cancel {second} (local)?")
     screen.press("n")
     screen.until("q: quit")
     screen.press("q")

@@ -60,6 +60,10 @@ def explain_end(facts: RunFacts) -> Explanation:
     if end.kind != "cancelled" and (facts.cancelled or in_queue) and not _was_given_up(facts):
         text = f"was cancelled. Its last attempt {end.text}"
         return replace(end, kind="cancelled", text=text, hint=facts.again)
+    is_asked_in_vain = facts.record is None and facts.refusal and not facts.is_forgotten
+    if can_go_on and is_asked_in_vain:
+        text = f"{end.text} It was to be requeued; of job {facts.job_id}: {facts.refusal}."
+        return replace(end, text=text, hint="the same command again, once Slurm answers")
     if can_go_on:
         text = f"{end.text} It can go on, but was not requeued."
         return replace(end, text=text, hint=facts.again)

@@ -65,9 +65,10 @@ class RunFacts:
         whether the user may start something of it; why its journal can't be read, or ''
     events
         the journal; `attempts` the numbers of the attempts that have a folder
-    job_id, record, refusal
+    job_id, record, refusal, is_forgotten
         the job that counts now (None before the first), Slurm's record of it (None without one),
-        and the error with which Slurm refused the last record that was asked for, or ''
+        the error with which Slurm refused the last record that was asked for, or '', and whether
+        that was since it has no such job any more
     cancelled, live
         whether the user has cancelled the run; whether a process of this machine plays it
     saved, library
@@ -95,6 +96,7 @@ class RunFacts:
     job_id: str | None = None
     record: Record | None = None
     refusal: str = ""
+    is_forgotten: bool = False
     cancelled: bool = False
     live: bool = False
     saved: int | None = None
@@ -258,22 +260,27 @@ def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:
     newest job may wait behind it), else the newest that Slurm knows, else the newest.
 
     `jobs` are the run's jobs, oldest first. Returns fields of `RunFacts`: ``job_id`` (None without
-    jobs), ``record`` (None without an answer) and ``refusal``, Slurm's last error, which is absent
-    for a job that runs.
+    jobs), ``record`` (None without an answer), ``refusal``, Slurm's last error, and
+    ``is_forgotten``, which are absent for a job that runs.
     """
     records: dict[str, Record] = {}
-    refusal = ""
+    refusal, is_forgotten = "", False
     for job in jobs[-2:]:
         try:
             records[job.id] = slurm.record(job)
         except HpcDdpError as error:
-            refusal = error.message
+            refusal, is_forgotten = error.message, isinstance(error, slurm.UnknownJobError)
             continue
         if records[job.id].state in ("RUNNING", "COMPLETING"):
             return {"job_id": job.id, "record": records[job.id]}
     newest = jobs[-1].id if jobs else None
     last = next(reversed(records), newest)
-    return {"job_id": last, "record": records.get(last or ""), "refusal": refusal}
+    return {
+        "job_id": last,
+        "record": records.get(last or ""),
+        "refusal": refusal,
+        "is_forgotten": is_forgotten,
+    }
 
 
 def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.journal.enums import Action
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
     Finished,
@@ -20,6 +21,8 @@ from hpc_ddp.core.journal.events import (
     MetricsLine,
     Rerun,
     Started,
+    Submitted,
+    VerdictGiven,
     WorkerStarted,
 )
 from hpc_ddp.core.journal.journal import is_finished, last_event, last_step, read_briefly
@@ -119,8 +122,9 @@ def summarize(
     """Return the status of a run from its journal, all its jobs (oldest first), and the user's jobs
     in Slurm.
 
-    A lost run is unknown where its newest job can't be asked for; an array that waits is running
-    where a task of it runs. Raise OSError where a task's journal, or a job's script, can't be read.
+    A run that is lost, or to be requeued, is unknown where its newest job can't be asked for; an
+    array that waits is running where a task of it runs. Raise OSError where a task's journal, or a
+    job's script, can't be read.
     """
     started, rerun = last_event(events, Started), last_event(events, Rerun)
     metrics, finished = last_event(events, MetricsLine), last_event(events, Finished)
@@ -128,7 +132,8 @@ def summarize(
     queued = [line for job in jobs if (line := queue.find(job, run))]
     state, why = find_state(run, events, queued)
     is_of_job = bool(jobs) and (started is None or started.pid is None)
-    if state is RunState.LOST and is_of_job and queue.life(jobs[-1], run) is Life.UNKNOWN:
+    can_be_live = state is RunState.LOST or (state is RunState.STOPPED and _is_requeued(events))
+    if can_be_live and is_of_job and queue.life(jobs[-1], run) is Life.UNKNOWN:
         state, why = RunState.UNKNOWN, describe_job(jobs[-1], queue, run)
     if state is RunState.WAITING:
         running = sum(_is_running(task, queue) for task in run.tasks())
@@ -161,6 +166,14 @@ def summarize(
         results=dict(finished.results or {}) if finished else {},
         rerun_of=rerun.of if rerun else None,
     )
+
+
+def _is_requeued(events: Sequence[JournalEvent]) -> bool:
+    """Return whether the last verdict was to put the job back into the queue; an allocation is in
+    none."""
+    submitted, verdict = last_event(events, Submitted), last_event(events, VerdictGiven)
+    is_batch = submitted is None or submitted.backend not in ("salloc", "local")
+    return is_batch and verdict is not None and verdict.action == Action.REQUEUE
 
 
 def _is_running(task: RunFolder, queue: Queue) -> bool:

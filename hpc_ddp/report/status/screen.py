@@ -81,12 +81,12 @@ class Screen:
         run stays selected. Raise OSError if the folder can't be read."""
         if time.monotonic() - self._asked > ASK_S:
             self._ask_slurm()
-        run_id = self._rows[self._selected].id if self._rows else None
+        run = self._rows[self._selected].run if self._rows else None
         runs, _ = run_table.select(self._root, self._queue, show_all=False)
         rows = run_table.read_statuses(self._root, runs, self._queue)
         self._rows = run_table.live_first(rows)
-        ids = [row.id for row in self._rows]
-        self._selected = ids.index(run_id) if run_id in ids else 0
+        paths = [row.run for row in self._rows]
+        self._selected = paths.index(run) if run in paths else 0
         self._read_at = time.monotonic()
 
     def _draw(self, bottom: str) -> None:
@@ -127,13 +127,13 @@ class Screen:
         elif self._rows:
             row = self._rows[self._selected]
             if key in (ord("e"), ord("\n")):
-                self._run_command(["explain", row.id])
+                self._run_command(["explain", row.run])
             elif key == ord("l"):
-                self._run_command(["logs", "-f", row.id])
+                self._run_command(["logs", "-f", row.run])
             elif key == ord("a"):
-                self._run_command(["attach", row.id])
+                self._run_command(["attach", row.run])
             elif key == ord("c") and self._is_confirmed(f"cancel {row.name} ({row.id})?"):
-                self._run_command(["cancel", row.id])
+                self._run_command(["cancel", row.run])
                 self._ask_slurm()
 
     def _is_confirmed(self, question: str) -> bool:

@@ -240,6 +240,6 @@ def _request(options: Mapping[str, str], name: str) -> tuple[str, int]:
     """Return the type ('' without one) and the number of GPUs that the option `name` asks for.
     Where it gives no number, that is 1 for ``gres`` and 0 for another option. It is 0 also if the
     option is not in `options`, or ``gres`` names no GPU."""
-    value = options.get(name, "")
-    gpus = gpus_of(value if name == "gres" else f"gpu:{value}")
+    request = options.get(name, "")
+    gpus = gpus_of(request if name == "gres" else f"gpu:{request}")
     return gpus[0] if gpus else ("", 0)

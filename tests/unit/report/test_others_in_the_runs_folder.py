@@ -24,6 +24,7 @@ from hpc_ddp.report.status.run_table import table
 from hpc_ddp.report.status.state import RunState
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
+from unit.fakes import Slurm
 
 STRANGER = 54321
 
@@ -180,8 +181,9 @@ def test_one_long_name_does_not_widen_the_table(make: Callable[..., RunFolder]) 
 
 
 def test_hints_start_nothing_of_another_users_run(
-    make: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, slurm_commands: Slurm
 ) -> None:
+    slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
     rendered, stopped = make("rendered", ""), make("stopped", "preempted")
     (rendered.journal_folder / "batch.jsonl").unlink()
     assert explain_run(rendered).hint == f"sbatch {rendered.script}"

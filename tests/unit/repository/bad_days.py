@@ -51,7 +51,8 @@ def _marked(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def last_seen(store: Store) -> dict[str, str]:
-    """Return for each test the date and commit at which all its variants passed, and none failed.
+    """Return for each test the date and commit at which all its variants passed, and none failed,
+    with the machine's Slurm; a variant that is skipped there has to pass with another version.
 
     The newest `make soak` has listed the variants.
     """
@@ -60,20 +61,23 @@ def last_seen(store: Store) -> dict[str, str]:
         variants.setdefault(_function(test), set()).add(test)
     passed: dict[tuple[str, str], dict[str, str]] = {}  # the date of each variant
     failures: set[tuple[str, str]] = set()
-    for line in store.lines():
-        if line.get("suite") != OWN or line.get("changed"):
-            continue
+    lines = [line for line in store.lines() if "suite" in line and not line.get("changed")]
+    of_own = [line for line in lines if line["suite"] == OWN]
+    skipped = {(line["commit"], line["test"]) for line in of_own if line["outcome"] == "skipped"}
+    others = [line for line in lines if (line["commit"], line["test"]) in skipped]
+    for line in [*of_own, *others]:
         key = _function(line["test"]), line["commit"]
         if line["outcome"] == "passed":
             passed.setdefault(key, {})[line["test"]] = line["date"]
         elif line["outcome"] == "failed":
             failures.add(key)
     dates_seen: dict[str, str] = {}
-    for (function, commit), dates in passed.items():
+    for (function, commit), dates in passed.items():  # the later of two commits of a day comes last
         wanted = variants.get(function)
         if wanted and wanted <= dates.keys() and (function, commit) not in failures:
             date = max(dates.values())
-            dates_seen[function] = max(dates_seen.get(function, ""), f"{date} ({commit})")
+            if date >= dates_seen.get(function, "")[: len(date)]:
+                dates_seen[function] = f"{date} ({commit})"
     return dates_seen
 
 

@@ -28,9 +28,15 @@ def result(variant: str, outcome: str = "passed", commit: str = "b2", suite: str
         ([result("a"), result("b", "skipped")], ""),
         ([result("a"), result("b", commit="c3")], ""),
         ([result("a"), result("b", suite="sid")], ""),
+        ([result("a"), result("b", "skipped"), result("b", suite="sid")], "2026-11-22 (b2)"),
+        ([result("a"), result("b", "skipped"), result("b", "failed", suite="sid")], ""),
         ([result("a"), result("b", "failed"), result("b")], ""),
         ([result("a"), {**result("b"), "changed": True}], ""),
         ([result("a"), result("b"), result("a", "failed", "c3")], "2026-11-22 (b2)"),
+        (
+            [result(variant, commit=commit) for commit in ("b2", "a1") for variant in "ab"],
+            "2026-11-22 (a1)",
+        ),
     ],
 )
 def test_a_row_is_seen_where_each_variant_passed_and_none_failed(

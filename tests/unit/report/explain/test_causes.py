@@ -44,6 +44,15 @@ def test_an_attempt_that_can_continue_is_explained(
     assert explanation.hint == f"hpc-ddp submit --run {written.run.path}"
 
 
+def test_a_requeue_is_not_denied_while_slurm_is_silent(written: Written) -> None:
+    written.attempt(0, steps=20, saved=12).verdict("preempted", "requeue")
+    silent = written.explain(refusal="scontrol got no answer: x")
+    assert "It was to be requeued; of job None: scontrol got no answer: x." in silent.text
+    assert silent.hint == "the same command again, once Slurm answers"
+    forgotten = written.explain(refusal="scontrol refused: Invalid job id", is_forgotten=True)
+    assert "but was not requeued" in forgotten.text
+
+
 def test_a_preflight_that_fails_on_all_nodes_is_a_bad_environment(written: Written) -> None:
     why = "preflight: import torch: ModuleNotFoundError: No module named 'torch'"
     explanation = written.attempt(0).verdict("failed", "give up", why=why).explain()

@@ -58,6 +58,12 @@ def test_a_run_whose_job_can_not_be_asked_for_is_not_called_lost(tmp_path: Path)
     assert status.state == "unknown"
     assert status.why == "job 7 of a Slurm, which can't be asked from here"
     assert status_of(make_run(tmp_path / "2"), Queue({})).state == "lost"
+    run = make_run(tmp_path / "3")  # it may be in the queue again
+    write_event(run, "batch", "verdict", 1, cause="preempted", action="requeue", why="preempted")
+    assert status_of(run, Queue(None)).state == "unknown"
+    assert status_of(run, Queue({})).state == "stopped"
+    write_event(run, "submit", "submitted", 250, backend="salloc")
+    assert status_of(run, Queue(None)).state == "stopped"
 
 
 def test_logs_are_followed_until_the_finished_runs_job_has_ended(
