@@ -35,6 +35,13 @@ _ABORTED = re.compile(  # but for the lines of a C++ stack, which name the watch
 )
 # NCCL's watchdog meets such errors of the rank's own kernels, and ends the process for them.
 _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: (?!.*(?:CUDA|HIP) error: ).*")
+# An error that the machine makes, and no script: of a disk (EIO, ENXIO, ENODEV, ENOTCONN,
+# ESHUTDOWN, ESTALE), of an accelerator that has failed or is not there, or of its driver.
+_OF_MACHINE = re.compile(
+    r"\[Errno (?:5|6|19|107|108|116)\]|uncorrectable ECC|GPU (?:is lost|has fallen off)|\bXid\b"
+    r"|No \w+ (?:GPU|XPU|NPU|device)s? (?:is|are) available|no \w+-capable device"
+    r"|[Ff]ound no \w+ driver|driver/library version mismatch|system not yet initialized"
+)
 # As faulthandler prints it for a fatal signal: where the thread was that got it.
 _CRASHED = re.compile(r"^Current thread .*:\n\s+(File .*)", re.M)
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -84,6 +91,11 @@ class Failure:
         """Whether the error is a UsageError of hpc_ddp.training: a wrong call by the script, which
         would fail again."""
         return self.kind == "exception" and self.error.startswith(f"{UsageError.__name__}: ")
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether the error is one of the node's: of its disk, its accelerators or their driver."""
+        return bool(_OF_MACHINE.search(self.error))
 
     @property
     def is_of_clock(self) -> bool:

@@ -9,7 +9,6 @@ from itertools import takewhile
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Cause
 from hpc_ddp.core.journal.events import CheckpointSaved, JournalEvent, NoticeGiven, VerdictGiven
-from hpc_ddp.node.outcome.verdict import most_in_a_row
 
 
 def too_many_silent(
@@ -42,3 +41,20 @@ def too_many_silent(
     if (crashes := sum(number not in noticed for number in row)) > most_in_a_row(spec):
         return f"{crashes} attempts in a row ended without a verdict, and without a checkpoint"
     return None
+
+
+def most_in_a_row(spec: JobSpec) -> int:
+    """Return how many attempts may follow each other without anything that shows progress."""
+    return 3 * max(1, spec.max_failures)
+
+
+def never_began(verdict: VerdictGiven) -> bool:
+    """Tell whether an attempt ended as `NODE_LOST` before its first step, and no node was blamed
+    for it."""
+    return verdict.cause == Cause.NODE_LOST and verdict.step is None and not verdict.bad_nodes
+
+
+def ended_silently(verdict: VerdictGiven) -> bool:
+    """Tell whether an attempt was `NODE_LOST` after a step, with nothing saved and no bad node."""
+    excused = verdict.progress or verdict.bad_nodes or verdict.step is None
+    return verdict.cause == Cause.NODE_LOST and not excused

@@ -49,6 +49,7 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.node.outcome.first_failure import Failure, early_exits, first_cause, from_record
+from hpc_ddp.node.outcome.silent_ends import ended_silently, most_in_a_row, never_began
 from hpc_ddp.slurm_text import Job
 
 E = TypeVar("E", bound=JournalEvent)
@@ -104,9 +105,10 @@ class AttemptFacts:
 
     @property
     def bad_nodes(self) -> Sequence[str]:
-        """The nodes to blame for this attempt's end: the lost, and those unfit by the preflight."""
+        """The nodes to blame for this attempt's end: the lost, those unfit by the preflight, and
+        the `broken_nodes`."""
         unfit_nodes = self.unfit.bad_nodes if self.unfit else []
-        return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
+        return [*dict.fromkeys([*self.lost_nodes, *unfit_nodes, *self.broken_nodes])]
 
     def here(self, kind: type[E]) -> E | None:
         """Return this attempt's last event of a kind, None without one."""
@@ -156,8 +158,19 @@ class AttemptFacts:
     def failure(self) -> Failure | None:
         """The failure, of a worker or torchrun, that the others follow from; None where no node has
         recorded one. Raise KeyError or TypeError for a damaged record."""
-        failures = [failure for record in self.ends for failure in from_record(record)]
-        return first_cause(failures, early_exits(self.events, self.attempt))
+        return first_cause(self._failures, early_exits(self.events, self.attempt))
+
+    @property
+    def _failures(self) -> list[Failure]:
+        return [failure for record in self.ends for failure in from_record(record)]
+
+    @property
+    def broken_nodes(self) -> list[str]:
+        """The node of the first failure, if that is of the machine, and no other of several nodes
+        has such a failure; else []."""
+        nodes = {failure.node for failure in self._failures if failure.is_of_machine}
+        is_alone = self.failure and nodes == {self.failure.node} and len(self.nodes) > 1
+        return [*nodes] if is_alone else []
 
     @property
     def unfit(self) -> PreflightEnded | None:
@@ -269,7 +282,7 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
             return f"the preflights of {len(row) + 1} attempts in a row have failed"
     if cause == Cause.NODE_LOST and facts.step is None:
         # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
-        row = list(takewhile(_never_began, reversed(facts.verdicts)))
+        row = list(takewhile(never_began, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures and not facts.lost_nodes:
             return f"nothing was heard of the workers in {len(row) + 1} attempts"
     count = _count_without_progress(facts, cause)
@@ -277,7 +290,7 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
         return f"{count} attempts in a row have ended without a newer checkpoint"
     if cause == Cause.NODE_LOST and not (facts.progress or facts.lost_nodes):
         # Or it was killed for want of memory, at the same place each time.
-        row = list(takewhile(_ended_silently, reversed(facts.verdicts)))
+        row = list(takewhile(ended_silently, reversed(facts.verdicts)))
         if facts.is_ours and len(row) >= spec.max_failures:
             return f"{len(row) + 1} attempts in a row ended so, without a newer checkpoint"
     if cause != Cause.TIME_LIMIT or (spec.max_requeues is not None and not facts.is_ours):
@@ -307,17 +320,6 @@ def over_requeues(facts: AttemptFacts, cause: Cause) -> str | None:
     return None
 
 
-def most_in_a_row(spec: JobSpec) -> int:
-    """Return how many attempts may follow each other without anything that shows progress."""
-    return 3 * max(1, spec.max_failures)
-
-
-def _never_began(verdict: VerdictGiven) -> bool:
-    """Tell whether an attempt ended as `NODE_LOST` before its first step, and no node was blamed
-    for it."""
-    return verdict.cause == Cause.NODE_LOST and verdict.step is None and not verdict.bad_nodes
-
-
 def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
     """Count the attempts in a row, this one included, that brought no newer checkpoint.
 
@@ -332,12 +334,6 @@ def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
     return 1 + sum(verdict.cause not in excused for verdict in row)
 
 
-def _ended_silently(verdict: VerdictGiven) -> bool:
-    """Tell whether an attempt was `NODE_LOST` after a step, with nothing saved and no bad node."""
-    excused = verdict.progress or verdict.bad_nodes or verdict.step is None
-    return verdict.cause == Cause.NODE_LOST and not excused
-
-
 def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
     """Return that a run has used up its GPU hours, as a text; None for one that has not."""
     if spec.budget_gpu_hours is None or gpu_hours < spec.budget_gpu_hours:
@@ -349,7 +345,8 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
 def _why_no_retry(facts: AttemptFacts) -> str | None:
     """Return why no attempt may follow this one, which has failed; None where one may."""
     failure = facts.failure
-    is_of_script = failure and failure.kind in ("exception", "exit", "left")
+    is_broken = bool(facts.broken_nodes)  # on other nodes it will not come again
+    is_of_script = failure and failure.kind in ("exception", "exit", "left") and not is_broken
     if is_of_script and not last_event(facts.events, FirstStep):
         if not facts.is_plain:
             return "it came before the first step, and would come again"
@@ -362,7 +359,7 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
     # A hang is no error of the step: a disk or the network may have stood still.
     error = failure.error if failure and failure.kind not in ("hang", "disk") else ""
     is_same = last and error and (last.error, last.step) == (error, facts.step)
-    if is_same and not facts.is_plain:
+    if is_same and not (facts.is_plain or is_broken):
         return "the same error came at the same step in the attempt before"
     failed = sum(v.cause == Cause.FAILED for v in facts.verdicts)
     if failed >= facts.spec.max_failures:

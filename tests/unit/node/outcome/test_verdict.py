@@ -487,6 +487,28 @@ def test_an_error_before_the_first_step_is_final_in_the_first_attempts_alone() -
     assert decide_by(records=failed_records(), events=before, attempt=1).action == "requeue"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        "RuntimeError: No CUDA GPUs are available",
+        "OSError: [Errno 116] Stale file handle",
+    ],
+)
+def test_an_error_of_one_nodes_machine_comes_again_on_that_node_alone(error: str) -> None:
+    """Also before the first step, and as in the attempt before, which had another bad node."""
+    torn_down, broken = record_of("n1", code=-15), record_of("n2", error=error)
+    before = [event_of("verdict", 0, cause="failed", action="requeue", error=error)]
+    facts = replace(BASE, records=(torn_down, broken), events=before, attempt=1)
+    assert decide(facts).action == "requeue"
+    assert facts.bad_nodes == ["n2"]
+    on_both = replace(facts, records=(record_of("n1", error=error), broken))
+    assert decide(on_both).action == "give up"
+    assert not on_both.bad_nodes
+    alone = replace(facts, nodes=("n2",), records=(broken,))
+    assert decide(alone).action == "give up"
+
+
 def test_steps_of_a_plain_script_are_not_known() -> None:
     """Its errors may be those of a disk or a node, unless they come soon after its start."""
     error = "OSError: [Errno 5] Input/output error"
@@ -500,6 +522,7 @@ def test_steps_of_a_plain_script_are_not_known() -> None:
         assert early.why.endswith("it came in the first 10 minutes, and would come again")
         before += [started, event_of("verdict", attempt, cause="failed", error=error)]
     worker = event_of("worker", 0, began=None, called=1.0)
+    later = failed_records(time=EARLY_S + 1.0)
     verdict = decide_by(records=later, events=[event_of("started", host="n1"), worker])
     assert verdict.why.endswith("it came before the first step, and would come again")
 
