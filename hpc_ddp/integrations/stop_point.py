@@ -302,7 +302,7 @@ class StopPoint(Member):
         self._checkpoints.own_names = self._own_names
         self._checkpoints.syncs = self._info.local_rank == 0
         bound = getattr(dist.group.WORLD, "bound_device_id", None)  # else the current one
-        device = bound or devices.usable() or devices.CPU
+        device = bound or devices.current(self._info.local_rank) or devices.CPU
         self._make_metrics(self._prepare_decisions(self._checkpoints, device))
 
     def _make_controls(self) -> tuple[Control, Control]:

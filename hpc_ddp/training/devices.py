@@ -80,6 +80,15 @@ def count() -> int:
     return torch.accelerator.device_count() if usable() else 0
 
 
+def current(local_rank: int) -> torch.device | None:
+    """Return the kind of accelerator that a process of a script's own works on, without an index:
+    the current one. None on the CPU, and where the script has set none: the current one is then the
+    first of several, on which the worker `local_rank` has nothing, and an event would open it."""
+    device = usable()
+    is_set = torch.accelerator.current_device_index() > 0 if device else False
+    return device if is_set or local_rank == 0 or count() == 1 else None
+
+
 def take(first: int, number: int) -> list[torch.device]:
     """Return `number` accelerators from index `first` on, and make the first the current one.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -60,8 +62,8 @@ class Precision:
         self._stop_on_nan = stop_on_nan
         self._watched = LivingModels[torch.nn.Module]()
         self._trained = TrainedParameters()  # none, until `watch_trained`
-        # By the id of an optimizer: how many parameters it has, and `_private_parameters`.
-        self._private: dict[int, tuple[int, frozenset[int]]] = {}
+        # Of each optimizer: how many parameters it has, and `_private_parameters`.
+        self._private = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, frozenset[int]]]()
         self._norm: Transfer | None = None  # of the weights; the device may still compute it
         self._left_scaled = False  # gradients are scaled, and no update followed
         # With fp16, in this step: ids of the optimizers that were updated; the scaler's flags of
@@ -116,7 +118,7 @@ class Precision:
         """Return the ids of those of an optimizer's `parameters` of which each rank has its own:
         experts that DDP ignores, and tensors of no model that is watched. The set is empty where
         there is one copy of the model, or where none of the parameters' gradients is averaged."""
-        count, private = self._private.get(id(optimizer), (0, frozenset()))
+        count, private = self._private.get(optimizer, (0, frozenset()))
         if count != len(parameters) and self._dims.dp > 1:  # some may have been added
             modules = {str(number): module for number, module in enumerate(self._watched)}
             averaged = {id(weight) for module in self._watched for weight in module.parameters()}
@@ -124,7 +126,7 @@ class Precision:
             private = frozenset(map(id, parameters)) - averaged
             if len(private) == len(parameters):
                 private = frozenset()
-            self._private[id(optimizer)] = len(parameters), private
+            self._private[optimizer] = len(parameters), private
         return private
 
     def _step(self, optimizer: torch.optim.Optimizer, is_asked: bool) -> bool:
@@ -139,12 +141,8 @@ class Precision:
             optimizer.step()
             return True
         self._updated.add(id(optimizer))
-        calls: list[object] = []
-        hook = optimizer.register_step_post_hook(lambda *args: calls.append(args))
-        try:
+        with _noted_calls(optimizer) as calls:
             self._scaler.step(optimizer)
-        finally:
-            hook.remove()
         flags = list(self._scaler._found_inf_per_device(optimizer).values())
         self._flags += flags
         if is_asked and calls and getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -262,3 +260,26 @@ def make_deterministic(rank: int) -> None:
             )
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def _noted_calls(optimizer: torch.optim.Optimizer) -> Iterator[list[None]]:
+    """Give a list that gets an entry for each call of ``optimizer.step`` in the block; a hook would
+    miss those of a class that does not begin with torch's ``__init__``, as timm's Lookahead."""
+    calls: list[None] = []
+    step, attributes = optimizer.step, vars(optimizer)
+    before = attributes.get("step")  # a scheduler has set one
+
+    @wraps(step)
+    def note(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return step(*args, **options)
+
+    attributes["step"] = note
+    try:
+        yield calls
+    finally:
+        if before is None:
+            del attributes["step"]
+        else:
+            attributes["step"] = before

@@ -130,6 +130,20 @@ def test_the_device_is_that_of_the_scripts_group(
     assert places == [torch.device("cuda", 3)]
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "index", "count", "is_waited_for"),
+    [(0, 0, 4, True), (2, 0, 4, False), (2, 2, 4, True), (1, 0, 1, True), (0, 0, 0, False)],
+)
+def test_no_worker_waits_on_a_device_that_another_one_has(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, index: int, count: int, is_waited_for: bool
+) -> None:
+    """As where a script moves its model by ``.to(local_rank)`` alone."""
+    give_gpus(monkeypatch, count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index)
+    device = devices.current(local_rank)
+    assert (device is not None) is is_waited_for
+
+
 def test_a_notice_stops_once_it_is_saved(run: RunFolder, exits: list[Any]) -> None:
     stop = make()
     stop.begin()

@@ -112,6 +112,33 @@ def test_an_optimizer_may_be_updated_twice_in_a_step(factor: float, clip: float 
     assert precision.state_dict()["scale"] == (2.0**16 if factor == 1.0 else 2.0**15)
 
 
+class Around(torch.optim.Optimizer):
+    """As timm's Lookahead, which has another optimizer, and no hooks by torch's own `__init__`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner, self.param_groups = inner, inner.param_groups
+        self.defaults, self.state = inner.defaults, inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inner.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_the_scheduler_of_an_optimizer_without_hooks_is_stepped(factor: float) -> None:
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    _, inner, _ = make_step(precision, factor)
+    optimizer = Around(inner)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = vars(optimizer)["step"]
+    rate = inner.param_groups[0]["lr"]
+    precision.update(optimizer, None, scheduler)
+    assert inner.param_groups[0]["lr"] == rate * (0.5 if factor == 1.0 else 1.0)
+    assert vars(optimizer)["step"] is step
+
+
 class Fused(torch.optim.SGD):
     """An optimizer that skips an overflow by itself, as torch's fused ones do on a device."""
 
