@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,7 +35,13 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.forked_script import ForkedScript
 from hpc_ddp.node.workers.preload import forget_rank, import_ahead
-from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of
+from hpc_ddp.node.workers.script_imports import (
+    WITH_TORCH,
+    OrderError,
+    UnfitError,
+    hidden_by,
+    imports_of,
+)
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
@@ -50,7 +57,8 @@ if TYPE_CHECKING:
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
 ANSWER_S = 300.0  # an import may wait for what it does not get here, such as another worker
-UNFIT = 3  # the exit code of a process whose imports a fork would not survive
+# Exit codes of a process whose imports a fork would not survive, or have to come before torch's.
+UNFIT, OUT_OF_ORDER = 3, 4
 # Modules that an optimizer and DDP import when they are first used.
 ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel")
 # Variables that torchrun and `worker.prepare` set for a worker; no import depends on them.
@@ -232,8 +240,9 @@ class _Server:
         """Fork a child that imports the modules `names` and serves in place of this process; return
         True in the child, whose `refusal` is then the failure of the accelerator's `trial`.
 
-        This process waits for the child's end. It returns False if a module is unfit for a fork;
-        else it ends with 1, as the child may have taken a request with it."""
+        This process waits for the child's end. It returns False if a module is unfit for a fork,
+        and raises UnfitError if one has to come before torch; else it ends with 1, as the child may
+        have taken a request with it."""
         reader, writer = Pipe(duplex=False)
         with reader, writer:
             child = self._fork_importer(names, folders)
@@ -242,24 +251,33 @@ class _Server:
                 return True
             writer.send(trial.failure())
             _, status = os.waitpid(child, 0)
-            if os.waitstatus_to_exitcode(status) != UNFIT:
+            code = os.waitstatus_to_exitcode(status)
+            if code == OUT_OF_ORDER:
+                raise UnfitError("a package that the script imports before torch has to come first")
+            if code != UNFIT:
                 os._exit(1)  # it has served, and may have taken a request with it
         return False
 
     def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
         """Fork a process that imports `packages`, and return its id; return 0 in that process once
         it has done so. An import can't be undone: if one is unfit for a fork, the process prints
-        the reason, and ends with the code `UNFIT`."""
+        the reason, and ends with the code `UNFIT`; or with `OUT_OF_ORDER` by an OrderError of a
+        package that comes before torch in the script."""
         size = os.fstat(self.output).st_size
         if child := os.fork():
             return child
         die_with_parent()
+        is_first = False  # torch comes in the script before the packages that are being imported
         try:
+            import_ahead(list(takewhile(_is_without_torch, packages)), self.output, are_known=False)
+            is_first = True
             import_ahead(packages, self.output, are_known=False)
             _check_hidden(folders)
         except UnfitError as error:
-            os.write(2, f"hpc-ddp: only torch is imported once for all workers: {error}\n".encode())
             os.ftruncate(self.output, size)
+            if isinstance(error, OrderError) and not is_first:
+                os._exit(OUT_OF_ORDER)
+            os.write(2, f"hpc-ddp: only torch is imported once for all workers: {error}\n".encode())
             os._exit(UNFIT)
         return 0
 
@@ -349,6 +367,11 @@ def _reset_signals(ignored: Sequence[int]) -> None:
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
+
+
+def _is_without_torch(name: str) -> bool:
+    """Return whether a module is none of torch's, nor one that imports torch first."""
+    return name.partition(".")[0] not in WITH_TORCH
 
 
 def _check_hidden(folders: Sequence[Path]) -> None:

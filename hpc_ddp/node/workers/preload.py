@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.node.workers.script_imports import UnfitError
+from hpc_ddp.node.workers.script_imports import OrderError, UnfitError
 from hpc_ddp.node.workers.worker import is_of_mpi_task
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
@@ -29,6 +29,7 @@ RANK_NAMES = re.compile(
 )
 OF_ENVIRON = ("os", "collections.abc", "_collections_abc")  # modules whose code os.environ is
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
+ENVIRONMENT = "the environment"  # a part of `_state`
 ENDING_S = 1.0  # of a thread that has been joined
 
 
@@ -37,10 +38,10 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
     imports' output goes to the file descriptor `output`. `are_known` says that the modules are
     torch's own, for which fewer checks are made.
 
-    Raises UnfitError where an import fails, or leaves something that a fork does not survive, or
-    that a worker would not have from its own import: a changed `_state`, an open device, a thread.
-    It is also raised where an import reads the rank or, unless the modules `are_known`, all
-    variables of the environment.
+    Raises UnfitError where an import leaves something that a fork does not survive, or that a
+    worker would not have from its own import: a changed `_state`, an open device, a thread. It is
+    also raised where an import reads the rank or, unless the modules `are_known`, all variables of
+    the environment; and OrderError as that says.
     """
     gc.freeze()  # `_generators` then looks at new objects alone
     before = _state(are_known)
@@ -51,7 +52,8 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
         gc.collect()  # what a package has dropped is not to end once in each worker
     for title, value in _state(are_known).items():
         if value != before[title]:
-            raise UnfitError(f"an import has changed {title}")
+            kind = OrderError if title == ENVIRONMENT else UnfitError
+            raise kind(f"an import has changed {title}")
     for file in _open_files().values():
         if file.startswith(DEVICE_FILES):
             raise UnfitError(f"an import has opened {file}")
@@ -130,7 +132,7 @@ def _state(are_known: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
         "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
         "the working directory": os.getcwd(),
-        "the environment": {k: v for k, v in os.environ.items() if k != NVML_CHECK},
+        ENVIRONMENT: {k: v for k, v in os.environ.items() if k != NVML_CHECK},
         "sys.path": list(sys.path),
         "the root logger": list(logging.getLogger().handlers),
         "the open files": _open_files(),
@@ -265,12 +267,12 @@ def _ask_nvml(ask: Callable[[], Any]) -> Any:
 
 
 def _import_if_there(name: str) -> None:
-    """Import the module `name`, if it exists. Raises UnfitError if the import fails, since the
+    """Import the module `name`, if it exists. Raises OrderError if the import fails, since the
     script may rely on the failure."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not name.startswith(str(error.name)):  # no submodule, but a function, say
-            raise UnfitError(f"the import of {name} has failed: {error}") from None
+            raise OrderError(f"the import of {name} has failed: {error}") from None
     except BaseException as error:
-        raise UnfitError(f"the import of {name} has failed: {error!r}") from None
+        raise OrderError(f"the import of {name} has failed: {error!r}") from None

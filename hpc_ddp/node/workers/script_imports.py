@@ -62,6 +62,11 @@ class UnfitError(Exception):
     """A script can't run in a fork, and has to be started by exec; the text is the reason."""
 
 
+class OrderError(UnfitError):
+    """An import has failed, or has changed the environment: before torch's it might do otherwise,
+    or have an effect on torch."""
+
+
 class _Import(NamedTuple):
     """An import of the module `name`, or of `parts` from that module, relative by `level` dots (0:
     absolute). `is_certain` says that it always runs; one below an ``if`` may not, say."""

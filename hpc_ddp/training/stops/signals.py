@@ -145,8 +145,8 @@ class Notices:
         """Without a supervisor, take a signal for a notice, and print that; exit with 130 at a
         further Ctrl-C, more than `AGAIN_S` after the first signal.
 
-        With one, wait for its notice in a file, `WORD_S` at most. Where none comes, exit with
-        `TORN_DOWN` at a SIGTERM or SIGINT, since a peer has failed; pass over `WARNINGS`.
+        With one, wait for its notice in a file, as long as `_may_get_notice`. Where none comes, exit
+        with `TORN_DOWN` at a SIGTERM or SIGINT, since a peer has failed; pass over `WARNINGS`.
         """
         if self._notice is None:
             again = time.monotonic() - self._first_s > AGAIN_S  # not torchrun's copy of a Ctrl-C
@@ -158,13 +158,21 @@ class Notices:
                 os._exit(128 + signal.SIGINT)
             self._note(NOTICE, number.name)
             return
-        deadline = time.monotonic() + WORD_S
-        while self.reason != NOTICE and time.monotonic() < deadline:
+        signalled_at = time.monotonic()
+        while self.reason != NOTICE and self._may_get_notice(signalled_at):
             self._look(is_signalled=True)
             time.sleep(0.02)
         if self.reason != NOTICE and number not in WARNINGS and not self._ended:
             say(f"{number.name} without a notice: a peer has failed; ending")
             os._exit(TORN_DOWN)
+
+    def _may_get_notice(self, signalled_at: float) -> bool:
+        """Return whether the supervisor's notice may still come for a signal at `signalled_at`, on
+        the monotonic clock: for `WORD_S`, in which the supervisor was at work where its beat can be
+        read, since it may wait for a disk that stands still."""
+        fields = _read_local(self._local_notice) if self._local_notice else None
+        now = fields.get("beat", 0.0) if fields else time.monotonic()
+        return float(now) < signalled_at + WORD_S
 
     def _look(self, is_signalled: bool = False) -> None:
         """Take over the reason and the end time from the files of notice, cancel and end time;

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing import Pipe
 
 import pytest
 
+from hpc_ddp.core import process
 from hpc_ddp.node.workers import device_check, fork_server
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
+from hpc_ddp.node.workers.script_imports import OrderError, UnfitError
 from hpc_ddp.node.workers.worker import started_by
 
 COMMAND = started_by(sys.executable, ["train.py"])
@@ -93,6 +96,36 @@ def test_a_trial_without_an_accelerator_is_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device_check, "_works", lambda: True)
     trial = Trial()
     assert (trial.failure(), trial.failure()) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("failing", "error", "has_to_come_first"),
+    [
+        ("before", OrderError("failed"), True),
+        ("before", UnfitError("threads"), False),
+        ("behind", OrderError("failed"), False),
+    ],
+)
+def test_a_package_that_has_to_come_before_torch_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, failing: str, error: Exception, has_to_come_first: bool
+) -> None:
+    """As one whose library has no room behind torch's, or that sets torch's variables."""
+
+    def fail(names: Sequence[str], output: int, are_known: bool) -> None:
+        if failing in names:
+            raise error
+
+    monkeypatch.setattr(fork_server, "import_ahead", fail)
+    monkeypatch.setattr(device_check, "_works", lambda: True)
+    server = _server()
+    server.output = process.memory_file("imports")
+    names = ["before", "torch", "torch.nn", "behind"]
+    if has_to_come_first:
+        with pytest.raises(UnfitError, match="before torch has to come first"):
+            server._import_in_child(names, [], Trial())
+    else:
+        assert not server._import_in_child(names, [], Trial())
+    os.close(server.output)
 
 
 def test_a_fork_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,34 @@ def test_a_signal_under_a_supervisor_needs_its_notice(
     assert clock.now - begin == pytest.approx(min(word_after_s, 2.0), abs=0.1)
 
 
+@pytest.mark.parametrize("has_notice", [False, True])
+def test_a_supervisor_that_waits_for_a_disk_is_waited_for(
+    tmp_path: Path,
+    clock: Clock,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    has_notice: bool,
+) -> None:
+    """Its loop stands still, and with it its beat; else the worker would die without a save."""
+    begin = clock.now
+
+    def read(path: Path) -> dict[str, Any]:
+        stands = clock.now < begin + 5.0
+        source = {"source": "SIGTERM"} if has_notice and not stands else {}
+        return {"beat": begin if stands else clock.now, **source}
+
+    monkeypatch.setattr(signals, "_read_local", read)
+    monkeypatch.setattr(signals, "read_word", lambda file: "")
+    notices = Notices(tmp_path / "notice", tmp_path / "local")
+    if has_notice:
+        notices._handle_signal(signal.SIGTERM)
+        assert notices.reason == NOTICE
+    else:
+        with pytest.raises(LeftError, match="143"):
+            notices._handle_signal(signal.SIGTERM)
+    assert clock.now - begin == pytest.approx(5.0, abs=0.1)
+
+
 def test_signals_after_the_end_are_ignored(clock: Clock, printed: list[str]) -> None:
     before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     try:
