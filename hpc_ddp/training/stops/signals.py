@@ -145,7 +145,7 @@ class Notices:
         """Without a supervisor, take a signal for a notice, and print that; exit with 130 at a
         further Ctrl-C, more than `AGAIN_S` after the first signal.
 
-        With one, wait for its notice in a file, as long as `_may_get_notice`. Where none comes, exit
+        With one, wait for its notice in a file, while `_may_get_notice`. Where none comes, exit
         with `TORN_DOWN` at a SIGTERM or SIGINT, since a peer has failed; pass over `WARNINGS`.
         """
         if self._notice is None:
@@ -158,8 +158,9 @@ class Notices:
                 os._exit(128 + signal.SIGINT)
             self._note(NOTICE, number.name)
             return
-        signalled_at = time.monotonic()
-        while self.reason != NOTICE and self._may_get_notice(signalled_at):
+        signalled_at, may_come = time.monotonic(), True
+        while may_come and self.reason != NOTICE:
+            may_come = self._may_get_notice(signalled_at)  # then look: a beat follows the notice
             self._look(is_signalled=True)
             time.sleep(0.02)
         if self.reason != NOTICE and number not in WARNINGS and not self._ended:
