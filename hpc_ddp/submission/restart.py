@@ -170,7 +170,7 @@ def plan_continuation(
     changed = _fields_of(spec, options, settings, cwd)
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
     changed.setdefault("backend", settings.get("backend", "slurm"))
-    if run.attempts():  # what it waited for is over, and may be forgotten
+    if run.attempts() or run.tasks():  # what it waited for is over, and may be forgotten
         is_single = "singleton" in re.split("[,?]", spec.dependency or "")
         changed.setdefault("dependency", "singleton" if is_single else None)
     if run.is_task:  # it alone goes on, and keeps its index

@@ -137,7 +137,7 @@ def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
     Raise UsageError for another form, a control character, and the beginning of several names;
     `command` (``srun``) and `example` (``--gpu-bind=x``) are for the hint.
     """
-    if not re.match(r"--[a-z][a-z0-9-]*(=|$)", raw) or not raw.isprintable():
+    if not re.match(r"--[a-z][\w-]*(=|$)", raw) or not raw.isprintable():
         raise UsageError(
             f"{command} option {raw!r} is not of the form --name or --name=value",
             hint=f"--{command}={example}",

@@ -94,8 +94,9 @@ class Failure:
 
     @property
     def is_of_machine(self) -> bool:
-        """Whether the error is one of the node's: of its disk, its accelerators or their driver."""
-        return bool(_OF_MACHINE.search(self.error))
+        """Whether the error is one of the node's: of its disk, its accelerators or their driver.
+        That of a save is not, whose disk all nodes share."""
+        return self.kind != "disk" and bool(_OF_MACHINE.search(self.error))
 
     @property
     def is_of_clock(self) -> bool:

@@ -105,7 +105,8 @@ def kept_cpus() -> Iterator[None]:
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cpus)
+        with contextlib.suppress(OSError):  # the job may have others by now
+            os.sched_setaffinity(0, cpus)
 
 
 @contextlib.contextmanager
