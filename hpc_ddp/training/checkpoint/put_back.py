@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import optimizer_state
@@ -26,6 +27,11 @@ from hpc_ddp.training.models.trained import TrainedParameters
 # those of a parameter's copy torch raises its own, with these words in the text.
 OF_DEVICES = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 OF_A_COPY = "an exception occurred"
+# Settings of torch's schedulers that no step changes.
+CONSTANTS = (
+    *("T_max", "T_0", "T_mult", "eta_min", "total_steps", "total_iters", "step_size", "milestones"),
+    *("_milestones", "gamma", "power", "start_factor", "end_factor", "factor", "patience"),
+)
 EXTRA_STATE = "_extra_state"  # the end of the key of what a module's get_extra_state returns
 
 
@@ -86,19 +92,37 @@ def put_back(
 def find_ignored_settings(
     objects: Mapping[str, Any], tree: Mapping[str, Any], trained: TrainedParameters
 ) -> list[str]:
-    """Return a line of text for each optimizer setting, such as ``lr``, that the script has now
-    made otherwise than for the checkpoint with the state dicts `tree`. Loading puts the stored
-    value back, so that a ``--lr`` of this attempt has no effect."""
+    """Return a line of text for each setting of an optimizer or a scheduler, such as ``lr`` or
+    ``T_max``, that the script has now made otherwise than for the checkpoint with the state dicts
+    `tree`. Loading puts the stored value back, so that a ``--lr`` of this attempt has no effect."""
     notes = []
-    for name, optimizer in objects.items():
-        if isinstance(optimizer, Optimizer) and isinstance(tree.get(name), dict):
-            settings = trained.settings(optimizer)
-            for key, pair in optimizer_state.ignored_settings(settings, tree[name]).items():
-                notes.append(
-                    f"{name}: {key} was {pair[1]}, and the script makes it {pair[0]}: the"
-                    " checkpoint's state counts, unless the script sets it behind run.track"
-                )
+    for name, tracked in objects.items():
+        pairs: dict[str, tuple[Any, Any]] = {}
+        stored = tree.get(name)
+        if isinstance(tracked, Optimizer) and isinstance(stored, dict):
+            pairs = optimizer_state.ignored_settings(trained.settings(tracked), stored)
+        elif isinstance(tracked, LRScheduler) and isinstance(stored, dict):
+            pairs = dict(_other_constants(tracked.state_dict(), stored))
+        for key, (present, earlier) in pairs.items():
+            notes.append(
+                f"{name}: {key} was {earlier!s:.60}, and the script makes it {present!s:.60}: the"
+                " checkpoint's state counts, unless the script sets it behind run.track"
+            )
     return notes
+
+
+def _other_constants(
+    state: Mapping[str, Any], stored: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield, by name, those `CONSTANTS` of a scheduler's `state` that are others in its `stored`
+    state, and both values; also those of the schedulers in it."""
+    for key in CONSTANTS:
+        if key in state and key in stored and state[key] != stored[key]:
+            yield key, (state[key], stored[key])
+    parts = state.get("_schedulers", ()), stored.get("_schedulers", ())
+    for number, (part, stored_part) in enumerate(zip(*parts, strict=False)):
+        for key, pair in _other_constants(part, stored_part):
+            yield f"{key} of scheduler {number}", pair
 
 
 def put_flags_back(

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import optimizer_state, plain_state, put_back, state
@@ -679,6 +680,21 @@ def test_settings_that_a_checkpoint_undoes_are_named() -> None:
         " lr was 0.1, and the script makes it 0.2",
     ]
     assert put_back.find_ignored_settings({"o": other}, {"o": {}}, trained) == []
+
+
+def test_a_schedule_that_a_checkpoint_undoes_is_named() -> None:
+    """As where a run gets more epochs."""
+
+    def make(epochs: int) -> SequentialLR:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        parts = [LinearLR(optimizer, 0.5), CosineAnnealingLR(optimizer, epochs)]
+        return SequentialLR(optimizer, parts, [5])
+
+    tree = state.collect({"s": make(10)}).tree
+    trained = TrainedParameters()
+    assert put_back.find_ignored_settings({"s": make(10)}, tree, trained) == []
+    (note,) = put_back.find_ignored_settings({"s": make(20)}, tree, trained)
+    assert note.startswith("s: T_max of scheduler 1 was 10, and the script makes it 20: the")
 
 
 def test_the_way_in_which_a_step_is_computed_is_the_scripts(tmp_path: Path) -> None:
