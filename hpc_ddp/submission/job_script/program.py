@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
 from hpc_ddp.submission.job_script.conversion import (
     LOST,
@@ -54,6 +55,7 @@ def take(
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
     gpus = _take_gpus(launch, result, directives, reader.scope.numbers)
+    _take_other_gres(result, directives)
     writer = _make_writer(result, reader)
     if launch.program and writer.refuse(launch.program, "script", launch.line):
         launch.program, launch.args = None, []
@@ -299,6 +301,17 @@ def _tasks_of_node(launch: Launch, numbers: Mapping[str, int]) -> int:
     a node, as Slurm does, else the job's, else 1. `numbers` are as from `sizes`."""
     of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
     return of_launch or launch.tasks_per_node or numbers.get("SLURM_NTASKS_PER_NODE", 1)
+
+
+def _take_other_gres(result: Conversion, directives: Directives) -> None:
+    """Put a ``gres`` that asks for more than GPUs, as for a local disk, into `result` as it is;
+    hpc-ddp then asks for no GPUs by itself, if it has some."""
+    request, line = directives.options.get("gres", ("", 0))
+    has_more = any(not gpus_of(part) for part in request.split(","))
+    if request and has_more and result.group(line)[0] == TAKEN:
+        result.append("sbatch", f"--gres={request}", line)
+        if gpus_of(request) and "gpus-per-node" in result.values:
+            result.values["gpu-request"] = "none", line
 
 
 def _take_gpus(

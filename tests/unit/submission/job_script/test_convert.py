@@ -258,6 +258,24 @@ def test_nodes_and_workers_from_any_directives(
     assert result.get("nproc-per-node", int(result.get("gpus-per-node", 0))) == workers
 
 
+@pytest.mark.parametrize(
+    ("options", "gpus", "gpu_request"),
+    [
+        (("--gres=gpu:a100:4,nvme:950",), "a100:4", "none"),
+        (("--gpus-per-node=a100:4", "--gres=nvme:950"), "a100:4", None),
+        (("--gres=lscratch:200",), None, None),
+    ],
+)
+def test_a_request_for_more_than_gpus_is_kept(
+    options: tuple[str, ...], gpus: str | None, gpu_request: str | None
+) -> None:
+    lines = [f"#SBATCH {option}" for option in options]
+    conversion = of_text(*lines, "srun torchrun --nproc_per_node=4 train.py")
+    result = conversion.settings()
+    assert result["sbatch"] == [options[-1]]
+    assert (result.get("gpus-per-node"), result.get("gpu-request")) == (gpus, gpu_request)
+
+
 @pytest.mark.parametrize("option", ["--gres=gpu:2080ti:4", "--gpus-per-node=2080ti:4"])
 def test_a_type_that_begins_with_a_digit_is_a_type(option: str) -> None:
     result = of_text(f"#SBATCH {option}", "srun torchrun --nproc_per_node=4 train.py").settings()
