@@ -60,6 +60,7 @@ def _run(
         done = subprocess.run(
             argv,
             env=env or asking_env(os.environ),
+            stdin=subprocess.DEVNULL,  # a site's wrapper may ask
             capture_output=True,
             text=True,
             errors="replace",
@@ -73,10 +74,9 @@ def _run(
         ) from None
     except OSError as error:  # thousands of node names are too long for one argument, say
         raise HpcDdpError(f"{argv[0]} can't be started: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(
-            f"{argv[0]} gave no answer within {timeout_s:.0f} s", hint="scontrol ping"
-        ) from None
+    except subprocess.TimeoutExpired as error:  # sbatch itself tries again where a queue is full
+        reason = f"no answer within {timeout_s:.0f} s{slurm_text.last_line(error.stderr)}"
+        raise NoAnswerError(f"{argv[0]} gave {reason}", hint="scontrol ping") from None
     has_id = argv[0] == "sbatch" and slurm_text.parse_job_id(done.stdout)  # its wrapper failed
     if done.returncode and not has_id:
         printed = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
@@ -332,8 +332,7 @@ def record(job: str | JobRef) -> Record:
 
 
 def starts_in_accounting(job_id: str) -> list[str]:
-    """Return the states of all starts of a job, in order; [] where the accounting gives no
-    answer."""
+    """Return the states of all starts of a job, in order; [] without an answer."""
     try:  # by an array's id, which its last task has as well, sacct prints all its tasks
         printed = _accounting_of(job_id, "JobIDRaw,State", "--duplicates")
     except HpcDdpError:

@@ -30,6 +30,7 @@ NO_ANSWER = re.compile(
 
 # A command that shows the accepted values, by a part of Slurm's reason for refusing a job.
 _HINTS = {
+    "job submit limit": "fewer jobs or tasks at once: sacctmgr show qos, and show assoc user=$USER",
     "Invalid job array": "fewer tasks: scontrol show config | grep MaxArraySize",
     "Pathname of a file": "fewer tasks: scontrol show config | grep MaxArraySize",
     "nvalid partition": "sinfo -s shows the partitions",
@@ -38,6 +39,8 @@ _HINTS = {
     "nvalid qos": "sacctmgr show associations user=$USER format=account,partition,qos shows yours",
     "nvalid feature": "sinfo -o '%P %f' shows the features that --constraint takes",
     "nvalid node name": "sinfo -N shows the nodes",
+    "(gres) specification": "sinfo -o '%P %G' shows the GPUs of each partition",
+    "dependency problem": "squeue --me: Slurm no longer knows the job that --dependency names",
     "time limit": "sinfo -o '%P %l' shows the longest --time of each partition",
     "partition not available": "sinfo -o '%P %a' shows which partitions are up",
     "eservation": "scontrol show reservation shows them",
@@ -296,6 +299,13 @@ def parse_reason(command: str, printed: str) -> str:
     """Return the text of a failure that a Slurm command printed, on one line, without the command's
     name."""
     return re.sub(rf"^{command}: (error: )?", "", printed, flags=re.M).replace("\n", "; ")
+
+
+def last_line(printed: object) -> str:
+    """Return the last line of what a command has printed, behind ``: ``; '' without one. Text or
+    bytes, as of an error of `subprocess`, or None."""
+    text = printed.decode(errors="replace") if isinstance(printed, bytes) else str(printed or "")
+    return "".join(f": {line.strip()}" for line in text.strip().splitlines()[-1:])
 
 
 def hint_for(reason: str) -> str:

@@ -18,7 +18,7 @@ import click
 from hpc_ddp.cli import completing
 from hpc_ddp.cli.common import folder_option, json_option, say
 from hpc_ddp.core.attempt_env import clean_env
-from hpc_ddp.core.console.units import byte_count
+from hpc_ddp.core.console.units import byte_count, parse_age
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import bundle as report_bundle
@@ -70,7 +70,7 @@ def clean(
     # Without one of the settings it might be another folder, whose runs would be deleted.
     root = runs_folder(runs_dir, is_strict=True)
     named = list(dict.fromkeys(find_run(root, text, own_cluster) for text in runs))
-    older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
+    older_than_s = parse_age(older_than or (OLD if not runs else "0h"))
     deletions = report_clean.find_deletions(root, named, older_than_s, states, checkpoints_only)
     if not as_json and deletions:
         click.echo(report_clean.table(deletions))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -105,11 +105,16 @@ def logs(
 @folder_option
 @json_option
 def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
-    """Read RUN's checkpoints and report whether every byte is as it was written.
+    """Read RUN's checkpoints, of an array those of all its tasks, and report whether every byte is
+    as it was written.
 
     Exit code 1 where one is damaged. A resume skips those, to the newest good one.
     """
-    rows = checkpoints.health(run_of(run, runs_dir).checkpoints)
+    run_folder = run_of(run, runs_dir)
+    rows = checkpoints.health(run_folder.checkpoints)
+    for task in run_folder.tasks():
+        of_task = checkpoints.health(task.checkpoints)
+        rows += [replace(row, name=f"{task.path.name}/{row.name}") for row in of_task]
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows]))
     elif not rows:

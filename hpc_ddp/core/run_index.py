@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import check_links, make_folders, read_json
+from hpc_ddp.core.file_io import check_links, list_names, make_folders, read_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.run_folder import RunFolder
@@ -122,6 +122,7 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
             f"task {waiting.index} of {waiting.whole} has not begun, and has no folder yet",
             hint="scancel JOB_INDEX cancels it; squeue --me names the array's job",
         )
+    list_names(root)  # or what can't be listed would look empty
     raise UsageError(
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
         hint="list the runs with `hpc-ddp status`",
@@ -194,8 +195,14 @@ def _has_job(path: Path, job: JobRef) -> bool:
 
 def all_runs(root: Path) -> list[RunFolder]:
     """Return the runs below the folder `root`, the one that began last first; [] for a missing
-    folder."""
-    paths = (path.parent for path in root.glob("[!.]*/*/job.json"))
+    folder. Raise OSError where `root` can't be listed; a folder in it that can't be, as a
+    colleague's, is passed over."""
+    paths = []
+    for name in list_names(root):
+        with suppress(PermissionError):
+            entries = [] if name.startswith(".") else list_names(root / name)
+            folders = (root / name / entry for entry in entries)
+            paths += [folder for folder in folders if os.path.exists(folder / "job.json")]
     return [RunFolder(path) for path in _newest(paths)]
 
 

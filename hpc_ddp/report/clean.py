@@ -7,7 +7,6 @@ with all files that the run needs to go on.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -25,7 +24,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import ROOT, read_text
 from hpc_ddp.core.file_owners import check_folder, other_owner
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.trackers import mlflow_id
+from hpc_ddp.core.job.trackers import mlflow_id, sync_commands
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, unlink_jobs
 from hpc_ddp.live_jobs import Queue, describe_work, read_queue
@@ -91,17 +90,6 @@ class Deletion:
             "paths": [str(path) for path in self.paths],
             "bytes": self.bytes,
         }
-
-
-def parse_age(text: str) -> float:
-    """Return the seconds of ``30d``, ``12h`` or ``4w``; raise UsageError for another form."""
-    match = re.fullmatch(r"(\d{1,6})([hdw])", text, re.A)
-    if not match:
-        raise UsageError(
-            f"older-than {text!r} is no age; accepted: hours, days and weeks, as 12h, 30d, 4w",
-            hint="hpc-ddp clean --older-than 30d",
-        )
-    return int(match[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[match[2]]
 
 
 def find_deletions(
@@ -236,13 +224,16 @@ def _is_from_hpc_ddp(run: RunFolder) -> bool:
 
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:
     """Return the run's folder if the run is finished, or if neither it nor a task has a checkpoint
-    or a result. Else, and with `checkpoints_only` always, return the old checkpoints of the run and
-    its tasks, () without any; folders of checkpoints behind a link that leads out of the run are
-    left out. Raise OSError where a folder or journal can't be read."""
+    or a result; but () with a line on stderr if a tracker's offline record was not sent. Else, and
+    with `checkpoints_only` always, return the old checkpoints of the run and its tasks, () without
+    any; folders of checkpoints behind a link that leads out of the run are left out. Raise OSError
+    where a folder or journal can't be read."""
     runs = [run, *run.tasks()]
     is_needed = any(_has_checkpoint(task.checkpoints) or _has_results(task) for task in runs)
     if not checkpoints_only and (state is RunState.FINISHED or not is_needed):
-        return (run.path,)
+        if commands := sync_commands(run):
+            say(f"{run.path} stays: it has a record that was not sent: {commands[0]}")
+        return () if commands else (run.path,)
     # A link would lead to files of others.
     top = run.path.resolve()
     folders = [task.checkpoints for task in runs]

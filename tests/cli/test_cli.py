@@ -220,6 +220,17 @@ def test_a_look_at_the_script_of_a_run_changes_no_run(run_cli: Cli) -> None:
     assert not Path(path, "code", "1").exists()
 
 
+def test_the_checkpoints_of_an_array_are_those_of_its_tasks(run_cli: Cli) -> None:
+    path = json.loads(run_cli("render", "--json", "--array", "0-1", "train.py").stdout)["run"]
+    Path(path, "task-1", "checkpoints", "step-3").mkdir(parents=True)
+    done = run_cli("verify", path)
+    assert done.returncode == 1
+    assert "task-1/step-3" in done.stdout
+    done = run_cli("logs", path, "--rank", "0")
+    assert "is an array; accepted with --rank: a task of it" in done.stderr
+    assert f"hint: hpc-ddp logs {path}/task-0 --rank 0" in done.stderr
+
+
 def test_status_of_nothing_and_of_a_rendered_run(run_cli: Cli) -> None:
     done = run_cli("status")
     assert (done.returncode, done.stdout) == (0, "")

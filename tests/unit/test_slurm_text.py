@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from hpc_ddp import slurm_text
 from hpc_ddp.slurm_text import _seconds, parse_job, parse_job_id, parse_record, parse_records
 
 SHOWN = """\
@@ -114,3 +115,15 @@ def test_the_time_limit_of_a_partition_is_parsed(text: str, seconds: int | None)
 def test_a_name_within_a_value_starts_no_field() -> None:
     (row,) = parse_records("NodeName=n1 Gres=gpu:2 OS=Linux 6 #1 Reason=bad Gres=none [me@x]\n")
     assert (row["Gres"], row["OS"], row["Reason"]) == ("gpu:2", "Linux", "bad")
+
+
+@pytest.mark.parametrize("printed", ["a\nqueue full, retrying\n", b"a\nqueue full, retrying"])
+def test_the_last_line_of_a_command_that_takes_too_long_is_kept(printed: object) -> None:
+    assert slurm_text.last_line(printed) == ": queue full, retrying"
+    assert slurm_text.last_line(None) == slurm_text.last_line(b"") == ""
+
+
+def test_a_limit_of_jobs_is_no_limit_of_time() -> None:
+    limits = "(job submit limit, user's size and/or time limits)"
+    hint = slurm_text.hint_for(f"Job violates accounting/QOS policy {limits}")
+    assert hint.startswith("fewer jobs or tasks at once")

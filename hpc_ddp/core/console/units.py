@@ -1,8 +1,11 @@
-"""Amounts as text for people: times, bytes, speeds, measured numbers. Standard library only."""
+"""Amounts as text for people, and ages from such text. Standard library only."""
 
 from __future__ import annotations
 
 import math
+import re
+
+from hpc_ddp.core.errors import UsageError
 
 _TIMES = (("s", 1.0, 119.5), ("min", 60.0, 119.5), ("h", 3600.0, 47.5), ("d", 86400.0, math.inf))
 _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -55,3 +58,14 @@ def measured(number: float | None) -> str:
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 step``, ``3 steps``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def parse_age(text: str) -> float:
+    """Return the seconds of ``30d``, ``12h`` or ``4w``; raise UsageError for another form."""
+    match = re.fullmatch(r"(\d{1,6})([hdw])", text, re.A)
+    if not match:
+        raise UsageError(
+            f"older-than {text!r} is no age; accepted: hours, days and weeks, as 12h, 30d, 4w",
+            hint="hpc-ddp clean --older-than 30d",
+        )
+    return int(match[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[match[2]]

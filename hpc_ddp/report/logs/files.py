@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import open_data
+from hpc_ddp.core.file_io import open_data, read_json
 from hpc_ddp.core.journal.journal import read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
@@ -57,8 +57,8 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     Raises
     ------
     UsageError
-        no such rank or attempt (the message lists the existing ones), nothing printed yet, or a
-        script that was started by hand, whose output went to its terminal
+        no such rank or attempt (the message lists the existing ones), a rank of a whole array,
+        nothing printed yet, or a script that was started by hand, whose output went to its terminal
     OSError
         an attempt's folder, or the journal, can't be read
     """
@@ -66,6 +66,11 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     if rank is None and attempt is None and outputs:
         return outputs
     attempts = run.attempts()
+    if rank is not None and not run.is_task and read_json(run.job_json).get("array"):
+        raise UsageError(
+            f"run {run.path} is an array; accepted with --rank: a task of it",
+            hint=f"hpc-ddp logs {run.task(0).quoted} --rank {rank}",
+        )
     if not attempts:
         if rank is not None:
             return []

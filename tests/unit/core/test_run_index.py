@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core import file_io
+from hpc_ddp.core import file_io, run_index
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
@@ -128,3 +128,24 @@ def test_a_task_that_waits_with_its_array_is_explained(tmp_path: Path, array: st
     for text in (f"{run.id}/task-3", f"{run.path}/task-3"):
         with pytest.raises(UsageError, match=error):
             find_run(tmp_path, text)
+
+
+def test_runs_that_can_not_be_listed_are_not_none(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an expired ticket; a colleague's folder among the runs is passed over."""
+    (run.root / "colleagues").mkdir()
+    closed = {run.root / "colleagues"}
+
+    def list_names(folder: Path) -> list[str]:
+        if folder in closed:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return file_io.list_names(folder)
+
+    monkeypatch.setattr(run_index, "list_names", list_names)
+    assert [found.path for found in all_runs(run.root)] == [run.path]
+    closed.add(run.root)
+    with pytest.raises(PermissionError):
+        all_runs(run.root)
+    with pytest.raises(PermissionError):
+        find_run(run.root, "nothing")

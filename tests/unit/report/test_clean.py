@@ -232,11 +232,18 @@ def test_an_interrupted_deletion_is_completed(root: Path, make: Any) -> None:
     assert [path.name for path in (root / "digits").iterdir()] == ["1"]
 
 
-def test_ages_are_parsed(root: Path) -> None:
-    assert clean.parse_age("12h") == DAY_S / 2
-    assert clean.parse_age("4w") == 28 * DAY_S
-    with pytest.raises(UsageError, match="is no age"):
-        clean.parse_age("30")
+def test_a_record_that_was_not_sent_is_kept(
+    root: Path, make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """hpc-ddp itself has put it there, where nodes have no internet."""
+    run = make("1")
+    record = run.path / "wandb" / "offline-run-1" / "run-1.wandb"
+    record.parent.mkdir(parents=True)
+    record.touch()
+    assert not deleted_by(root)
+    assert "has a record that was not sent: wandb sync" in capsys.readouterr().err
+    record.with_suffix(".wandb.synced").touch()
+    assert deleted_by(root)
 
 
 def test_a_deletion_is_confirmed_first(root: Path, make: Any) -> None:

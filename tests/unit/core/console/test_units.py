@@ -6,7 +6,16 @@ import math
 
 import pytest
 
-from hpc_ddp.core.console.units import brief_duration, byte_count, duration, measured, plural, speed
+from hpc_ddp.core.console.units import (
+    brief_duration,
+    byte_count,
+    duration,
+    measured,
+    parse_age,
+    plural,
+    speed,
+)
+from hpc_ddp.core.errors import UsageError
 
 
 def test_a_time_that_is_no_number_is_printed() -> None:
@@ -56,3 +65,10 @@ def test_measured_numbers_have_four_digits() -> None:
         "2.7e−5",
         "−3e12",
     ]
+
+
+def test_ages_are_parsed() -> None:
+    assert parse_age("12h") == 43200
+    assert parse_age("4w") == 28 * 86400
+    with pytest.raises(UsageError, match="is no age"):
+        parse_age("30")
