@@ -162,18 +162,19 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     """
 
     def usable(read: Callable[[], T], default: T) -> T:
-        """Return what `read` returns. Unless `is_strict`, print a UsageError of `read` as a
-        warning, and return `default`."""
+        """Return what `read` returns. Unless `is_strict`, print a UsageError or OSError of `read`
+        as a warning, and return `default`."""
         try:
             return read()
-        except UsageError as error:
+        except (UsageError, OSError) as error:
             if is_strict:
                 raise
-            operators.warn(f"{error.message}; it does not count here", error.hint)
+            text = getattr(error, "message", str(error))
+            operators.warn(f"{text}; it does not count here", getattr(error, "hint", None))
             return default
 
     layers = [Layer("option", dict(options))]
-    project = find_project_file(cwd)
+    project = usable(partial(find_project_file, cwd), None)
     if project:
         layers.append(Layer("project", usable(partial(_read_layer, project), {}), project))
     site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)

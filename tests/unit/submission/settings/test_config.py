@@ -11,6 +11,7 @@ import pytest
 
 from hpc_ddp.cli.click_options import settings_of
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.submission.settings import config, sites
 from hpc_ddp.submission.settings.config import Settings, load
 
 SITE = """\
@@ -171,3 +172,21 @@ def test_a_table_of_a_partition_sets_no_other_partition(home: Path) -> None:
     values = _values(home)
     assert values["partition"] == "gpu"
     assert values["sbatch"] == ["--partition=other"]  # which the rendering refuses
+
+
+def test_settings_that_may_not_be_looked_at_end_no_command_for_existing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a home behind an expired ticket, or a folder of another user above this one."""
+    error = PermissionError(13, "Permission denied", "/home/me/hpc-ddp.toml")
+
+    def refuse(*words: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(config, "find_project_file", refuse)
+    monkeypatch.setattr(sites, "recognised", refuse)
+    assert load({"time": "5"}, tmp_path, tmp_path, is_strict=False).values["time"] == "5"
+    warning = f"warning: {error}; it does not count here"
+    assert warning in capsys.readouterr().err
+    with pytest.raises(PermissionError):
+        load({}, tmp_path, tmp_path)
