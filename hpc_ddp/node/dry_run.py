@@ -299,7 +299,7 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
         task = task_of(run, index)
         if task.finished():
             continue
-        words = trial_args(trials[index])
+        words = trial_args(trials[index], spec.args)
         local = DryRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON

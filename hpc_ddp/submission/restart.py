@@ -17,6 +17,7 @@ from hpc_ddp.core.file_io import parse_object
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.options import FIELDS, JobSpec
 from hpc_ddp.core.job.slurm_values import array_bound, array_indexes
+from hpc_ddp.core.job.sweep import parameter_of, trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.run_files.earlier import undo_broken_start
@@ -104,31 +105,36 @@ def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) 
 
 def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     """Return a script's arguments with new values: each of `changes` (value by name, without
-    dashes) takes the place of ``--name value`` or ``--name=value``, and is added at the end where
-    the arguments do not have that name.
+    dashes) takes the place of ``--name value``, ``--name=value`` or Hydra's ``name=value``. Where
+    the arguments do not have that name, it is added at the end, in their form (`trial_args`), and a
+    line on stderr says so.
 
     The word behind ``--name`` counts as its value unless it begins with ``--``. A name that comes
     several times comes once in the result, at its first place.
 
     Examples
     --------
-    >>> with_values(["data", "--lr", "0.1", "--seed=1"], {"lr": "0.2", "seed": "2", "steps": "9"})
-    ['data', '--lr=0.2', '--seed=2', '--steps=9']
+    >>> with_values(["data", "--lr", "0.1", "--seed=1"], {"lr": "0.2", "seed": "2"})
+    ['data', '--lr=0.2', '--seed=2']
+    >>> with_values(["model=vit", "+optimizer.lr=0.1"], {"optimizer.lr": "0.2"})
+    ['model=vit', '+optimizer.lr=0.2']
     """
     words, pending = list(args), dict(changes)
     changed: list[str] = []
     while words:
         word = words.pop(0)
-        name, equals, _ = word.partition("=")
-        name = name[2:] if name.startswith("--") else ""
+        start, equals, _ = word.partition("=")
+        name = parameter_of(word)
         if name not in changes:
             changed.append(word)
             continue
         if not equals and words and not words[0].startswith("--"):
             words.pop(0)  # its value
         if name in pending:  # said twice, the last one counts: there is one from now on
-            changed.append(f"--{name}={pending.pop(name)}")
-    return [*changed, *(f"--{name}={value}" for name, value in pending.items())]
+            changed.append(f"{start}={pending.pop(name)}")
+    for name in pending:
+        say(f"note: {name} is not among the arguments of the run, and is added to them")
+    return [*changed, *trial_args(pending, args)]
 
 
 def plan_continuation(

@@ -42,6 +42,12 @@ HERE = ("--backend", "local", "--launcher", "srun")
         (["--lr", "1", "--lr=3"], {"lr": "2"}, ["--lr=2"]),
         (["lr", "-lr"], {"lr": "2"}, ["lr", "-lr", "--lr=2"]),
         (["--lr"], {"lr": "a b=c"}, ["--lr=a b=c"]),
+        (["m=vit", "o.lr=1"], {"o.lr": "2", "seed": "3"}, ["m=vit", "o.lr=2", "seed=3"]),
+        (
+            ["++o.lr=1", "--multirun"],
+            {"o.lr": "2", "seed": "3"},
+            ["++o.lr=2", "--multirun", "--seed=3"],
+        ),
     ],
 )
 def test_values_are_put_in_their_place(
@@ -85,7 +91,7 @@ def test_once_more_with_another_value(tmp_path: Path) -> None:
 def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PreparedRun]:
     """What makes a new run like another, without starting it."""
     (tmp_path / "train.py").write_text(SCRIPT.format("then"))
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def make(run: RunFolder, same_code: bool = False, **changes: str) -> PreparedRun:
         settings = config.load({}, tmp_path, tmp_path)

@@ -354,7 +354,7 @@ class JobSpec(ResourceOptions):
     def task(self, index: int) -> JobSpec:
         """Return task `index`, from 0, of the array as a job of its own; in a sweep its `args` have
         the trial. Raise IndexError beyond the last trial."""
-        args = (*self.args, *trial_args(self.trials[index])) if self.sweep else self.args
+        args = (*self.args, *trial_args(self.trials[index], self.args)) if self.sweep else self.args
         return replace(self, args=args, sweep={}, array=str(index))
 
     @property

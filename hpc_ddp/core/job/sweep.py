@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _HINT = "hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py"
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
+_OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.@/-]*=")  # of Hydra and OmegaConf
 
 
 def parse_sets(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
@@ -86,9 +87,22 @@ def trials(sweep: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     return [dict(zip(sweep, values, strict=True)) for values in combinations]
 
 
-def trial_args(trial: Mapping[str, str]) -> list[str]:
-    """Return a sweep's trial as arguments of the script, ``--name=value``."""
-    return [f"--{name}={value}" for name, value in trial.items()]
+def trial_args(trial: Mapping[str, str], args: Sequence[str] = ()) -> list[str]:
+    """Return a sweep's trial as arguments of the script, in the form that its other arguments
+    `args` have: ``name=value``, as of Hydra, if some have it and none begins with a dash; else
+    ``--name=value``."""
+    is_plain = any(_OVERRIDE.match(word) for word in args)
+    dashes = "" if is_plain and not any(word.startswith("-") for word in args) else "--"
+    return [f"{dashes}{name}={value}" for name, value in trial.items()]
+
+
+def parameter_of(word: str) -> str:
+    """Return the name of the parameter that an argument of the script sets, ``--name``,
+    ``--name=value``, or ``name=value`` as of Hydra; '' for any other word."""
+    name = word.partition("=")[0]
+    if word.startswith("--"):
+        return name[2:]
+    return name.lstrip("+") if _OVERRIDE.match(word) else ""
 
 
 def check_sweep(spec: JobSpec) -> None:
@@ -96,10 +110,10 @@ def check_sweep(spec: JobSpec) -> None:
     UsageError for a bad name, values that are empty or equal, a parameter that is also among the
     arguments, too many trials, and an index beyond the trials."""
     for name, values in spec.sweep.items():
-        if any(word.partition("=")[0] == f"--{name}" for word in spec.args):
+        if any(parameter_of(word) == name for word in spec.args):
             raise UsageError(
-                f"--{name} is among the arguments, and the sweep adds another; accepted: one",
-                hint=f"leave --{name} out behind SCRIPT, and out of args in hpc-ddp.toml",
+                f"{name} is among the arguments, and the sweep adds another; accepted: one",
+                hint=f"leave {name} out behind SCRIPT, and out of args in hpc-ddp.toml",
             )
         good = all(value and value.isprintable() for value in values)
         if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):

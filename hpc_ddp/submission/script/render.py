@@ -190,7 +190,7 @@ class Rendering:
             "program": program(spec, run, script),
             "args": spec.args,
             "is_array": bool(spec.array),
-            "trials": [trial_args(trial) for trial in spec.trials],
+            "trials": [trial_args(trial, spec.args) for trial in spec.trials],
             "preflight": spec.preflight,
             "stage": spec.stage,
             "container": self.entry.command,

@@ -46,6 +46,6 @@ def test_a_malformed_sweep_is_refused(sets: list[str], bound: int | None, messag
 
 def test_an_argument_that_is_swept_is_refused() -> None:
     for args in (("--lr", "0.1"), ("--lr=0.1",)):
-        with pytest.raises(UsageError, match="--lr is among the arguments, and the sweep adds"):
+        with pytest.raises(UsageError, match="lr is among the arguments, and the sweep adds"):
             JobSpec("train.py", args=args, **parse_sets(["lr=1,2"], None))
     JobSpec("train.py", args=("--lr-decay", "0.1"), **parse_sets(["lr=1,2"], None))
