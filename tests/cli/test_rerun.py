@@ -91,7 +91,7 @@ def test_once_more_with_another_value(tmp_path: Path) -> None:
 def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PreparedRun]:
     """What makes a new run like another, without starting it."""
     (tmp_path / "train.py").write_text(SCRIPT.format("then"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path.with_name("home")))
 
     def make(run: RunFolder, same_code: bool = False, **changes: str) -> PreparedRun:
         settings = config.load({}, tmp_path, tmp_path)
