@@ -197,13 +197,14 @@ def _rank_unread(are_known: bool) -> Iterator[None]:
     kind: Any = type(os.environ)
     read, walk = kind.__getitem__, kind.__iter__
 
-    def note(self: Any, name: str) -> str:
-        """Return the value of the variable `name`; end the import if that is a missing rank."""
+    def note(self: Any, name: AnyStr) -> AnyStr:
+        """Return the value of the variable `name`; end the import if that is a missing rank.
+        ``os.environb`` is of the same class, and has bytes."""
         try:
-            return str(read(self, name))
+            return read(self, name)  # type: ignore[no-any-return]
         except KeyError:
-            if RANK_NAMES.fullmatch(name):
-                names.append(name)
+            if RANK_NAMES.fullmatch(os.fsdecode(name)):
+                names.append(os.fsdecode(name))
                 raise _RankReadError from None
             raise
 

@@ -20,9 +20,9 @@ REMOVE_S = 20.0  # a disk under load takes some seconds to remove a tree
 
 def leave_tree(is_hurried: bool) -> None:
     """End this node's keeper, and remove the job's tree from this node; the supervisor calls this
-    at its end. With `is_hurried`, after a notice, the tree is only hidden. The tree stays where
-    another task uses it, or another start of the attempt follows. Errors of a disk, and missing
-    variables, are passed over."""
+    at its end. With `is_hurried`, after a notice, a tree on a disk is only hidden. The tree stays
+    where another task uses it, or another start of the attempt follows. Errors of a disk, and
+    missing variables, are passed over."""
     with suppress(KeyError, OSError):
         folder = Path(os.environ[OPENED_FILES]).parent
         is_locked = os.path.samestat(os.fstat(LOCK), folder.stat())

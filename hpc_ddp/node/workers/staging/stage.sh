@@ -6,8 +6,9 @@
 #   stage.sh bring PYTHON NAME    unpacks part NAME of the run's parcel; its code is 0 for success
 #   stage.sh run PYTHON WORD...   becomes that Python, or PYTHON itself, with these words
 #   stage.sh remove               removes what the job has on this node, unless a task uses it
-#   stage.sh hide                 does so later: no task finds it from now on
-#   stage.sh clean                removes what was left there by any job an hour ago or earlier
+#   stage.sh hide                 does so later, except in memory: no task finds it from now on
+#   stage.sh clean                removes what the job has hidden there, and what was left there by
+#                                 any job an hour ago or earlier
 #
 # HPC_DDP_BROUGHT is NAME where all nodes of the attempt have it, no where one has not, empty where
 # there is no parcel. Where something is wrong, PYTHON starts from where it is, and one line says so.
@@ -262,10 +263,11 @@ start() {
     exec "$program" "$@"
 }
 
-# Removes folder $1 of a job, unless a task uses it. By its new name no task finds it meanwhile.
+# Removes folder $1 of a job, unless a task uses it. By its new name no task finds it meanwhile. A
+# disk under load takes seconds for that; memory takes none, and other jobs of the node would lack it.
 remove_folder() {
     { exec 8<"$1" && flock -n 8 && [ "$1" -ef /proc/self/fd/8 ] && mv "$1" "$1.$$" &&
-        { [ "$action" = hide ] || rm -rf "$1.$$"; }
+        { [[ $action == hide && $disk != @(tmpfs|ramfs) ]] || rm -rf "$1.$$"; }
     } 2>/dev/null
     exec 8<&-
 }
@@ -286,5 +288,8 @@ case $action in
     bring) bring "$@" || { say "${why:-$folder fails}; Python starts from where it is" && exit 1; } ;;
     run) start "$@" ;;
     remove | hide) remove "$key*" ;;
-    clean) remove '*' -mmin +60 ;;
+    clean)
+        remove "$key.*"
+        remove '*' -mmin +60
+        ;;
 esac

@@ -320,13 +320,36 @@ def test_jobs_of_a_run_have_folders_of_their_own(packed: Stage) -> None:
     packed.call("remove", SLURM_JOB_ID="7")
 
 
-def test_a_tree_is_only_hidden_after_a_notice(packed: Stage) -> None:
+def _on_disk(stage: Stage, kind: str) -> dict[str, str]:
+    """Have `stat` say that the node's folder lies on a disk of this kind."""
+    lines = f'[ "$1" = -f ] && exec echo 99999999 4096 {kind}\nexec $real "$@"'
+    return _wrap(stage, "stat", lines) | {"SLURM_MEM_PER_NODE": "99999"}
+
+
+@pytest.mark.parametrize("kind", ["xfs", "tmpfs"])
+def test_a_tree_is_only_hidden_after_a_notice_unless_it_is_in_memory(
+    packed: Stage, kind: str
+) -> None:
+    """Other jobs of the node would lack the memory."""
     tree, argv, environ = _supervisor(packed)
+    environ |= _on_disk(packed, kind)
     subprocess.run(argv, env=environ, input=b"n", check=True, stdout=subprocess.PIPE)
     assert not tree.exists()
-    assert [*packed.near.glob(f"*/*/{tree.name}")]
+    assert bool([*packed.near.glob(f"*/*/{tree.name}")]) == (kind == "xfs")
     packed.call("remove")
     assert [*packed.near.iterdir()] == []
+
+
+def test_the_jobs_next_start_removes_what_was_hidden(packed: Stage) -> None:
+    """A job that is preempted each quarter of an hour would leave copy after copy."""
+    _bring(packed)
+    packed.call("hide", **_on_disk(packed, "xfs"))
+    other = packed.folder.with_name("9-other.1")
+    other.mkdir()
+    tree = _bring(packed)
+    packed.call("clean")
+    assert sorted(packed.folder.parent.iterdir()) == sorted([tree.parent, other])
+    other.rmdir()
 
 
 def test_a_removal_that_was_cut_short_is_made_up_for(
