@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, AnyStr
 
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.script_imports import OrderError, UnfitError

@@ -49,6 +49,7 @@ def _import(folder: Path, text: str, *names: str) -> list[str]:
         ("import logging\nlogging.basicConfig()", "the root logger"),
         ("os.environ.get('LOCAL_RANK')", "an import has read LOCAL_RANK"),
         ("'RANK' in os.environ", "an import has read RANK"),
+        ("os.environb.get(b'RANK')", "an import has read RANK"),
         # Of the node's one task, as the server has forgotten it.
         ("os.environ.get('SLURM_PROCID')", "an import has read SLURM_PROCID"),
         # It would wait for its peers.
@@ -76,6 +77,7 @@ def test_an_import_that_must_be_the_workers_own_is_refused(
     "text",
     [
         "import subprocess\nos.environ.get('HOME'), subprocess.run(['true'])",
+        "os.environb[b'HOME'].decode(), os.environb.get(b'NO_SUCH')",
         "t = threading.Thread(target=time.sleep, args=(0,))\nt.start()\nt.join()",
         "class A:\n pass\na = A()\na.me, a.file = a, open('/dev/null')\ndel a",  # garbage
     ],
