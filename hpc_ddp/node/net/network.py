@@ -8,11 +8,13 @@ import struct
 import sys
 import time
 import zlib
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+SIOCGIFCONF = 0x8912  # linux/sockios.h: the IPv4 addresses of all interfaces
+IFREQ_BYTES, MOST_ADDRESSES = 40, 1024
 IF_INET6 = Path("/proc/net/if_inet6")
 
 LOOPBACK = "127.0.0.1"
@@ -101,8 +103,10 @@ def _interface_with(family: int, address: Any) -> str | None:
     """Return the name of the interface with the `address`, as a socket of `family` gives it, None
     where there is none. Raise OSError for a scope that is no interface's."""
     if family == socket.AF_INET:
-        names = [name for _, name in socket.if_nameindex()]
-        return next((name for name in names if address_of(name) == address[0]), None)
+        name = next((name for name, text in _ipv4_addresses() if text == address[0]), None)
+        # Gloo and NCCL take an interface's first address, which peers don't reach by loopback's.
+        is_hidden = name and (address_of(name) or "").startswith("127.")
+        return None if is_hidden and not address[0].startswith("127.") else name
     if scope := address[3]:  # of a link's own address, which other interfaces may have, too
         return socket.if_indextoname(scope)
     digits = socket.inet_pton(family, address[0]).hex()
@@ -125,17 +129,27 @@ def _ipv6_addresses() -> list[tuple[str, str]]:
     return []
 
 
-def address_of(interface: str) -> str | None:
-    """Return an interface's IPv4 address; None where it has none, there is no such interface, or
-    this is no Linux."""
+def _ipv4_addresses() -> list[tuple[str, str]]:
+    """Return pairs of an interface's name and one of its IPv4 addresses, the first one first; []
+    where Linux does not tell, and where this is no Linux."""
     if sys.platform != "linux":
-        return None
+        return []
     import fcntl
 
-    request = struct.pack("256s", interface.encode()[:15])
+    entries = array("B", bytes(IFREQ_BYTES * MOST_ADDRESSES))
+    request = struct.pack("iP", len(entries), entries.buffer_info()[0])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            size, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), SIOCGIFCONF, request))
     except OSError:
-        return None
-    return socket.inet_ntoa(answer[20:24])
+        return []
+    rows = [entries[at : at + IFREQ_BYTES].tobytes() for at in range(0, size, IFREQ_BYTES)]
+    # An address may have a label of its own, as eth0:1.
+    names = [row[:16].split(b"\0")[0].decode(errors="replace").split(":")[0] for row in rows]
+    return [(name, socket.inet_ntoa(row[20:24])) for name, row in zip(names, rows, strict=True)]
+
+
+def address_of(interface: str) -> str | None:
+    """Return an interface's first IPv4 address; None where it has none, there is no such interface,
+    or this is no Linux."""
+    return next((text for name, text in _ipv4_addresses() if name == interface), None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from hpc_ddp.node.net import network
 from unit.fakes import stop_clock
 
+REPO = Path(__file__).parents[4]
 IF_INET6 = """\
 fe800000000000000000000000000001 02 40 20 80     eth0
 fd000000000000000000000000000001 03 40 00 80      ib0
@@ -128,8 +131,7 @@ def test_names_of_ipv6_alone_lead_to_an_interface(
     (tmp_path / "if_inet6").write_text(IF_INET6)
     monkeypatch.setattr(network, "IF_INET6", tmp_path / "if_inet6")
     monkeypatch.setattr(socket, "if_indextoname", {4: "ib0"}.__getitem__)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(2, "eth0"), (3, "ib0")])
-    monkeypatch.setattr(network, "address_of", {"eth0": "10.0.0.1"}.get)
+    monkeypatch.setattr(network, "_ipv4_addresses", lambda: [("eth0", "10.0.0.1")])
     own: tuple[Any, ...] = ("fd00::1", 50000, 0, 0)
     route({"fd00::2": own})
     assert network.interface_to("n2-v6") == "ib0"
@@ -142,6 +144,31 @@ def test_names_of_ipv6_alone_lead_to_an_interface(
     assert network.interface_to("n2") == "ib0"
     route({"fd00::2": ("fd00::77", 50000, 0, 0)})
     assert network.interface_to("n2") is None
+
+
+def test_each_address_of_an_interface_leads_to_it(
+    route: Callable[..., list[tuple[int, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of nodes may lead to a second network on the same cards. What Gloo and NCCL take is
+    an interface's first address."""
+    own = [("lo", "127.0.0.1"), ("lo", "10.9.0.1"), ("bond0", "10.0.0.1"), ("bond0", "10.1.0.1")]
+    monkeypatch.setattr(network, "_ipv4_addresses", lambda: own)
+    for address, name in (("10.0.0.1", "bond0"), ("10.1.0.1", "bond0"), ("10.9.0.1", None)):
+        route({"10.7.0.2": (address, 50000)})
+        assert network.interface_to("n2") == name
+    assert network.address_of("bond0") == "10.0.0.1"
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rn", "true"], stderr=subprocess.DEVNULL).returncode != 0,
+    reason="no network of its own",
+)
+def test_linux_tells_all_addresses() -> None:
+    code = "from hpc_ddp.node.net.network import _ipv4_addresses; print(_ipv4_addresses())"
+    lines = f"ip address add 10.1.0.5/24 dev lo label lo:1; ip link set lo up; {sys.executable} -c"
+    argv = ["unshare", "-rn", "sh", "-c", f'{lines} "{code}"']
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=REPO)
+    assert done.stdout == "[('lo', '127.0.0.1'), ('lo', '10.1.0.5')]\n", done.stderr
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
