@@ -425,7 +425,8 @@ def _play_stage(
     for name in ("bash", "date", "timeout"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
     (lib / "node.py").write_text(NODE_SIDE.replace("=8", "=8; HPC_DDP_END_TIME=1"))
-    lines = ("export BATCH=$$ SLURM_NNODES=1", "trap 'echo own exit' EXIT")
+    strict = "IFS=$'\\n\\t'"  # of what is called bash's strict mode
+    lines = ("export BATCH=$$ SLURM_NNODES=1", "trap 'echo own exit' EXIT", strict)
     done = stage(stage=True, setup=lines)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr, (tmp_path / "calls").read_text()
