@@ -141,6 +141,7 @@ class Keeper:
             part,
             *(f"stamp {seconds} {path}" for path, seconds in stamps.items()),
             *roots,
+            *mirror.programs(),
             *(f"rewrite {path}" for path in rewritten),
             *(f"direct {path}" for path in mirror.libraries()),
         ]

@@ -39,12 +39,15 @@ class Mirror:
         size in bytes and time of change in ns of each file to copy, by path
     folders
         folders of the tree: each entry of one is in the tree as a file, a folder or a link
+    pythons
+        executables, as the processes that opened the files spell their own
     """
 
     roots: frozenset[str]
     written: frozenset[str] = frozenset()
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
+    pythons: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Set `_tops`, the prefixes of the environment, and `_places`, the folders and files there
@@ -122,6 +125,15 @@ class Mirror:
         roots = [root for root in sorted(self.roots) if os.path.realpath(root) != root]
         spelled = [f"spelled {root}" for root in roots]
         return spelled + [f"real {os.path.realpath(root)}" for root in roots]
+
+    def programs(self) -> list[str]:
+        """Return lines of the label for the folders of the tree that have `pythons`, ``programs
+        PATH``, as Python spells them and their real paths, behind a line without a path. A start
+        looks for its Python there before it reads the parcel."""
+        spelled = {os.path.dirname(python) for python in self.pythons}
+        folders = {path for path in spelled if os.path.realpath(path) in self.folders}
+        folders |= {os.path.realpath(path) for path in folders}
+        return ["programs", *(f"programs {path}" for path in sorted(folders))]
 
     def links(self) -> Iterator[tuple[str, str]]:
         """Yield path and target of all links of the tree: the entries of `folders` that are not
@@ -244,6 +256,7 @@ def mirror_of(record: Path, lines: Iterable[str]) -> Mirror:
             paths[kind].add(in_tree.sub("", path))
     roots = paths["root"]
     mirror = Mirror(frozenset(roots), frozenset(map(os.path.realpath, paths["written"])))
+    mirror.pythons = frozenset(in_tree.sub("", path) for path in paths["python"])
     for path in sorted(paths[""] | mapped_files(record) | paths["python"]):
         mirror.add(in_tree.sub("", path))
     for root in roots:

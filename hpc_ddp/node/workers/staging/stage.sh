@@ -103,9 +103,18 @@ open_part() {
     return 1
 }
 
-# Reads the label of the parcel, whose tree must be $1, and compares the environment with it.
+# Sets `path` to the absolute path of PYTHON.
+find_path() {
+    path=$python
+    [[ $path == */* ]] || path=$(type -P "$python")
+    [[ $path == /* ]] || path=$(pwd -P)/$path
+}
+
+# Reads the label of the parcel, whose tree must be $1, and compares the environment with it. A
+# PYTHON that the tree can't have, as a wrapper, is found out here, before gigabytes are read.
 read_label() {
-    local kind first rest times='' real=''
+    local kind first rest path times='' real=''
+    local -A programs=() # the folders with Pythons; none in a label of an older hpc-ddp
     parts=() stamps=() spelled=() rewritten=() direct=()
     [ -z "$PYTHONHOME" ] || { why='PYTHONHOME is set'; return 1; }
     open_part label || return
@@ -117,12 +126,17 @@ read_label() {
             real) real+=$first${rest:+ $rest}$'\n' ;;
             rewrite) rewritten+=("$first${rest:+ $rest}") ;;
             direct) direct+=("$first${rest:+ $rest}") ;;
+            programs) programs[$first${rest:+ $rest}/]=yes ;;
         esac
     done <&7
     exec 7<&-
     [[ $(stat -Lc %Y -- "${stamps[@]}" 2>/dev/null | tr '\n' ' ') == "$times" &&
         $(readlink -f -- "${spelled[@]}" 2>/dev/null) == "${real%$'\n'}" ]] ||
         { why='the environment has changed: this attempt notes anew what it opens'; return 1; }
+    find_path
+    [[ ${#programs[@]} == 0 || ${programs[${path%/*}/]} ||
+        ${programs[$(cd "${path%/*}" 2>/dev/null && pwd -P)/]} ]] ||
+        { why="$path is not in the parcel (--python may name the Python of a wrapper)"; return 1; }
     read -r name sum size <<<"${parts[0]}"
     read -r caches caches_sum caches_size <<<"${parts[1]}"
     [[ $name == "$1" && $name =~ $plain && $name != */* &&
@@ -153,9 +167,8 @@ unpack() {
 
 # Sets `near` to the path of PYTHON in the tree $1, which must start.
 find_near() {
-    local path=$python
-    [[ $path == */* ]] || path=$(type -P "$python")
-    [[ $path == /* ]] || path=$(pwd -P)/$path
+    local path
+    find_path
     near=$1$path
     [ -x "$near" ] || near=$1$(cd "${path%/*}" && pwd -P)/${path##*/}
     [ -x "$near" ] || { why="$path is not in the parcel"; return 1; }

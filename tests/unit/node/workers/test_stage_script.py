@@ -68,6 +68,25 @@ def test_a_tree_that_no_longer_starts_is_left_out(packed: Stage) -> None:
     assert "does not start" in done.stderr
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_wrapper_of_python_reads_no_parcel(packed: Stage, is_old: bool) -> None:
+    """Each node would read and unpack gigabytes at each start, to find that it is not in them."""
+    wrapper, label = packed.top / "wrapper", packed.parcel.parcel / "label"
+    wrapper.write_text(f'#!/bin/sh\nexec nice {packed.python} "$@"\n')
+    wrapper.chmod(0o755)
+    if is_old:  # of the run's hpc-ddp before it was renewed
+        lines = label.read_text().splitlines(keepends=True)
+        label.write_text("".join(line for line in lines if not line.startswith("programs")))
+    environ = _wrap(packed, "tar", f'touch {packed.top}/read; exec $real "$@"')
+    done = packed.call("bring", wrapper, packed.part, **environ)
+    assert (done.returncode, "wrapper is not in the parcel" in done.stderr) == (1, True)
+    assert (packed.top / "read").exists() == is_old
+    if not is_old:
+        link = packed.top / "current"
+        link.symlink_to(packed.env)
+        assert packed.call("bring", link / "bin" / "python", packed.part).returncode == 0
+
+
 def test_a_start_from_the_tree_marks_its_attempt(packed: Stage) -> None:
     logs = packed.run / "logs" / "attempt-0"
     packed.call("run", packed.python, "-c", "", HPC_DDP_BROUGHT="no")
