@@ -22,6 +22,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.journal.events import JournalEvent, RankFailed, WorkerStarted, parse_event
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome.oom import KILLED
 from hpc_ddp.node.workers.worker import AGAIN
 
 TAIL_BYTES = 64 * 1024
@@ -114,7 +115,8 @@ class Failure:
     def __str__(self) -> str:
         """Return the failure as ``rank 3 on n2: RuntimeError: …``, or with the signal or the exit
         code and the last line of the log."""
-        rank = "torchrun" if self.rank is None else f"rank {self.rank}"
+        agent = "a process" if self.error == KILLED else "torchrun"
+        rank = agent if self.rank is None else f"rank {self.rank}"
         name = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
         quote = f' ("{self.last_line}")' if self.last_line else ""
         return f"{rank} on {self.node}: {self.error or name + quote}"

@@ -150,9 +150,11 @@ def judge(
     print the verdict; return the facts and the verdict.
 
     `job` is Slurm's record of the job, None without an answer and without Slurm; with a record,
-    Slurm is also asked for the state of silent nodes. `goes_on` is False where the user has to
-    continue the run, not Slurm: the text says so. With ``--stage``, `judge_stage` may change the
-    verdict and remove the run's parcel. If the journal refuses the verdict, that is only printed.
+    Slurm is also asked for the state of silent nodes. Where no node is lost or has recorded a
+    failure, the job's output is searched for a step that was out of memory. `goes_on` is False
+    where the user has to continue the run, not Slurm: the text says so. With ``--stage``,
+    `judge_stage` may change the verdict and remove the run's parcel. If the journal refuses the
+    verdict, that is only printed.
 
     Raises OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError,
     TypeError or ValueError for a damaged file of the attempt.
@@ -175,6 +177,9 @@ def judge(
         gpu_hours=_gpu_hours(run, spec),
         most_requeues=run.most_requeues,
     )
+    if silent and not (facts.complete or facts.lost_nodes or facts.failure):
+        records = [*records, *oom.step_records(silent, run.slurm_out)]
+        facts = replace(facts, records=records)
     decided = decide(facts)
     if spec.stage:
         decided = judge_stage(run, facts, decided, attempt.staged)

@@ -129,6 +129,32 @@ def test_slurm_is_not_asked_for_nodes_without_a_job(
     assert slurm_commands.calls("sinfo") == []
 
 
+DETECTED = (
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=7.{}. Some of the step tasks have been"
+    " OOM Killed.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        (DETECTED.format(0), "a process on n1: out of memory: killed by the kernel"),
+        ("srun: error: n2: tasks 4-5: Out Of Memory\n", "a process on n2: out of memory: killed"),
+        (f"{DETECTED.format(0)}hpc-ddp: attempt 0: no word from n1; it goes on\nx\n", "no word"),
+        (DETECTED.format("batch"), "no word from n1, n2"),
+        ("srun: error: n2: task 4: Killed\n", "no word from n1, n2"),
+    ],
+)
+def test_a_step_that_slurm_has_ended_for_memory_is_no_lost_node(
+    run: RunFolder, attempt: AttemptFolder, slurm_commands: Slurm, output: str, why: str
+) -> None:
+    """Under OOMKillStep the supervisors die with their workers; a leak would come for ever."""
+    run.slurm_out.write_text(output)
+    _, decided = judge(run, attempt, step_environ(run), None)
+    assert decided.why.startswith(why)
+    assert decided.cause == ("failed" if "memory" in why else "node lost")
+
+
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, run: RunFolder) -> Callable[..., int]:
     def main(*words: str, **environ: str) -> int:
