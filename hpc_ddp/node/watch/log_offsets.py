@@ -3,22 +3,27 @@
 The workers write to their logs themselves: no process in between can lose or hold up what they
 print. But a line has no time of its own. So about once a second their supervisor notes which logs
 have grown, and to what size: by these notes lines of many ranks are put in order. Linux tells the
-supervisor which logs have grown: a log that does not grow costs the shared disk nothing.
+supervisor which logs have grown: a log that does not grow costs the shared disk nothing. Where
+thousands of nodes print all the time, each writes its notes down the more seldom.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import write_output
 from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.node.watch.folder_watch import FolderWatch
 
 LIST_EVERY = 10  # looks; listing a folder costs an NFS server more than asking for sizes
+NODES_PER_S = 100  # that write notes down, whatever the number of nodes
 CHECK_AFTER_S, CHECK_EVERY_S = 30.0, 300.0  # whether Linux tells of all changes here
 
 
@@ -46,7 +51,8 @@ class LogCopy:
 
 class Growth:
     """Appends lines to the file ``printed`` of a node: unix seconds, a rank, and the size in bytes
-    that the rank's log had then."""
+    that the rank's log had then. In an attempt of more than `NODES_PER_S` nodes lines are kept in
+    memory for some seconds first: each write is an open of a file and a close, too."""
 
     def __init__(self, node: NodeFolder, shows_rank_0: bool = False) -> None:
         """Begin to watch the folder of `node`, which exists; where the folder is that of a single
@@ -57,13 +63,16 @@ class Growth:
         self._watch = FolderWatch(node.path)
         self._pattern = "rank-*.log" if node.rank is None else f"rank-{node.rank}.log"
         self._logs: dict[Path, int] = {}  # sizes in bytes, as noted last
+        self._lines: list[str] = []  # not written yet
+        self._pause_s = AttemptEnv.from_env(os.environ).nnodes / NODES_PER_S
+        self._due = time.monotonic() + random.random() * self._pause_s  # not all nodes at once
         self._looks_since_new = 0
         self._is_unsure = True  # some logs may have changed, and it is not known which
         self._check_at = time.monotonic() + CHECK_AFTER_S
 
     def note(self) -> None:
-        """Append a line for each log that has grown since the last call, and copy the new part of
-        rank 0's log if it is shown.
+        """Note a line for each log that has grown since the last call, append what is due, and copy
+        the new part of rank 0's log if it is shown.
 
         An OSError is passed over, and the next call looks at all logs: where a line is missing, the
         output of the ranks is only less well ordered.
@@ -79,8 +88,9 @@ class Growth:
             return
 
     def note_all(self) -> None:
-        """Do what `note` does, but look at all logs, also those of which Linux tells nothing."""
-        self._is_unsure, self._looks_since_new = True, 0
+        """Do what `note` does, but look at all logs, also those of which Linux tells nothing, and
+        append all lines."""
+        self._is_unsure, self._looks_since_new, self._due = True, 0, 0.0
         self.note()
 
     def _changed_names(self) -> set[str] | None:
@@ -103,18 +113,20 @@ class Growth:
         return names
 
     def _note_sizes(self, logs: Iterable[Path]) -> None:
-        """Append a line for each of `logs` that has grown since its last line. Raises OSError if
-        the disk fails; then none is noted as grown."""
+        """Note a line for each of `logs` that has grown since its last line, and append the lines
+        that were noted, once in a pause. Raises OSError if the disk fails; the lines are kept."""
         sizes = {path: path.stat().st_size for path in logs}
         grown = {path: size for path, size in sizes.items() if size > self._logs.get(path, 0)}
-        if not grown:
-            return
         now = time.time()
         ranks = {path: path.stem.removeprefix("rank-") for path in grown}
-        lines = [f"{now:.3f} {ranks[path]} {size}\n" for path, size in grown.items()]
-        with open(self._node.printed, "a") as file:
-            file.write("".join(lines))
+        self._lines += [f"{now:.3f} {ranks[path]} {size}\n" for path, size in grown.items()]
         self._logs |= grown
+        if not self._lines or (self._pause_s > 1 and time.monotonic() < self._due):
+            return
+        with open(self._node.printed, "a") as file:
+            file.write("".join(self._lines))
+        self._lines.clear()
+        self._due = time.monotonic() + self._pause_s
 
     def _logs_among(self, names: Iterable[str]) -> list[Path]:
         """Return the paths of those `names` that are logs of the supervisor's ranks."""

@@ -60,6 +60,32 @@ def test_sizes_are_recorded_with_their_times(
     assert alone.printed.read_text() == "6.000 1 6\n"
 
 
+def test_the_more_nodes_there_are_the_more_seldom_notes_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of nodes whose ranks have progress bars would open a file each second."""
+    clock = stop_clock(monkeypatch, log_offsets, now=5.0)
+    monkeypatch.setattr("random.random", lambda: 1.0)
+    monkeypatch.setenv("HPC_DDP_NNODES", "1000")
+    node = NodeFolder(tmp_path)
+    notes = Growth(node)
+    for _ in range(9):
+        clock.now += 1
+        with open(node.rank_log(0), "a") as file:
+            file.write("a")
+        notes.note()
+    assert not node.printed.exists()
+    clock.now += 1
+    notes.note()  # nothing has grown, but some lines are due
+    lines = node.printed.read_text().splitlines()
+    assert lines == [f"{second + 5}.000 0 {second}" for second in range(1, 10)]
+    node.rank_log(0).write_text("a" * 20)
+    notes.note()
+    assert len(node.printed.read_text().splitlines()) == 9
+    notes.note_all()
+    assert len(node.printed.read_text().splitlines()) == 10
+
+
 def test_the_folder_is_listed_now_and_then_where_linux_tells_nothing(tmp_path: Path) -> None:
     node = NodeFolder(tmp_path)
     notes = Growth(node)
