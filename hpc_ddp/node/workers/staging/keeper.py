@@ -25,7 +25,7 @@ from hpc_ddp.core.console.units import byte_count
 from hpc_ddp.core.file_io import make_private, read_json, write_json, write_whole
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import node_index
-from hpc_ddp.node.workers.staging.mirror import Mirror, mirror_of
+from hpc_ddp.node.workers.staging.mirror import Mirror, mirror_of, written_in
 from hpc_ddp.node.workers.staging.removal import call
 from hpc_ddp.node.workers.worker import COMPILE_CACHE, die_with_parent
 
@@ -125,6 +125,8 @@ class Keeper:
         if is_current(label) and self._is_whole(label[0]):
             files = read_json(self.parcel / f"{label[0].split()[1]}.json")
             packed = {path: tuple(pair) for path, pair in files.items()}
+        if NEAR in os.environ:  # of such an attempt the record does not tell
+            mirror.leave_out(written_in(Path(os.environ[NEAR]), packed))
         if is_enough(mirror, packed, checks_files):
             return label
         for path in packed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -80,6 +81,11 @@ class Mirror:
         if place.endswith(".pyc") and os.path.basename(parent) == "__pycache__":
             with suppress(ValueError):  # its time is compared
                 self.add(source_from_cache(place))
+
+    def leave_out(self, written: set[str]) -> None:
+        """Take paths out of `files` that the job writes, as `add` does from now on."""
+        self.written |= {*written, *map(os.path.realpath, written)}
+        self.files = {path: pair for path, pair in self.files.items() if path not in self.written}
 
     def has(self, path: str) -> bool:
         """Return whether a path is among those of the environment from which Python imports. Data,
@@ -225,6 +231,21 @@ def _add_file(
         entry.size = status.st_size if new_text is None else len(new_text)
         tar.addfile(entry, file if new_text is None else BytesIO(new_text))
     return True
+
+
+def written_in(tree: Path, packed: Iterable[str]) -> set[str]:
+    """Return those of the paths `packed` whose copy in `tree` the job has written. The tree's mark
+    is younger than all that was unpacked; compiled code is Python's own affair. Empty without
+    a mark."""
+    written = set()
+    with suppress(OSError):
+        began = tree.with_name(f"{tree.name}.complete").stat().st_mtime_ns
+        for path in packed:
+            with suppress(FileNotFoundError):
+                status = os.lstat(f"{tree}{path}")
+                is_new = stat.S_ISREG(status.st_mode) and status.st_mtime_ns > began
+                written |= {path} if is_new and not path.endswith(".pyc") else set()
+    return written
 
 
 def mapped_files(record: Path) -> set[str]:

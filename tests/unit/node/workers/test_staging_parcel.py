@@ -285,6 +285,47 @@ def test_a_file_that_the_job_has_copied_and_then_writes_becomes_a_link(stage: St
     assert str(count) not in names(stage, tarfile.TarInfo.isfile)
 
 
+def _note_in_tree(stage: Stage, code: str) -> set[str]:
+    """Run a Python from the tree, which is brought, and return the paths that it notes anew."""
+    stage.parcel.record.unlink()
+    stage.start("")
+    note = {"HPC_DDP_OPENED_FILES": str(stage.parcel.record), "HPC_DDP_NEAR": str(stage.tree)}
+    note |= {"PYTHONPATH": str(STAGING / "hook")}
+    near = f"{stage.tree}{stage.python}"
+    subprocess.run([near, "-c", code], env=stage.environ | note, check=True)
+    lines = stage.parcel.record.read_text().splitlines()
+    return {line.replace(str(stage.tree), "") for line in lines}
+
+
+def test_an_attempt_from_the_tree_notes_imports_without_an_audit_hook(stage: Stage) -> None:
+    """The hook would make each `id()` of the training ten times as slow."""
+    text = stage.site / "pkg" / "text"
+    pack(stage, "import pkg")
+    # What is noted must not wait for the exit.
+    code = f"import os, pkg.seldom; open({str(text)!r}).close(); import other; os._exit(0)"
+    noted = _note_in_tree(stage, code)
+    read = {Path(path).name.split(".")[0] for path in noted}
+    assert {"seldom", "deep", "other"} <= read
+    assert str(stage.site / "pkg" / "inner") in noted  # listed
+    assert str(text) not in noted
+
+
+def test_what_a_job_writes_in_the_tree_is_a_link_from_then_on(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = stage.site / "pkg" / "count"
+    count.touch()
+    pack(stage, f"import pkg; open({str(count)!r}).close()")
+    assert str(count) in names(stage, tarfile.TarInfo.isfile)
+    _note_in_tree(stage, "import pkg; open(pkg.__file__.replace('__init__.py', 'count'), 'w')")
+    monkeypatch.setenv("HPC_DDP_NEAR", str(stage.tree))
+    stage.parcel.lines.clear()
+    stage.parcel._offset = 0
+    stage.parcel.pack(checks_files=True)
+    assert str(count) not in names(stage, tarfile.TarInfo.isfile)
+    assert str(stage.site / "pkg" / "__init__.py") in names(stage, tarfile.TarInfo.isfile)
+
+
 def test_a_file_that_changes_while_it_is_packed_becomes_a_link(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

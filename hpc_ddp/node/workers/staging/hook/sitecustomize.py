@@ -5,6 +5,10 @@ A process appends each path once to the file of HPC_DDP_OPENED_FILES on its node
 Paths are absolute, one a line; a line ``root PATH`` is a folder of the environment, ``python PATH``
 an executable, ``written PATH`` a file that was opened to be written. Each Python that a job starts
 reads this file, so its syntax is that of 3.4; those before 3.8 note nothing.
+
+An audit hook can't be removed, and makes ``id()`` ten times as slow for good. So a process of an
+attempt that has started from a copy, in which few files are missing, has none: it notes by Python's
+own imports alone, which leaves out data files.
 """
 
 import atexit
@@ -12,6 +16,11 @@ import importlib
 import os
 import sys
 import time
+
+TYPE_CHECKING = False  # typing itself is slow to import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 MOST_PATHS = 50000  # of a process: what scans an environment without end is not noted
 MOST_BYTES = 64 << 20  # of the file: a job may start processes without end
@@ -35,10 +44,11 @@ def is_of_system(path: str) -> bool:
     return is_usr or path in ("/", "/usr/local") or not path.startswith("/")
 
 
-def note_files(record: str) -> None:
+def note_files(record: str, has_copy: bool = False) -> None:
     """Append to the file `record` the paths of the environment that this process has opened so far;
     from now on append new ones, at most once in `PAUSE_S`, and at the exit. This adds an audit hook
-    to the process. Errors of the record's disk are passed over."""
+    to the process; where it `has_copy`, new ones are those of imports, and are appended at once.
+    Errors of the record's disk are passed over."""
     folders = roots()
     beginnings = tuple(folder + "/" for folder in folders)
     modules = list(sys.modules.values())
@@ -53,7 +63,7 @@ def note_files(record: str) -> None:
         """Write the new lines to the record and forget them, even where the record is full or its
         disk refuses. The next lines are due after `PAUSE_S`."""
         nonlocal due
-        due = time.monotonic() + PAUSE_S
+        due = time.monotonic() + (0.0 if has_copy else PAUSE_S)  # the next import may be far
         count = len(lines)  # another thread may add some meanwhile
         text = "".join(line + "\n" for line in lines[:count]).encode(errors="surrogateescape")
         del lines[:count]
@@ -79,12 +89,38 @@ def note_files(record: str) -> None:
             if line not in noted:
                 noted.add(line)
                 lines.append(line)
-        if lines and time.monotonic() > due:  # also at an event of another kind: some come always
+        if lines and time.monotonic() >= due:  # also at an event of another kind: some come always
             append()
 
     append()
-    sys.addaudithook(note)
+    if has_copy:
+        try:
+            note_imports(note)
+        except AttributeError:  # a Python that has changed its importer
+            sys.addaudithook(note)
+    else:
+        sys.addaudithook(note)
     atexit.register(append)
+
+
+def note_imports(note: "Callable[[str, tuple[object, ...]], None]") -> None:
+    """Have Python's importer call `note`, a handler of audit events, for each file with code that
+    it reads, and each folder that it lists."""
+    external = sys.modules["_frozen_importlib_external"]
+    loader, finder = external.FileLoader, external.FileFinder
+    read, fill = loader.get_data, finder._fill_cache
+
+    def get_data(self: "Any", path: str) -> "Any":
+        """Return the bytes of a file with code."""
+        note("open", (path,))
+        return read(self, path)
+
+    def fill_cache(self: "Any") -> None:
+        """List the folder of a finder."""
+        note("os.listdir", (self.path,))
+        fill(self)
+
+    loader.get_data, finder._fill_cache = get_data, fill_cache
 
 
 def step_aside() -> None:
@@ -103,5 +139,5 @@ def step_aside() -> None:
 
 if __name__ == "sitecustomize":
     if "HPC_DDP_OPENED_FILES" in os.environ and hasattr(sys, "addaudithook"):
-        note_files(os.environ["HPC_DDP_OPENED_FILES"])
+        note_files(os.environ["HPC_DDP_OPENED_FILES"], "HPC_DDP_NEAR" in os.environ)
     step_aside()
