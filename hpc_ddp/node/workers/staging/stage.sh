@@ -126,7 +126,7 @@ read_label() {
             real) real+=$first${rest:+ $rest}$'\n' ;;
             rewrite) rewritten+=("$first${rest:+ $rest}") ;;
             direct) direct+=("$first${rest:+ $rest}") ;;
-            programs) programs[$first${rest:+ $rest}/]=yes ;;
+            programs) programs[${first:--}${rest:+ $rest}/]=yes ;; # the first line has no path
         esac
     done <&7
     exec 7<&-

@@ -82,6 +82,9 @@ def test_a_wrapper_of_python_reads_no_parcel(packed: Stage, is_old: bool) -> Non
     assert (done.returncode, "wrapper is not in the parcel" in done.stderr) == (1, True)
     assert (packed.top / "read").exists() == is_old
     if not is_old:
+        done = packed.call("bring", "/no/such/python", packed.part, **environ)
+        assert "/no/such/python is not in the parcel" in done.stderr
+        assert not (packed.top / "read").exists()
         link = packed.top / "current"
         link.symlink_to(packed.env)
         assert packed.call("bring", link / "bin" / "python", packed.part).returncode == 0
