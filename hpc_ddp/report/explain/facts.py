@@ -31,6 +31,7 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import is_finished, last_event, last_step, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.live_jobs import ended_jobs
 from hpc_ddp.report.explain.node_records import RecordedFailure, read_ends, tail
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.slurm_text import Record
@@ -176,8 +177,8 @@ class RunFacts:
 
 def gather(run: RunFolder, events: Sequence[JournalEvent] | None = None) -> RunFacts:
     """Read a run's folder, and query Slurm if the run has a job; the same for each task of an
-    array, but Slurm isn't asked for a finished one's. Facts that can't be read have their default;
-    nothing is raised.
+    array, but Slurm isn't asked for those that are over by their journals, besides the first of
+    these that did not finish. Facts that can't be read have their default; nothing is raised.
 
     `events` is the run's journal; None: it is read here, and briefly (`read_briefly`).
     """
@@ -185,10 +186,14 @@ def gather(run: RunFolder, events: Sequence[JournalEvent] | None = None) -> RunF
 
 
 def _gather(
-    run: RunFolder, can_start: bool, events: Sequence[JournalEvent] | None = None
+    run: RunFolder,
+    can_start: bool,
+    events: Sequence[JournalEvent] | None = None,
+    is_part: bool = False,
 ) -> RunFacts:
     """Return the facts of a run, or of a task of an array, as `gather` does. `can_start` says
-    whether the user may start something of it."""
+    whether the user may start something of it; with `is_part` Slurm isn't asked for a task that is
+    over by its journal."""
     problem = ""
     try:
         events = read_briefly(run.journal_folder) if events is None else events
@@ -209,18 +214,31 @@ def _gather(
         saved=_try(lambda: _newest_checkpoint(run.checkpoints), None),
         library=_try(lambda: _library(run.checkpoints), ""),
         job_log=tail(outputs[-1]) if outputs else "",
-        tasks={
-            str(task.index): _gather(task, can_start) for task in _try(run.tasks, list[RunFolder]())
-        },
+        tasks=_gather_tasks(run, can_start),
     )
     jobs = _try(lambda: run.jobs(events), list[JobRef]())
-    if run.is_task and is_finished(events):  # of a thousand Slurm isn't asked
+    ended = _try(lambda: ended_jobs(run, events), list[JobRef]()) if is_part else []
+    if (run.is_task and is_finished(events)) or (jobs and jobs[-1].is_among(ended)):
         facts = replace(facts, job_id=jobs[-1].id if jobs else None)
     else:
         facts = replace(facts, **_read_record(jobs))
     if attempts:
         facts = replace(facts, **_read_end(facts, attempts[-1]))
     return facts
+
+
+def _gather_tasks(run: RunFolder, can_start: bool) -> dict[str, RunFacts]:
+    """Return the facts of an array's tasks, by their number; {} for another run. `can_start` is as
+    in `_gather`. Slurm isn't asked for the tasks that are over: there may be a thousand."""
+    tasks: dict[str, RunFacts] = {}
+    is_explained = False  # the first bad one, in full
+    for task in _try(run.tasks, list[RunFolder]()):
+        facts = _gather(task, can_start, is_part=True)
+        was_asked = facts.record is not None or facts.refusal
+        if not (is_explained or was_asked or is_finished(facts.events)):
+            facts, is_explained = _gather(task, can_start), True
+        tasks[str(task.index)] = facts
+    return tasks
 
 
 def _try(call: Callable[[], T], default: T) -> T:

@@ -152,6 +152,22 @@ def test_an_array_is_summed_up(tmp_path: Path, slurm_commands: Slurm) -> None:
     assert jobs == ["7_1", "7"]
 
 
+def test_of_tasks_that_failed_slurm_is_asked_for_the_first_alone(
+    tmp_path: Path, slurm_commands: Slurm
+) -> None:
+    array = Written(tmp_path, array="0-3").event("submitted").event("queued", job_id="7")
+    for number in range(4):
+        task = Written(tmp_path / "other").event("queued", job_id=f"7_{number}")
+        task.attempt(0, steps=20).event("started", nodes=["n2"], job_id=f"7_{number}")
+        task.failure("ValueError: boom")
+        shutil.move(task.run.path, array.run.path / f"task-{number}")
+    text = array.explain(record("COMPLETED")).text
+    assert "4 tasks have begun: 4 python error." in text
+    assert "Task 0 of run digits (20261121-100000-abcd) failed at step 20" in text
+    jobs = [words[-1] for words in slurm_commands.calls("scontrol") if "job" in words]
+    assert jobs == ["7_0", "7"]
+
+
 @pytest.mark.parametrize(
     ("job", "imports_s", "is_told"),
     [
