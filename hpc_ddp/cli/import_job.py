@@ -69,15 +69,24 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
 
 
 def _read(path: Path) -> str:
-    """Return the text of a job script; raise UsageError for a file that can't be read, or has
+    """Return the text of a job script, in UTF-8 or Latin-1; lines that end as on DOS, which sbatch
+    refuses, are noted on stderr. Raise UsageError for a file that can't be read, is no text, or has
     neither ``#!`` at its beginning nor ``#SBATCH``."""
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        content, reason = path.read_bytes(), "it is no text"
+    except OSError as error:
+        content, reason = b"\0", str(error.strerror)
+    if b"\0" in content:
         raise UsageError(
             f"job script {str(path)!r} can't be read: {reason}", hint=f"ls {path.parent}"
-        ) from None
+        )
+    try:
+        text = content.decode("utf-8-sig")  # an editor's mark is no part of the first line
+    except UnicodeDecodeError:
+        text = content.decode("latin-1")
+    if "\r\n" in text:
+        say(f"note: lines of {path} end as on DOS: sbatch itself refuses it")
+        text = text.replace("\r\n", "\n")
     if not text.startswith("#!") and "#SBATCH" not in text:
         raise UsageError(
             f"{path} is no job script: neither #! nor #SBATCH in it; accepted: one for sbatch",

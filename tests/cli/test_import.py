@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,24 @@ def test_refuses_what_is_no_job_script(
     assert result.exit_code == 2
     assert message in result.stderr
     assert "hint: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (lambda text: "\ufeff".encode() + text, ""),
+        (lambda text: text.replace(b"\n", b"\r\n"), "end as on DOS: sbatch itself refuses it"),
+        (lambda text: text + b"# Gr\xf6\xdfe\n", ""),
+    ],
+)
+def test_reads_what_other_editors_write(
+    folder: Path, change: Callable[[bytes], bytes], note: str
+) -> None:
+    text = b"#!/bin/bash\n#SBATCH --nodes=3\nsrun python train.py\n"
+    (folder / "other.sbatch").write_bytes(change(text))
+    result = run("other.sbatch")
+    assert "nodes = 3" in (folder / "hpc-ddp.toml").read_text()
+    assert note in result.stderr
 
 
 def test_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

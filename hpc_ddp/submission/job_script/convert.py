@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
-from hpc_ddp.submission.job_script.conversion import Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.directives import (
     read_directives,
     sizes,
@@ -19,6 +20,7 @@ from hpc_ddp.submission.job_script.directives import (
     take_tasks,
 )
 from hpc_ddp.submission.job_script.launch import Statement
+from hpc_ddp.submission.job_script.project_file import is_code
 from hpc_ddp.submission.job_script.shell import Scope, Value, literal
 from hpc_ddp.submission.job_script.sorting import PRINTS, Sorter
 from hpc_ddp.submission.job_script.statements import Reader
@@ -31,6 +33,9 @@ _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
 
 # Variables that count tasks, or have a number for one task.
 _OF_TASKS = re.compile(r"\bSLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK)\b")
+# The program of a script's first line, and those that read it as bash does.
+_INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\w.+-]*)")
+_SHELLS = ("sh", "bash", "rbash", "dash", "ash", "ksh", "ksh93", "mksh", "zsh")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
@@ -97,6 +102,23 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             result.notes.append((line, f"{word or '$$'} {reason}"))
 
 
+def _without_others(text: str, name: str, result: Conversion) -> str:
+    """Return a script's text without the lines that another program than a shell like bash reads,
+    by its first line; these are marked in `result`. `name` is the name of the script's file."""
+    match = _INTERPRETER.match(text)
+    if match is None or match[1] in _SHELLS:
+        return text
+    reason = f"{match[1]} reads it, hpc-ddp's job is of bash: write it so, in setup or env"
+    if match[1].startswith("python"):
+        reason = f"Python: it may be the program: script = {json.dumps(name)}"
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if is_code(line) and not line.startswith("#"):
+            result.mark(number, number, LOST, reason)
+            lines[number - 1] = ""
+    return "\n".join(["#!/bin/bash", *lines[1:]])
+
+
 def convert(
     text: str, cwd: Path, folder: Path, arguments: Sequence[str] = (), name: str = "",
     environ: Mapping[str, str] = {},
@@ -110,7 +132,9 @@ def convert(
     the script names, are read, too. Raises UsageError where the parser of bash or of YAML is
     missing.
     """
+    result = Conversion()
     directives = read_directives(text)
+    text = _without_others(text, name, result)
     numbers = sizes(directives)
     start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))
     guesses: set[str] = set()
@@ -123,7 +147,6 @@ def convert(
         )
         reader = Reader(scope)
         reader.read(text)
-    result = Conversion()
     take_directives(directives, result, name)
     converter = Sorter(reader, result, start, name)
     if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", text.partition("\n")[0]):

@@ -37,6 +37,9 @@ _OF_ANOTHER = "of another component of a heterogeneous job: submit that as a job
 _LATER = ("nodes", "cpus-per-task", *GPUS)  # options that the launch may have, too
 
 
+BURST_BUFFER = re.compile(r"#(DW|BB|BB_LUA)\s")
+
+
 @dataclass
 class Directives:
     """The directives of a job script: `options` has (value, line) by sbatch's long name, with the
@@ -68,6 +71,8 @@ def read_directives(text: str) -> Directives:
     be read, and those of a heterogeneous job from its second component on."""
     result, has_begun, is_first = Directives(), False, True
     for number, line in enumerate(text.splitlines(), 1):
+        if BURST_BUFFER.match(line):
+            result.marks[number] = LOST, "of a burst buffer: your own template may have it"
         if not line.startswith("#SBATCH"):
             has_begun = has_begun or (bool(line.strip()) and not line.startswith("#"))
             continue

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_ddp.core.job.slurm_options import as_pairs
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.directives import BURST_BUFFER
 
 _ORDER = ("script", "module", "no-python", "args", "job-name", "nodes", "gpus-per-node")
 _WIDTH = 48  # of a line of the script in the table
@@ -82,7 +83,8 @@ def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
 
 def is_code(line: str) -> bool:
     """Return whether a line of a job script is neither empty nor a mere comment."""
-    return line.startswith("#SBATCH") or bool(line.strip() and not line.lstrip().startswith("#"))
+    is_directive = line.startswith("#SBATCH") or BURST_BUFFER.match(line)
+    return bool(is_directive or (line.strip() and not line.lstrip().startswith("#")))
 
 
 def table(conversion: Conversion, text: str) -> list[str]:

@@ -631,3 +631,27 @@ def test_the_last_command_of_a_condition_decides() -> None:
     )
     assert "script" not in conversion.settings()
     assert conversion.group(3)[0] == conversion.group(5)[0] == LOST
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        ("#!/bin/tcsh -f", "tcsh reads it"),
+        ("#!/usr/bin/env -S python3 -u", 'script = "job.sbatch"'),
+    ],
+)
+def test_lines_of_other_languages_are_not_read_as_bash(first: str, reason: str) -> None:
+    text = f"{first}\n#SBATCH --nodes=2\nsetenv A 8\nimport os\n"
+    conversion = convert(text, SAMPLES, SAMPLES, name="job.sbatch")
+    assert conversion.settings()["nodes"] == 2
+    assert "setup" not in conversion.settings()
+    for line in (3, 4):
+        assert conversion.group(line)[0] == LOST
+        assert reason in conversion.group(line)[1]
+
+
+def test_directives_of_a_burst_buffer_are_named() -> None:
+    text = "#!/bin/bash\n#DW jobdw capacity=1TB access_mode=striped\nsrun python train.py\n"
+    conversion = convert(text, SAMPLES, SAMPLES)
+    assert conversion.group(2) == (LOST, "of a burst buffer: your own template may have it")
+    assert any("#DW jobdw" in row for row in table(conversion, text))
