@@ -98,7 +98,7 @@ def own_cluster() -> str:
         return ""
 
 
-def _at_cluster(job: str | JobRef) -> list[str]:
+def at_cluster(job: str | JobRef) -> list[str]:
     """Return ``--clusters=NAME`` for a job of another cluster; [] for one of this cluster, and for
     an id alone. Raise HpcDdpError where a job has a cluster, and Slurm does not tell this one's
     name."""
@@ -224,7 +224,7 @@ def cancel(jobs: Sequence[str | JobRef]) -> None:
         jobs_of.setdefault(name, []).append(job)
     for group in jobs_of.values():
         with suppress(UnknownJobError):
-            _run_patiently(["scancel", *_at_cluster(group[0]), *map(_id_of, group)])
+            _run_patiently(["scancel", *at_cluster(group[0]), *map(_id_of, group)])
 
 
 def requeue(job_id: str) -> None:
@@ -237,13 +237,13 @@ def requeue(job_id: str) -> None:
 def forbid_requeue(job: str | JobRef) -> None:
     """Have Slurm never requeue a job, whatever ends it. Raise HpcDdpError where Slurm refuses, or
     gives no answer for PATIENCE_S."""
-    _run_patiently(["scontrol", *_at_cluster(job), "update", f"JobId={_id_of(job)}", "Requeue=0"])
+    _run_patiently(["scontrol", *at_cluster(job), "update", f"JobId={_id_of(job)}", "Requeue=0"])
 
 
 def release(job: JobRef) -> None:
     """Release a job that a ``--hold`` of the user keeps waiting. Raises what `forbid_requeue`
     raises."""
-    _run_patiently(["scontrol", *_at_cluster(job), "release", _id_of(job)])
+    _run_patiently(["scontrol", *at_cluster(job), "release", _id_of(job)])
 
 
 def update(job_id: str, setting: str) -> None:
@@ -291,14 +291,14 @@ def show_job(job: str | JobRef, give_up: float | None = None) -> Job:
     Slurm gives no answer (NoAnswerError) until `give_up`, by ``time.monotonic()``; None: PATIENCE_S
     from now.
     """
-    argv = ["scontrol", *_at_cluster(job), "show", "job", _id_of(job)]
+    argv = ["scontrol", *at_cluster(job), "show", "job", _id_of(job)]
     return slurm_text.parse_job(_run_patiently(argv, give_up))
 
 
 def job_text(job: str | JobRef) -> str:
     """Return what ``scontrol show job`` prints, asked once. Raise HpcDdpError where there is no
     such job, or no answer."""
-    return _run(["scontrol", *_at_cluster(job), "show", "job", _id_of(job)])
+    return _run(["scontrol", *at_cluster(job), "show", "job", _id_of(job)])
 
 
 def queue(cluster: str = "") -> dict[str, QueuedJob]:
@@ -343,7 +343,7 @@ def starts_in_accounting(job_id: str) -> list[str]:
 def _accounting_of(job: str | JobRef, columns: str, *options: str) -> str:
     """Return what sacct prints of a job; raise HpcDdpError where it fails or gives no answer."""
     style = ["--allocations", "--noheader", "--parsable2", f"--format={columns}", *options]
-    return _run(["sacct", *_at_cluster(job), *style, f"--jobs={_id_of(job)}"])
+    return _run(["sacct", *at_cluster(job), *style, f"--jobs={_id_of(job)}"])
 
 
 # --- what a cluster is like ----------------------------------------------------------------

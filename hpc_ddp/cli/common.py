@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,6 +19,12 @@ def say(text: str) -> None:
     with 2>&-, is no failure."""
     with suppress(OSError):
         click.echo(text, err=True)
+
+
+def warn(texts: Iterable[str]) -> None:
+    """Print each of the texts to stderr as a warning."""
+    for text in texts:
+        say(f"warning: {text}")
 
 
 def note_kept(layer: Mapping[str, Any], args: Sequence[str], origin: str) -> None:

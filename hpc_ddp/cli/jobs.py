@@ -26,7 +26,7 @@ from hpc_ddp.cli.click_options import (
     rerun_options,
     settings_of,
 )
-from hpc_ddp.cli.common import echo_surely, note_kept, say
+from hpc_ddp.cli.common import echo_surely, note_kept, say, warn
 from hpc_ddp.core.errors import CAN_GO_ON, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
@@ -108,17 +108,16 @@ def _prepare(
     Raises
     ------
     UsageError
-        as `_plan` and `Plan.write`, and for ``--fresh`` or ``--new-code`` without ``--run``
+        as `_plan` and `Plan.write`, and for an option without ``--run`` that needs it
     OSError
         as `_plan`
     """
-    if fresh and options["run_text"] is None:
-        raise UsageError(
-            "--fresh needs --run RUN: a new run begins at step 0 in any case",
-            hint="hpc-ddp submit --run RUN --fresh",
-        )
-    if new_code and options["run_text"] is None:
-        raise UsageError("--new-code needs --run RUN: a new run copies the code in any case")
+    for name, is_said in (("--fresh", fresh), ("--new-code", new_code), ("--force", force)):
+        if is_said and options["run_text"] is None:
+            raise UsageError(
+                f"{name} needs --run RUN: a new run has no checkpoints, code or jobs of its own",
+                hint=f"hpc-ddp submit --run RUN {name}",
+            )
     plan, _ = _plan(options, new_code, **forced)
     return replace(plan, is_forced=force, is_fresh=fresh).write()
 
@@ -183,8 +182,7 @@ def _plan(
         plan = plan_continuation(run, layer, settings, cwd, new_code)
         _note_changes(plan)
     note_kept(layer, plan.spec.args, "the run" if run_text else config.PROJECT_FILE)
-    for text in plan.warnings():
-        say(f"warning: {text}")
+    warn(plan.warnings())
     return plan, settings
 
 
@@ -396,4 +394,5 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
     root = runs_root(settings)
     old = find_run(root, run, own_cluster)
     plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)
+    warn(plan.warnings())
     _start(plan.write(), as_json)

@@ -80,8 +80,9 @@ def command(
     entry = container.entry(spec, run.whole, run.whole / "code")
     inner = spec.container or spec.image
     start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
-    step = ["srun", f"--jobid={job.id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
-    step += ["--nodes=1", "--ntasks=1", *(["--pty"] if terminal else [])]
+    step = ["srun", *slurm.at_cluster(job), f"--jobid={job.id}", "--overlap"]
+    step += [f"--nodelist={pid_file.parent.name}", "--nodes=1", "--ntasks=1"]
+    step += ["--pty"] if terminal else []
     values = {**os.environ, "SLURM_JOB_ID": job.id}
     try:
         entered = [fill(word, spec.expand, values) for word in (*entry.srun, *entry.command)]

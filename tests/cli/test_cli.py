@@ -70,6 +70,7 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--env", "MLFLOW_TRACKING_URI=http://me:word@h", "train.py"], "like a secret"),
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
         (["submit", "--fresh", "train.py"], "--fresh needs --run RUN"),
+        (["submit", "--force", "train.py"], "--force needs --run RUN"),
         (["submit", "--backend", "salloc", "train.py"], "this shell is in none"),
         (["preflight"], "this shell is in none"),
         (["sweep", "train.py"], "a sweep without a parameter is no sweep"),

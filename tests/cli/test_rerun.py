@@ -78,10 +78,12 @@ def test_once_more_with_another_value(tmp_path: Path) -> None:
     assert call(tmp_path, "submit", *HERE, "train.py", "--lr", "1", "data").returncode == 0
     (first,) = all_runs(tmp_path / "runs")
     (tmp_path / "train.py").write_text(SCRIPT.format("now"))
-    done = call(tmp_path, "rerun", first.id, "--set", "lr=2", "--job-name", "again")
+    words = ("--set", "lr=2", "--job-name", "again", "--setup", "true")
+    done = call(tmp_path, "rerun", first.id, *words)
     assert done.returncode == 0, done.stderr
     (run,) = all_named(tmp_path, "again")
     assert (printed(first), printed(run)) == ("then --lr 1 data\n", "now --lr=2 data\n")
+    assert "warning: --setup: no effect in a dry run" in done.stderr
     status = status_of(run, Queue({}))
     assert (status.state, status.rerun_of) == ("finished", str(first.path))
     assert explain_run(run).text.endswith(f"It is a rerun of {first.path}.")

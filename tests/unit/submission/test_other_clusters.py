@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Queued
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission import backends
+from hpc_ddp.submission import attach_command, backends
 from hpc_ddp.submission.plan import PreparedRun
 from unit.fakes import Slurm, stop_clock
 
@@ -52,6 +53,21 @@ def test_a_job_of_another_cluster_is_looked_for_and_asked_for_there(
     slurm_commands.answer("scontrol", "ClusterName = here\n")
     slurm.show_job(job)
     assert slurm_commands.calls("scontrol")[-1] == ["--clusters=other", "show", "job", "31"]
+
+
+def test_a_step_beside_a_worker_of_another_cluster_is_started_there(
+    slurm_commands: Slurm, prepared: PreparedRun
+) -> None:
+    run = prepared.run
+    run.job_json.write_text(prepared.spec.to_json())
+    attempt = run.attempt(0)
+    (attempt.path / "n1").mkdir(parents=True)
+    (attempt.path / "n1" / "rank-0.pid").write_text("1")
+    (attempt.path / "attempt.json").write_text(json.dumps({"job_id": "31", "cluster": "other"}))
+    slurm_commands.answer("scontrol", "ClusterName = here\n")
+    slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
+    words = attach_command.command(run, None, None, ["stacks"], False)
+    assert words[:3] == ["srun", "--clusters=other", "--jobid=31"]
 
 
 def test_a_chain_stays_on_its_cluster(slurm_commands: Slurm, prepared: PreparedRun) -> None:
