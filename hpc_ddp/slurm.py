@@ -301,17 +301,17 @@ def job_text(job: str | JobRef) -> str:
     return _run(["scontrol", *at_cluster(job), "show", "job", _id_of(job)])
 
 
-def queue(cluster: str = "") -> dict[str, QueuedJob]:
+def queue(cluster: str = "", is_patient: bool = False) -> dict[str, QueuedJob]:
     """Return the user's jobs that Slurm still knows, by job id, with one call of squeue; `cluster`
     is a name, '' for this one.
 
     The id of an array maps to a task of it that is live, while there is one. Raise HpcDdpError
-    where Slurm refuses or gives no answer.
+    where Slurm refuses or gives no answer, with `is_patient` for PATIENCE_S.
     """
     option = [f"--clusters={cluster}"] if cluster else []
     columns = f"--format={slurm_text.QUEUE_COLUMNS}"
     argv = ["squeue", *option, "--me", "--noheader", columns, "--states=all"]
-    return slurm_text.parse_queue(_run(argv))
+    return slurm_text.parse_queue(_run_patiently(argv) if is_patient else _run(argv))
 
 
 def record(job: str | JobRef) -> Record:

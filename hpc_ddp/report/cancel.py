@@ -76,7 +76,7 @@ def cancel(run: RunFolder) -> None:
             unclear.append(work.text)
     if run.is_task:
         jobs = _jobs_of_task(run, jobs)
-    queue = Queue(slurm.queue()) if jobs else read_queue()
+    queue = Queue(slurm.queue(is_patient=True)) if jobs else read_queue()
     targets, unclear_jobs = _live_jobs(run, jobs, ended, queue)
     unclear += unclear_jobs
     if targets:

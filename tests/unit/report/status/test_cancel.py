@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import read_json
@@ -16,7 +17,7 @@ from hpc_ddp.report import cancel as cancel_module
 from hpc_ddp.report.cancel import cancel
 from hpc_ddp.report.status.run_status import has_ended
 from tests.raw_events import raw
-from unit.fakes import Clock, Slurm, squeue_rows
+from unit.fakes import Clock, Slurm, squeue_rows, stop_clock
 
 HERE = "ClusterName = here\n"
 
@@ -86,6 +87,21 @@ def test_jobs_of_other_runs_of_the_same_script_are_not_asked_for(
     cancel(run)
     assert slurm_commands.calls("scontrol") == [["show", "job", "4"]]
     assert slurm_commands.calls("scancel") == [["5"]]
+
+
+def test_a_controller_that_is_silent_at_first_is_asked_again(
+    slurm_commands: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is marked by then: its job has to be cancelled, too."""
+    stop_clock(monkeypatch, slurm)
+    run.script.touch()
+    run.journal("submit").write(raw("queued", job_id="4"))
+    slurm_commands.answer("squeue", err="slurm_load_jobs error: Socket timed out", code=1)
+    slurm_commands.answer("squeue", squeue_rows(f"4|4|RUNNING|None|n1|9:00|/|{run.script}\n"))
+    slurm_commands.answer("squeue")
+    slurm_commands.answer("scancel")
+    cancel(run)
+    assert slurm_commands.calls("scancel") == [["4"]]
 
 
 def test_the_job_of_another_task_is_no_job_of_a_task(slurm_commands: Slurm, run: RunFolder) -> None:
