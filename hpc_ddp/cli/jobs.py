@@ -243,7 +243,7 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     "sets",
     multiple=True,
     metavar="NAME=VALUE,VALUE…",
-    help="A parameter of the script and its values; repeatable. It gets --NAME=VALUE.",
+    help="A parameter and its values; repeatable. SCRIPT gets --NAME=VALUE; ++NAME is Hydra's.",
 )
 @click.option("--max-parallel", type=int, metavar="N", help="Run at most so many at once.")
 @job_options

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpc_ddp.core.job.options import JobSpec
 
 _HINT = "hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py"
-_PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
+_PARAMETER = re.compile(r"[A-Za-z_][\w.-]*|\+{1,2}[A-Za-z_][\w.@/-]*")
 _OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.@/-]*=")  # of Hydra and OmegaConf
 
 
@@ -26,8 +26,8 @@ def parse_sets(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
     Parameters
     ----------
     sets
-        ``name=value,value…`` for each parameter, also with ``--`` before the name; a comma within a
-        value is written ``\\,``, and blanks around a value do not count
+        ``name=value,value…`` for each parameter, also with ``--`` before the name, or Hydra's ``+``
+        or ``++``; a comma within a value is written ``\\,``, and blanks around it do not count
     max_parallel
         how many tasks may run at once, None for as many as there are
 
@@ -90,10 +90,12 @@ def trials(sweep: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 def trial_args(trial: Mapping[str, str], args: Sequence[str] = ()) -> list[str]:
     """Return a sweep's trial as arguments of the script, in the form that its other arguments
     `args` have: ``name=value``, as of Hydra, if some have it and none begins with a dash; else
-    ``--name=value``."""
+    ``--name=value``. A name with Hydra's ``+`` has no dashes in any case."""
     is_plain = any(_OVERRIDE.match(word) for word in args)
     dashes = "" if is_plain and not any(word.startswith("-") for word in args) else "--"
-    return [f"{dashes}{name}={value}" for name, value in trial.items()]
+    return [
+        f"{'' if name.startswith('+') else dashes}{name}={value}" for name, value in trial.items()
+    ]
 
 
 def parameter_of(word: str) -> str:
@@ -110,7 +112,7 @@ def check_sweep(spec: JobSpec) -> None:
     UsageError for a bad name, values that are empty or equal, a parameter that is also among the
     arguments, too many trials, and an index beyond the trials."""
     for name, values in spec.sweep.items():
-        if any(parameter_of(word) == name for word in spec.args):
+        if any(parameter_of(word) == name.lstrip("+") for word in spec.args):
             raise UsageError(
                 f"{name} is among the arguments, and the sweep adds another; accepted: one",
                 hint=f"leave {name} out behind SCRIPT, and out of args in hpc-ddp.toml",

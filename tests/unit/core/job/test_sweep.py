@@ -49,3 +49,10 @@ def test_an_argument_that_is_swept_is_refused() -> None:
         with pytest.raises(UsageError, match="lr is among the arguments, and the sweep adds"):
             JobSpec("train.py", args=args, **parse_sets(["lr=1,2"], None))
     JobSpec("train.py", args=("--lr-decay", "0.1"), **parse_sets(["lr=1,2"], None))
+
+
+def test_a_parameter_of_hydra_has_no_dashes() -> None:
+    values = parse_sets(["++opt.lr=1,2", "+seed=3"], None)
+    assert JobSpec("train.py", **values).task(1).args == ("++opt.lr=2", "+seed=3")
+    with pytest.raises(UsageError, match=r"opt\.lr is among the arguments, and the sweep adds"):
+        JobSpec("train.py", args=("opt.lr=0",), **values)
