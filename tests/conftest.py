@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hpc_ddp import slurm
 from hpc_ddp.core.job.variables import OF_A_RANK
 from tests import results
 from tests.children import end_children
@@ -78,6 +79,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_configure(config: pytest.Config) -> None:
     results.configure(config)
+
+
+@pytest.fixture(autouse=True)
+def _ask_slurm_anew() -> Iterator[None]:
+    """A process asks Slurm once for its configuration, and each test has a cluster of its own."""
+    slurm.show_config.cache_clear()
+    yield
+    slurm.show_config.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,9 @@ def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Pat
     """Return the path of a worker's pid file in the attempt's folder. With `rank` the worker is
     that rank, which has to be on `node` if `node` is given too; without `rank` it is the lowest
     rank on `node` (None: on any node). Raise UsageError where no such worker has started."""
-    pid_files = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
+    # After a node of an elastic job is lost, its ranks are another node's: the newest file counts.
+    paths = sorted(attempt.path.glob("*/rank-*.pid"), key=os.path.getmtime)
+    pid_files = {_rank(path): path for path in paths}
     on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
     chosen_rank = rank if rank is not None else min(on_node, default=0)
     if chosen_rank not in on_node:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hpc_ddp import slurm
 from hpc_ddp.core import file_io
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
@@ -16,13 +14,12 @@ from unit.fakes import Slurm
 
 
 @pytest.fixture
-def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     """Stand-ins for Slurm's commands, first on PATH."""
     folder = tmp_path / "slurm-bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    yield Slurm(folder)
-    slurm.show_config.cache_clear()
+    return Slurm(folder)
 
 
 @pytest.fixture

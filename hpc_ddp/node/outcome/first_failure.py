@@ -100,6 +100,13 @@ class Failure:
         return self.kind != "disk" and bool(_OF_MACHINE.search(self.error))
 
     @property
+    def is_of_peers(self) -> bool:
+        """Whether the failure may follow from the loss of another node: of a collective, or of the
+        rendezvous in which torchrun waits for enough nodes."""
+        is_of_rendezvous = self.rank is None and "Rendezvous" in self.error
+        return is_of_rendezvous or self.kind in ("hang", "communication")
+
+    @property
     def is_of_clock(self) -> bool:
         """Whether a timeout may be the cause, as a watchdog's or torch's, whose clock goes on while
         the job is suspended: for SIGABRT, and for each kind but ``exception``, ``signal`` and

@@ -260,6 +260,8 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.NOTICE if is_asked else Cause.NODE_LOST
     if facts.unfit:
         return Cause.BAD_NODE
+    if facts.failure and facts.failure.is_of_peers and facts.spec.elastic and facts.lost_nodes:
+        return Cause.NODE_LOST
     if facts.failure:
         stalled = any(record.get("stood_still") for record in facts.ends)
         return Cause.STOOD_STILL if stalled and facts.failure.is_of_clock else Cause.FAILED

@@ -609,6 +609,24 @@ def test_an_elastic_job_finishes_without_a_lost_node() -> None:
     assert decide_by(records=(record_of("n1"),), events=done).cause == "node lost"  # not elastic
 
 
+@pytest.mark.parametrize(
+    ("rank", "error"),
+    [
+        (
+            0,
+            "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]",
+        ),
+        (None, "RendezvousTimeoutError: "),
+    ],
+)
+def test_an_elastic_job_that_has_lost_too_many_nodes_has_not_failed(
+    rank: int | None, error: str
+) -> None:
+    record = record_of("n1", rank=rank, error=error)
+    assert decide_elastic(record, lost_nodes=("n2",)).cause == "node lost"
+    assert decide_elastic(record).cause == "failed"
+
+
 def test_an_elastic_job_still_fails() -> None:
     assert decide_elastic(record_of("n1", error="ValueError: boom")).cause == "failed"
     assert (
