@@ -276,9 +276,10 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
         return
     prepared = _prepare(options)
     text = backends.render(prepared)
-    if not prepared.is_new:
+    if prepared.is_new:
+        remove_note(prepared.run)
+    else:
         prepared.discard()
-    remove_note(prepared.run)
     say(f"run: {prepared.run.path}")
     if prepared.is_new and prepared.spec.backend in ("slurm", "submitit"):
         say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")

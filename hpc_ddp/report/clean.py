@@ -224,16 +224,22 @@ def _is_from_hpc_ddp(run: RunFolder) -> bool:
 
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:
     """Return the run's folder if the run is finished, or if neither it nor a task has a checkpoint
-    or a result; but () with a line on stderr if a tracker's offline record was not sent. Else, and
-    with `checkpoints_only` always, return the old checkpoints of the run and its tasks, () without
-    any; folders of checkpoints behind a link that leads out of the run are left out. Raise OSError
-    where a folder or journal can't be read."""
+    or a result; not if an offline record of W&B was not sent, which a line on stderr says. Else,
+    and with `checkpoints_only` always, return the old checkpoints of the run and its tasks, ()
+    without any; folders of checkpoints behind a link that leads out of the run are left out. Raise
+    OSError where a folder or journal can't be read."""
     runs = [run, *run.tasks()]
     is_needed = any(_has_checkpoint(task.checkpoints) or _has_results(task) for task in runs)
     if not checkpoints_only and (state is RunState.FINISHED or not is_needed):
-        if commands := sync_commands(run):
-            say(f"{run.path} stays: it has a record that was not sent: {commands[0]}")
-        return () if commands else (run.path,)
+        commands = sync_commands(run)
+        is_unsent = any(command.startswith("wandb") for command in commands)
+        if commands:  # Comet's does not say whether it was
+            state_of_record = (
+                "stays: a record was" if is_unsent else "has a record that perhaps was"
+            )
+            say(f"{run.path} {state_of_record} not sent: {commands[0]}")
+        if not is_unsent:
+            return (run.path,)
     # A link would lead to files of others.
     top = run.path.resolve()
     folders = [task.checkpoints for task in runs]

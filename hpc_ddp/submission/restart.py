@@ -17,7 +17,7 @@ from hpc_ddp.core.file_io import parse_object
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.options import FIELDS, JobSpec
 from hpc_ddp.core.job.slurm_values import array_bound, array_indexes
-from hpc_ddp.core.job.sweep import parameter_of, trial_args
+from hpc_ddp.core.job.sweep import parameters_in, trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.run_files.earlier import undo_broken_start
@@ -119,22 +119,24 @@ def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     >>> with_values(["model=vit", "+optimizer.lr=0.1"], {"optimizer.lr": "0.2"})
     ['model=vit', '+optimizer.lr=0.2']
     """
-    words, pending = list(args), dict(changes)
+    words = list(zip(args, parameters_in(args), strict=True))
+    pending = {name.lstrip("+"): name for name in changes}
+    names = set(pending)
     changed: list[str] = []
     while words:
-        word = words.pop(0)
+        word, name = words.pop(0)
         start, equals, _ = word.partition("=")
-        name = parameter_of(word)
-        if name not in changes:
+        if name not in names:
             changed.append(word)
             continue
-        if not equals and words and not words[0].startswith("--"):
+        if not equals and words and not words[0][0].startswith("--"):
             words.pop(0)  # its value
-        if name in pending:  # said twice, the last one counts: there is one from now on
-            changed.append(f"{start}={pending.pop(name)}")
-    for name in pending:
+        if spelled := pending.pop(name, ""):  # said twice, the last one counts: there is one now
+            start = spelled if spelled.startswith("+") else start
+            changed.append(f"{start}={changes[spelled]}")
+    for name in pending.values():
         say(f"note: {name} is not among the arguments of the run, and is added to them")
-    return [*changed, *trial_args(pending, args)]
+    return [*changed, *trial_args({name: changes[name] for name in pending.values()}, args)]
 
 
 def plan_continuation(

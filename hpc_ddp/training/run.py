@@ -129,10 +129,10 @@ class Run(ModelSetup):
         data = {} if self._loader is None else self._loader.facts
         check_facts(self._control, {"seed": self.seed, **data})
         self._manager.track({**objects, "_precision": self._precision}, data, per_rank, added)
-        if self._manager.resumed:
+        if is_resumed := self._manager.resumed:
             self._resume = Resume(objects, self._manager.put_back, self._say, self.position.loops)
         if self._loader is None:
-            self._epoch = StatefulLoaders(objects, self.position, self._manager.resumed)
+            self._epoch = StatefulLoaders(objects, self.position, self._control, is_resumed)
         is_own = self._loader is None and not per_rank
         self._gradients = GradientWatch(objects.values(), self._say)
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
@@ -378,9 +378,9 @@ class Run(ModelSetup):
     @property
     def _acts_in_step(self) -> bool:
         """Whether `step` itself saves and stops: nothing shows when the code behind it has run. Not
-        after a tracked loader's last batch, for the reason in `_end_batch`."""
+        after a tracked loader's last batch, for the reason in `_end_batch`, but for a best one."""
         has_own = self._loader is None and self._calls.loop == "epochs"
-        return has_own and not self._epoch.has_left(0)
+        return has_own and (self._calls.judged_at is not None or not self._epoch.has_left(0))
 
     def _add_decision(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)

@@ -42,6 +42,9 @@ HERE = ("--backend", "local", "--launcher", "srun")
         (["--lr", "1", "--lr=3"], {"lr": "2"}, ["--lr=2"]),
         (["lr", "-lr"], {"lr": "2"}, ["lr", "-lr", "--lr=2"]),
         (["--lr"], {"lr": "a b=c"}, ["--lr=a b=c"]),
+        (["--note", "lr=1", "--lr=1"], {"lr": "2"}, ["--note", "lr=1", "--lr=2"]),
+        (["+lr=1", "a=1"], {"++lr": "2", "+b": "3"}, ["++lr=2", "a=1", "+b=3"]),
+        (["--multirun", "lr=1"], {"lr": "2"}, ["--multirun", "lr=2"]),
         (["m=vit", "o.lr=1"], {"o.lr": "2", "seed": "3"}, ["m=vit", "o.lr=2", "seed=3"]),
         (
             ["++o.lr=1", "--multirun"],

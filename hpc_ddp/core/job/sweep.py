@@ -107,12 +107,22 @@ def parameter_of(word: str) -> str:
     return name.lstrip("+") if _OVERRIDE.match(word) else ""
 
 
+def parameters_in(args: Sequence[str]) -> list[str]:
+    """Return for each argument of the script the `parameter_of` it, '' for the value of an option
+    in front of it."""
+    names, is_text = [], False
+    for word in args:
+        names.append("" if is_text and not word.startswith("--") else parameter_of(word))
+        is_text = word.startswith("--") and "=" not in word and word != "--multirun"  # Hydra's flag
+    return names
+
+
 def check_sweep(spec: JobSpec) -> None:
     """Check the parameters of a sweep, and its array; a job that is no sweep passes. Raise
     UsageError for a bad name, values that are empty or equal, a parameter that is also among the
     arguments, too many trials, and an index beyond the trials."""
     for name, values in spec.sweep.items():
-        if any(parameter_of(word) == name.lstrip("+") for word in spec.args):
+        if name.lstrip("+") in parameters_in(spec.args):
             raise UsageError(
                 f"{name} is among the arguments, and the sweep adds another; accepted: one",
                 hint=f"leave {name} out behind SCRIPT, and out of args in hpc-ddp.toml",

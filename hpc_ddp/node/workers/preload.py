@@ -30,6 +30,8 @@ RANK_NAMES = re.compile(
 OF_ENVIRON = ("os", "collections.abc", "_collections_abc")  # modules whose code os.environ is
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
 ENVIRONMENT = "the environment"  # a part of `_state`
+# Variables that torch, or a library of its, reads at its import.
+OF_TORCH = re.compile("(PY)?TORCH|OMP_|MKL_|GOMP_|CUDA|NCCL_|HIP_|HSA_|ROC|ATEN|TRITON|LD_")
 ENDING_S = 1.0  # of a thread that has been joined
 
 
@@ -52,7 +54,8 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
         gc.collect()  # what a package has dropped is not to end once in each worker
     for title, value in _state(are_known).items():
         if value != before[title]:
-            kind = OrderError if title == ENVIRONMENT else UnfitError
+            pairs = value.items() ^ before[title].items() if title == ENVIRONMENT else ()
+            kind = OrderError if any(OF_TORCH.match(name) for name, _ in pairs) else UnfitError
             raise kind(f"an import has changed {title}")
     for file in _open_files().values():
         if file.startswith(DEVICE_FILES):
@@ -101,6 +104,9 @@ def paused_collector() -> Iterator[None]:
 def kept_cpus() -> Iterator[None]:
     """At the block's end this thread may run on the same CPUs as before: by OMP_PROC_BIND the
     import of torch binds it to the first one, and workers would inherit that."""
+    if not hasattr(os, "sched_setaffinity"):  # no Linux
+        yield
+        return
     cpus = os.sched_getaffinity(0)
     try:
         yield

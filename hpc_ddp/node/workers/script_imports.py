@@ -63,8 +63,8 @@ class UnfitError(Exception):
 
 
 class OrderError(UnfitError):
-    """An import has failed, or has changed the environment: before torch's it might do otherwise,
-    or have an effect on torch."""
+    """An import has failed, or has changed a variable that torch reads: before torch's it might do
+    otherwise, or have an effect on torch."""
 
 
 class _Import(NamedTuple):

@@ -33,9 +33,11 @@ _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
 
 # Variables that count tasks, or have a number for one task.
 _OF_TASKS = re.compile(r"\bSLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK)\b")
-# The program of a script's first line, and those that read it as bash does.
+# The program of a script's first line, and those that do not read it as bash does.
 _INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\w.+-]*)")
-_SHELLS = ("sh", "bash", "rbash", "dash", "ash", "ksh", "ksh93", "mksh", "zsh")
+_OTHERS = re.compile(
+    r"t?csh|fish|python[\d.]*|pypy\d*|perl|ruby|Rscript|julia|node|lua|tclsh|expect|g?awk|php"
+)
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
@@ -106,7 +108,7 @@ def _without_others(text: str, name: str, result: Conversion) -> str:
     """Return a script's text without the lines that another program than a shell like bash reads,
     by its first line; these are marked in `result`. `name` is the name of the script's file."""
     match = _INTERPRETER.match(text)
-    if match is None or match[1] in _SHELLS:
+    if match is None or not _OTHERS.fullmatch(match[1]):
         return text
     reason = f"{match[1]} reads it, hpc-ddp's job is of bash: write it so, in setup or env"
     if match[1].startswith("python"):

@@ -252,10 +252,10 @@ def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
     tree, settings = (
         script.parent / os.fsdecode(done.stdout.removesuffix(b"\n")) for done in (top, git_folder)
     )
-    roots = [folder for folder in script.parents if os.path.realpath(folder) == str(tree)]
-    if not roots or Path(os.path.realpath(os.path.expanduser("~"))).is_relative_to(tree):
+    roots = (folder for folder in script.parents if os.path.realpath(folder) == str(tree))
+    home = os.path.realpath(os.path.expanduser("~")) if os.path.expanduser("~") != "~" else "/"
+    if not (root := next(roots, None)) or Path(home).is_relative_to(tree):
         return None
-    root = roots[0]
     marks = [path for path in (root, root / ".git", settings) if os.path.lexists(path)]
     present = {mark.lstat().st_uid for mark in marks} | {settings.stat().st_uid}
     return root if present <= (owners or _trusted_owners(script)) else None

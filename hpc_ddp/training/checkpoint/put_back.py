@@ -117,6 +117,8 @@ def _other_constants(
     """Yield, by name, those `CONSTANTS` of a scheduler's `state` that are others in its `stored`
     state, and both values; also those of the schedulers in it."""
     for key in CONSTANTS:
+        if isinstance(state.get(key), torch.Tensor):  # which has a mark in the tree
+            continue
         if key in state and key in stored and state[key] != stored[key]:
             yield key, (state[key], stored[key])
     parts = state.get("_schedulers", ()), stored.get("_schedulers", ())

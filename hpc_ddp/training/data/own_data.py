@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -12,6 +13,7 @@ from hpc_ddp.training.data.dataloader import Seeded
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.models.tracked import find_living
+from hpc_ddp.training.process.control import Control
 
 HINT = "write run.loader(dataset, batch_size) in place of DataLoader(dataset, …)"
 
@@ -56,19 +58,25 @@ class StatefulLoaders:
     go on where a checkpoint in the midst of an epoch has left them.
 
     As a `Loader` does, they call `on_first_batch`, if it is set, once before an epoch's first
-    batch: behind the next ``iter`` of one of them, if it `is_resumed`.
+    batch: behind the next ``iter`` of one of them, if it `is_resumed`. With `control` the ranks
+    agree on the length of an epoch: making one is a collective then.
     """
 
     def __init__(
         self,
         objects: Mapping[str, Any] | None = None,
         position: Position | None = None,
+        control: Control | None = None,
         is_resumed: bool = False,
     ) -> None:
         kinds = (DataLoader, Sampler)
         sources = [source for source in (objects or {}).values() if isinstance(source, kinds)]
         self._position = position or Position()
-        self._loaders = [loader for loader in sources if isinstance(loader, DataLoader)]
+        self._length: int | None = None  # of an epoch, in batches, where all ranks have one loader
+        if control is not None:
+            lengths = [_length_of(source) for source in sources if isinstance(source, DataLoader)]
+            of_ranks = control.to_first(lengths[0] if len(lengths) == 1 else None)
+            self._length = control.from_first(of_ranks[0] if len({*of_ranks}) == 1 else None)
         self.on_first_batch: Callable[[], object] | None = None
         # Whether `on_first_batch` will be called: not if the script asks for batches before a loop.
         self.is_watched = is_resumed and bool(sources)
@@ -76,9 +84,9 @@ class StatefulLoaders:
             _call_at_iter(source, self._begin)
 
     def has_left(self, batches: int) -> bool:
-        """Return whether this many batches are left of a loader's epoch, of as many steps."""
-        lengths = (_length_of(loader) for loader in self._loaders)
-        return any(length == self._position.epoch_steps + batches for length in lengths)
+        """Return whether this many batches are left of a loader's epoch, of as many steps. The
+        answer is the same on all ranks, which save and stop by it."""
+        return self._length == self._position.epoch_steps + batches
 
     def clear(self) -> bool:
         """Drop `on_first_batch`; return whether there was one that was not called."""
@@ -109,10 +117,9 @@ def _call_at_iter(source: Any, call: Callable[[], None]) -> None:
 def _length_of(loader: DataLoader[Any]) -> int | None:
     """Return a loader's batches per epoch, or None if they are not known. A stream isn't asked: it
     would warn from then on where it has more."""
-    try:
+    with suppress(Exception):  # of the script's own sampler
         return None if isinstance(loader.dataset, IterableDataset) else len(loader)
-    except (TypeError, NotImplementedError):  # of the sampler
-        return None
+    return None
 
 
 def is_own_loader_open() -> bool:

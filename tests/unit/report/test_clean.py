@@ -240,10 +240,14 @@ def test_a_record_that_was_not_sent_is_kept(
     record = run.path / "wandb" / "offline-run-1" / "run-1.wandb"
     record.parent.mkdir(parents=True)
     record.touch()
-    assert not deleted_by(root)
-    assert "has a record that was not sent: wandb sync" in capsys.readouterr().err
+    assert deleted_by(root) == {"1/checkpoints/step-3"}
+    assert "stays: a record was not sent: wandb sync" in capsys.readouterr().err
     record.with_suffix(".wandb.synced").touch()
-    assert deleted_by(root)
+    archive = run.path / "comet" / "x.zip"  # it stays where it is once it was sent
+    archive.parent.mkdir()
+    archive.touch()
+    assert "1" in deleted_by(root)
+    assert "has a record that perhaps was not sent: comet upload" in capsys.readouterr().err
 
 
 def test_a_deletion_is_confirmed_first(root: Path, make: Any) -> None:

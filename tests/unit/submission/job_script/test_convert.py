@@ -650,6 +650,11 @@ def test_lines_of_other_languages_are_not_read_as_bash(first: str, reason: str) 
         assert reason in conversion.group(line)[1]
 
 
+@pytest.mark.parametrize("first", ["#!/usr/bin/env A=1 bash", "#!/bin/bash-5.2", "#!/bin/zsh"])
+def test_other_ways_to_a_shell_are_read(first: str) -> None:
+    assert convert(f"{first}\nsrun python a.py\n", SAMPLES, SAMPLES).settings()["script"]
+
+
 def test_directives_of_a_burst_buffer_are_named() -> None:
     text = "#!/bin/bash\n#DW jobdw capacity=1TB access_mode=striped\nsrun python train.py\n"
     conversion = convert(text, SAMPLES, SAMPLES)

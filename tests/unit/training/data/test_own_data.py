@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders, is_own_loader_open
+from hpc_ddp.training.process.control import LoneControl
 from unit.training.data.fakes import EndlessStream, NoisyNumbers, make_loader
 
 
@@ -105,6 +107,28 @@ class Sized(IterableDataset[int]):
         yield from range(4)
 
 
+class Ranks(LoneControl):
+    """Two ranks, of which the other one has an epoch of `length` batches."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def to_first(self, message: Any) -> list[Any]:
+        return [message, self._length]
+
+
+def test_the_batches_that_are_left_are_counted_where_ranks_have_as_many() -> None:
+    """They save and stop together; a script may have a validation set beside, too."""
+    position = Position(epoch_steps=3)
+    loader: DataLoader[Any] = DataLoader(range(4))  # type: ignore[arg-type]
+    assert StatefulLoaders({"a": loader}, position, Ranks(4)).has_left(1)
+    assert not StatefulLoaders({"a": loader}, position, Ranks(5)).has_left(1)
+    two = {"a": loader, "b": DataLoader(range(4))}  # type: ignore[arg-type]
+    assert not StatefulLoaders(two, position, LoneControl()).has_left(1)
+    assert not StatefulLoaders({"a": loader}, position).has_left(1)
+
+
 def test_the_batches_that_are_left_are_counted_where_they_can_be() -> None:
     position = Position(epoch_steps=3)
     endless = BatchSampler(SequentialSampler(range(4)), 1, drop_last=False)
@@ -115,6 +139,6 @@ def test_the_batches_that_are_left_are_counted_where_they_can_be() -> None:
         (DataLoader(Sized()), False),
         (DataLoader(range(4), batch_sampler=endless), False),  # type: ignore[arg-type]
     ]:
-        own = StatefulLoaders({"loader": loader}, position)
+        own = StatefulLoaders({"loader": loader}, position, LoneControl())
         assert own.has_left(1) is is_last
         assert not own.has_left(0)
