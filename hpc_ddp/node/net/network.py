@@ -103,9 +103,10 @@ def _interface_with(family: int, address: Any) -> str | None:
     """Return the name of the interface with the `address`, as a socket of `family` gives it, None
     where there is none. Raise OSError for a scope that is no interface's."""
     if family == socket.AF_INET:
-        name = next((name for name, text in _ipv4_addresses() if text == address[0]), None)
+        pairs = _ipv4_addresses()
+        name = next((name for name, text in pairs if text == address[0]), None)
         # Gloo and NCCL take an interface's first address, which peers don't reach by loopback's.
-        is_hidden = name and (address_of(name) or "").startswith("127.")
+        is_hidden = dict(reversed(pairs)).get(name or "", "").startswith("127.")
         return None if is_hidden and not address[0].startswith("127.") else name
     if scope := address[3]:  # of a link's own address, which other interfaces may have, too
         return socket.if_indextoname(scope)
