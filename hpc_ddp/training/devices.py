@@ -123,9 +123,10 @@ def carries(backend: str, device: torch.device) -> bool:
 
 def bound(backend: str, device: torch.device) -> dict[str, Any]:
     """Return the argument of ``init_process_group`` that binds the group to a device, {} where
-    `backend` is not the device's own, or takes none."""
+    `backend` does not send the device's tensors by its own, or takes none."""
     kind = KINDS.get(device.type)
-    binds = kind is not None and kind.binds and backend == default_backend(device)
+    own_backends = (default_backend(device), f"{device.type}:{default_backend(device)}")
+    binds = kind is not None and kind.binds and bool({*own_backends} & {*backend.split(",")})
     return {"device_id": device} if binds else {}
 
 
@@ -365,7 +366,8 @@ def _refuse_unseen() -> None:
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
     """Return the name of the backend that carries gradients: `requested`, else the device's own:
-    NCCL for NVIDIA and AMD, XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
+    NCCL for NVIDIA and AMD, XCCL for Intel, HCCL for Ascend, Gloo for the CPU. Pairs, as in
+    ``cpu:gloo,cuda:nccl``, count for the CPU and the device: a dry run without a GPU has Gloo.
 
     Raises
     ------
@@ -373,17 +375,25 @@ def choose_backend(requested: str | None, device: torch.device) -> str:
         this torch was built without it, or it sends no tensors of the device (NCCL without a GPU)
     """
     backend = requested or default_backend(device)
+    by_type: dict[str, str] = {}
+    if ":" in backend:
+        pairs = [pair.partition(":") for pair in backend.split(",")]
+        by_type = {kind: name for kind, _, name in pairs if kind in ("cpu", device.type)}
+        backend = by_type.get(device.type, "")
     why = ""
-    if not dist.is_backend_available(backend):
-        why = f"this torch was built without {backend.upper()}"
+    if not backend:
+        why = f"it names none for {device.type}"
+    elif not dist.is_backend_available(backend):
+        names = filter(dist.is_backend_available, ("nccl", "gloo", "mpi", "xccl", "hccl"))
+        why = f"this torch has {', '.join(names)}, and no {backend}"
     elif not carries(backend, device):
         why = f"it sends no tensors of {device.type}" if count() else "there is no GPU here"
     if why:
         slower = "; slower: HPC_DDP_BACKEND=gloo" if carries("gloo", device) else ""
         raise HpcDdpError(
-            f"the backend {backend!r} can't be used: {why}",
+            f"the backend {requested or backend!r} can't be used: {why}",
             hint=f"leave it out: this run's own is {default_backend(device)!r}"
             if requested
             else f"install a torch that has it{slower}",
         )
-    return backend
+    return ",".join(map(":".join, by_type.items())) if len(by_type) > 1 else backend

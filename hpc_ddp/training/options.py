@@ -11,7 +11,6 @@ from hpc_ddp.training.checkpoint.schedule import LEAST
 from hpc_ddp.training.models.precision import DTYPES
 from hpc_ddp.training.process.environment import LaunchEnv
 
-BACKENDS = ("nccl", "gloo", "mpi")
 OF_ENVIRONMENT = ("save_every", "hang_after", "profile", "backend")  # variables override these
 
 
@@ -42,9 +41,11 @@ class Options:
         "fp32", "bf16" or "fp16": what `Run.autocast` computes in; "fp16" scales the loss, and so
         needs `Run.update` in place of ``optimizer.step()``
     backend
-        what carries gradients between ranks; None: NCCL on GPUs and Gloo on CPUs. Gloo works on
-        GPUs too, slowly, to find out whether NCCL is to blame; MPI needs a torch that was built
-        with it, and its own launcher; ``HPC_DDP_BACKEND`` overrides
+        what carries gradients between ranks, "nccl", "gloo" or another one that torch has; None:
+        NCCL on GPUs and Gloo on CPUs. Gloo works on GPUs too, slowly, to find out whether NCCL is
+        to blame; MPI needs a torch that was built with it, and its own launcher;
+        ``"cpu:gloo,cuda:nccl"`` is for scripts whose own collectives send tensors of the CPU as
+        well; ``HPC_DDP_BACKEND`` overrides
     stop_on_nan
         ends the run with an error once a weight is NaN or infinite; such weights are never saved.
         Each save's copy is looked through behind the training, and the weights about every two
@@ -88,7 +89,7 @@ class Options:
     keep_every: int | None = None
     hang_after: float | None = 1800.0
     precision: str = "fp32"
-    backend: Literal["nccl", "gloo", "mpi"] | None = None
+    backend: str | None = None
     stop_on_nan: bool = True
     deterministic: bool = False
     tensorboard: bool = False
@@ -121,9 +122,6 @@ class Options:
         if self.precision not in DTYPES:
             accepted = ", ".join(map(repr, DTYPES))
             raise UsageError(f"precision is {self.precision!r}; accepted: {accepted}")
-        if self.backend not in (None, *BACKENDS):
-            accepted = ", ".join(map(repr, BACKENDS))
-            raise UsageError(f"backend is {self.backend!r}; accepted: {accepted}, or None")
         if isinstance(self.save_every, str) and self.save_every != "auto":
             raise UsageError(
                 f"save_every is {self.save_every!r}; accepted: seconds, 'auto', or None"

@@ -332,6 +332,11 @@ def test_unusual_weights_are_trained(make_crew: Callable[[str], Any]) -> None:
     assert output.count("WEIGHTS equal and moved after 4 hooks") == 2
 
 
+def test_collectives_of_the_script_send_tensors_of_the_cpu(make_crew: Callable[[str], Any]) -> None:
+    output = make_crew("two backends").go(2, script="two_backends.py")
+    assert output.count("SUMS 2.0 2.0") == 2
+
+
 def test_sparse_gradients_end_in_a_sentence(make_device_crew: Callable[[str], Any]) -> None:
     """NCCL does not add them up."""
     launch = make_device_crew("sparse").launch(1, "sparse", script="misuse.py")

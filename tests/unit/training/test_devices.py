@@ -134,8 +134,13 @@ def test_a_run_takes_no_cpus_where_there_are_gpus(
         (None, "xpu", "xccl"),
         ("gloo", "cuda", "gloo"),
         ("nccl", "cpu", "there is no GPU here"),
-        ("mpi", "cpu", "built without MPI"),
-        ("ucc", "cpu", "built without UCC"),
+        ("mpi", "cpu", "this torch has nccl, gloo, xccl, and no mpi"),
+        ("ucc", "cpu", "and no ucc"),
+        ("cpu:gloo,cuda:nccl", "cuda", "cpu:gloo,cuda:nccl"),
+        ("cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),  # a dry run on the user's own machine
+        ("cpu:gloo,cuda:nccl", "xpu", "it names none for xpu"),
+        ("cpu:gloo,cuda:mpi", "cuda", "and no mpi"),
     ],
 )
 def test_the_backend_follows_the_device(
@@ -197,6 +202,8 @@ def test_new_tensors_have_a_type_and_a_device() -> None:
     [
         ("cuda", "nccl", {"device_id": torch.device("cuda", 1)}),
         ("cuda", "gloo", {}),  # NCCL's alone can be bound
+        ("cuda", "cpu:gloo,cuda:nccl", {"device_id": torch.device("cuda", 1)}),
+        ("cuda", "cpu:gloo,cuda:gloo", {}),
         ("xpu", "xccl", {}),
         ("cpu", "gloo", {}),
     ],
