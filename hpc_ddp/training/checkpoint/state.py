@@ -174,9 +174,9 @@ def collect(
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         if isinstance(plain, Optimizer):
-            _check_shards(tensors)
             places = optimizer_state.own_places(name, untracked[name])
             state.buffers.update(key for key in tensors if key.startswith(places))
+            _check_shards(tensors, state.trained | state.buffers)
             # A plain tensor beside a shard, as of an optimizer that takes `to_local`.
             shards = optimizer_state.places_of_shards(name, plain, labels)
             private |= {key for key, t in tensors.items() if t.shape and key.startswith(shards)}
@@ -255,12 +255,14 @@ def _content_of(
     return content | {key: facts for key, facts in beside.items() if facts or key == VERSIONS}
 
 
-def _check_shards(tensors: Mapping[str, Any]) -> None:
-    """Raise HpcDdpError for an optimizer's DTensor whose shards are of a tensor's subclass, such as
-    one of 8 bits: it would be loaded as plain numbers."""
-    for name, tensor in tensors.items():
-        if is_sharded(tensor) and is_traceable_wrapper_subclass(tensor.to_local()):
+def _check_shards(tensors: Mapping[str, Any], like_parameters: Container[str]) -> None:
+    """Raise HpcDdpError for an optimizer's DTensor that would be loaded as plain numbers: its
+    shards are of a subclass, as of 8 bits, or it is not in `like_parameters`."""
+    for name, tensor in ((key, one) for key, one in tensors.items() if is_sharded(one)):
+        if is_traceable_wrapper_subclass(tensor.to_local()):
             raise refusal(name, f"a DTensor of {kind_of(tensor.to_local())}")
+        if name not in like_parameters and tensor.numel() > 1:
+            raise refusal(name, "a DTensor of another shape than its parameter")
 
 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:

@@ -200,6 +200,24 @@ def test_a_shard_of_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         state.collect({"o": optimizer})
 
 
+def test_a_sharded_state_of_another_shape_than_its_parameter_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Dion's: it would come back as a plain tensor, and the next step fail."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD([weight])
+    factor, number, average = torch.ones(2), torch.ones(()), torch.ones(2, 2)
+    for tensor in (factor, number, average):
+        tensor.to_local = lambda: torch.ones(1)  # type: ignore[attr-defined]
+    optimizer.state[weight] |= {"average": average, "number": number}
+    monkeypatch.setattr(state, "is_sharded", lambda tensor: hasattr(tensor, "to_local"))
+    monkeypatch.setattr(state, "untracked_parameters", lambda objects, labels: {"o": {}})
+    state.collect({"o": optimizer})
+    optimizer.state[weight]["factor"] = factor
+    with pytest.raises(HpcDdpError, match=r"0\.factor is a DTensor of another shape"):
+        state.collect({"o": optimizer})
+
+
 def test_zeros_optimizer_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     optimizer.consolidate_state_dict = None  # type: ignore[attr-defined]
