@@ -45,6 +45,7 @@ _OF_MACHINE = re.compile(
 )
 # As faulthandler prints it for a fatal signal: where the thread was that got it.
 _CRASHED = re.compile(r"^Current thread .*:\n\s+(File .*)", re.M)
+_TIMER = re.compile(r"Timeout \(([\d:]+)")  # as faulthandler begins what its timer writes
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -67,9 +68,8 @@ class Failure:
     @property
     def kind(self) -> str:
         """The first of these that applies: ``left`` (`early_exits`); ``torn down`` (SIGTERM);
-        ``exception`` (differing collectives, or an error of the device); ``signal`` (any other
-        signal, unless the error is that a peer is gone); ``hang``; ``disk`` (exit code
-        `CAN_GO_ON`); ``communication`` (a peer is gone); ``exception`` (any other error); ``exit``
+        ``exception`` (differing collectives, or an error of the device); ``hang``; ``signal`` (any
+        other signal, unless the error is that a peer is gone); ``disk`` (exit code `CAN_GO_ON`); ``communication`` (a peer is gone); ``exception`` (any other error); ``exit``
         (no error)."""
         if self.error.startswith(EARLY_EXIT):
             return "left"
@@ -77,10 +77,10 @@ class Failure:
             return "torn down"
         if MISMATCH.search(self.error) or _OF_DEVICE.match(self.error):
             return "exception"
-        if self.code < 0 and not COMMUNICATION_ERROR.search(self.error):
-            return "signal"
         if self.error.startswith("HangError: "):
             return "hang"
+        if self.code < 0 and not COMMUNICATION_ERROR.search(self.error):
+            return "signal"
         if self.code == CAN_GO_ON:
             return "disk"
         if COMMUNICATION_ERROR.search(self.error) and not ERROR_LINE.match(self.error):
@@ -222,15 +222,35 @@ def error_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str
 
     The error is looked for in the worker's log in the node's `folder`, and in its journal of the
     last `JOURNALED_S` before the end; files that can't be read count as empty. A worker that died
-    of a signal has no error, apart from NCCL's or gloo's reason to abort (SIGABRT).
+    of a signal has no error, apart from NCCL's or gloo's reason to abort (SIGABRT), and a hang
+    whose report has crashed (SIGSEGV).
     """
     rank, code = failure["rank"], failure["code"]
     log = folder.rank_log(rank)
-    if code < 0:
-        return abort_reason(log) if code == -signal.SIGABRT else ""
     since = failure["time"] - JOURNALED_S  # not that of a start before
+    hang = _silent_hang(folder.stacks(rank), since)
+    if code < 0:
+        return {-signal.SIGABRT: abort_reason(log), -signal.SIGSEGV: hang}.get(code, "")
     journal, attempt = run.journal(f"rank-{rank}").path, AttemptFolder(folder.path.parent).number
-    return last_exception(log) or journaled_error(journal, since, attempt) or _error_line(log)
+    return (
+        hang or last_exception(log) or journaled_error(journal, since, attempt) or _error_line(log)
+    )
+
+
+def _silent_hang(stacks: Path, since: float) -> str:
+    """Return the error of a worker that the watchdog's timer in C has ended, '' if the timer has
+    not written to the file `stacks` `since` then, in unix seconds.
+
+    The worker can't report it: Python's lock was held, or it was suspended for so long. Such a one
+    goes on at the same time, and faulthandler may crash on stacks that change.
+    """
+    try:
+        text = stacks.read_bytes()[:80].decode(errors="replace")
+        is_new = stacks.stat().st_mtime >= since
+    except OSError:
+        return ""
+    timer = _TIMER.match(text)
+    return f"HangError: no step for {timer[1]} h; stacks in {stacks}" if timer and is_new else ""
 
 
 def last_exception(log: Path) -> str:

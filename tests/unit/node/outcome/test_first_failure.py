@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import time
 from dataclasses import replace
@@ -180,6 +181,34 @@ def test_the_line_that_matters_is_quoted(
         folder.rank_log(0).write_text(text)
     end = {"rank": 0, "code": code, "time": time.time()}
     assert reason_of(end, run, folder) == {"error": error, "last_line": last_line}
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "age_s", "error"),
+    [
+        (1, "Timeout (0:00:33.376221)!\nThread 0x1", 1.0, "HangError: no step for 0:00:33 h; "),
+        (-11, "Timeout (0:00:33.376221)!\nThread 0x1", 1.0, "HangError: no step for 0:00:33 h; "),
+        (-9, "Timeout (0:00:33.376221)!\nThread 0x1", 1.0, ""),
+        (1, "Timeout (0:00:33.376221)!\nThread 0x1", 100.0, ""),  # of a start before
+        (1, "Thread 0x1", 1.0, ""),  # the watchdog itself, which has journaled it
+        (-11, "", 1.0, ""),
+    ],
+)
+def test_a_hang_that_python_cant_report_is_one(
+    tmp_path: Path, code: int, text: str, age_s: float, error: str
+) -> None:
+    run = RunFolder(tmp_path / "name" / "id").make()
+    folder = run.claim_attempt({}, lambda identity: False).node("n")
+    folder.path.mkdir()
+    stacks = folder.stacks(0)
+    stacks.write_text(text)
+    now = time.time()
+    os.utime(stacks, (now - age_s, now - age_s))
+    reason = reason_of({"rank": 0, "code": code, "time": now}, run, folder)["error"]
+    assert reason == (f"{error}stacks in {stacks}" if error else "")
+    kind = "hang" if error else "signal" if code < 0 else "exit"
+    failure = _failure(0, code=code, error=reason)
+    assert (failure.kind, failure.is_of_clock) == (kind, kind != "signal")
 
 
 @pytest.mark.parametrize("error", [MISMATCH, USAGE])
