@@ -107,7 +107,7 @@ def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     """Return a script's arguments with new values: each of `changes` (value by name, without
     dashes) takes the place of ``--name value``, ``--name=value`` or Hydra's ``name=value``. Where
     the arguments do not have that name, it is added at the end, in their form (`trial_args`), and a
-    line on stderr says so.
+    line on stderr says so, as of a word behind a value, which may be a second one.
 
     The word behind ``--name`` counts as its value unless it begins with ``--``. A name that comes
     several times comes once in the result, at its first place.
@@ -131,6 +131,8 @@ def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
             continue
         if not equals and words and not words[0][0].startswith("--"):
             words.pop(0)  # its value
+            if words and not words[0][0].startswith("-") and not words[0][1]:
+                say(f"note: {words[0][0]!r}, behind the old value of {word}, stays as it is")
         if spelled := pending.pop(name, ""):  # said twice, the last one counts: there is one now
             start = spelled if spelled.startswith("+") else start
             changed.append(f"{start}={changes[spelled]}")

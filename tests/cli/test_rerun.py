@@ -87,6 +87,7 @@ def test_once_more_with_another_value(tmp_path: Path) -> None:
     (run,) = all_named(tmp_path, "again")
     assert (printed(first), printed(run)) == ("then --lr 1 data\n", "now --lr=2 data\n")
     assert "warning: --setup: no effect in a dry run" in done.stderr
+    assert "note: 'data', behind the old value of --lr, stays as it is" in done.stderr
     status = status_of(run, Queue({}))
     assert (status.state, status.rerun_of) == ("finished", str(first.path))
     assert explain_run(run).text.endswith(f"It is a rerun of {first.path}.")
