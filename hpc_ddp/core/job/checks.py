@@ -90,7 +90,7 @@ def check(spec: JobSpec) -> None:
     if spec.time is not None and parse_time(spec.time) <= 0:
         raise UsageError(
             f"time {spec.time!r} is zero; accepted: a positive Slurm time",
-            hint="--time 1:00:00; without --time the partition's own limit holds",
+            hint="--time 1:00:00; without it the partition's own limit holds",
         )
     check_time_min(spec.time_min, spec.time, spec.warn_s)
     _check_resume(spec)

@@ -29,7 +29,7 @@ def parse_time(text: str) -> int:
     if not match:
         raise UsageError(
             f"time {text!r} is not a Slurm time; accepted: minutes, h:mm:ss, d-hh, d-hh:mm:ss",
-            hint="for twelve hours: --time 12:00:00; without --time the partition's own limit holds",
+            hint="for twelve hours: --time 12:00:00; without it the partition's own limit holds",
         )
     a, b, c = (int(match[group] or 0) for group in "abc")
     if match["days"] is not None:

@@ -69,8 +69,8 @@ class Failure:
     def kind(self) -> str:
         """The first of these that applies: ``left`` (`early_exits`); ``torn down`` (SIGTERM);
         ``exception`` (differing collectives, or an error of the device); ``hang``; ``signal`` (any
-        other signal, unless the error is that a peer is gone); ``disk`` (exit code `CAN_GO_ON`); ``communication`` (a peer is gone); ``exception`` (any other error); ``exit``
-        (no error)."""
+        other signal, unless the error is that a peer is gone); ``disk`` (exit code `CAN_GO_ON`);
+        ``communication`` (a peer is gone); ``exception`` (any other error); ``exit`` (no error)."""
         if self.error.startswith(EARLY_EXIT):
             return "left"
         if self.code in _TORN_DOWN:
