@@ -57,6 +57,7 @@ def _names(folder: Path) -> list[str]:
     ("words", "message"),
     [
         (["submit", "gone.py"], "gone.py' does not exist"),
+        (["submit", "."], "is a folder; accepted: a file of Python"),
         (["submit"], "no script is named"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0; accepted: a whole number from 1"),
         (["submit", "--nodes", "4-1", "train.py"], "or a range of them, as 1-4"),

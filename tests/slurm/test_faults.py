@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -100,6 +102,7 @@ class Soak:
     cluster: Cluster
     lanes: list[Path]
     player: Player
+    kept: Path  # a folder for what is left of runs that are lost
     began: float = 0.0
     runs: list[Lot] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -183,7 +186,18 @@ class Soak:
         for name in sorted(gone & self._suspects):
             self.say(f"LOST: {name} is not finished, and has no job any more")
             self.lost.append(name)
+            self._keep(next(lot for lot in self.runs if lot.name == name))
         self._suspects = gone
+
+    def _keep(self, lot: Lot) -> None:
+        """Copy what tells why a run was lost out of its lane, which is unmounted at the end."""
+        source, target = lot.job.run.path, self.kept / lot.name
+        for folder in ("journal", "logs"):
+            shutil.copytree(source / folder, target / folder, dirs_exist_ok=True)
+        shutil.copytree(self.cluster.folder / "log", target / "log", dirs_exist_ok=True)
+        lines = (self.cluster.folder / "log" / "slurmctld.log").read_text().splitlines()
+        of_job = [line for line in lines if re.search(rf"JobId={lot.job.id}\b", line)]
+        print("\n".join((*of_job[-20:], *lot.job.output().splitlines()[-20:])), flush=True)
 
     # --- the result ---
 
@@ -329,7 +343,7 @@ def test_random_faults(own_cluster: Cluster, lanes: list[Path], tmp_path: Path) 
     print(f"\nseed {SEED}, {MINUTES:g} minutes; again with HPC_DDP_FAULT_SEED={SEED}")
     print(plan(schedule(SEED, MINUTES * 60)), flush=True)
     twins = make_twins(own_cluster, tmp_path)
-    soak = Soak(own_cluster, lanes, Player(own_cluster))
+    soak = Soak(own_cluster, lanes, Player(own_cluster), tmp_path / "lost")
     try:
         soak.go(MINUTES * 60)
         soak.say("no more faults")

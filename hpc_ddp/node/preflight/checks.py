@@ -193,10 +193,10 @@ def tmpdir(path: Path) -> dict[str, Any]:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(1 << 20))
             file.flush()
-        free = shutil.disk_usage(path).free
+        total, _, free = shutil.disk_usage(path)
     except OSError as error:
         raise UnfitError(f"TMPDIR {path} can't be written: {error.strerror}") from None
-    if free < TMPDIR_BYTES:
+    if total and free < TMPDIR_BYTES:  # some file systems report no sizes at all
         raise UnfitError(f"TMPDIR {path} has only {free / 1e6:.0f} MB free")
     return {"tmpdir": str(path), "tmpdir_free": free}
 
@@ -212,11 +212,11 @@ def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str
     """
     try:
         (folder / place.node).write_text(secret)
-        free = shutil.disk_usage(place.run.path).free
+        total, _, free = shutil.disk_usage(place.run.path)
     except OSError as error:
         reason = f"can't write in the run folder {place.run.path}: {error.strerror}"
         raise UnfitError(reason) from None
-    if free < needed:
+    if total and free < needed:
         raise UnfitError(
             f"the run folder has {free / 1e6:.0f} MB free, and needs {needed / 1e6:.0f} MB"
         )

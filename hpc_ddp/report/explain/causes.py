@@ -189,8 +189,8 @@ def _explain_no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain a run that was given up after attempts in a row without a newer checkpoint.
 
     The last part of the verdict's reason, behind a ``;``, counts these attempts. The rest of the
-    explanation is that of the last attempt's end; after a time limit or a notice the hint is to
-    save more often.
+    explanation is that of the last attempt's end, with the hint to save more often after a time
+    limit, a notice or a failure.
     """
     if verdict.cause == Cause.BAD_NODE:
         last = _explain_unfit_nodes(facts, verdict)
@@ -201,6 +201,8 @@ def _explain_no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     hint = last.hint
     if verdict.cause == Cause.TIME_LIMIT:
         hint = f"save more often, start(save_every=…), or more --time; then {facts.with_new_code}"
+    elif verdict.cause == Cause.FAILED:
+        hint += "; a run that saves more often gets further: --env HPC_DDP_SAVE_EVERY=60"
     elif verdict.cause == Cause.NOTICE:
         hint = f"save more often, start(save_every=…); then {facts.with_new_code}"
     text = f"was given up: {count}. The last one {last.text}"

@@ -20,6 +20,7 @@ from hpc_ddp.slurm_text import parse_options
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
 from hpc_ddp.submission.script.effect import check_effect, taken_out_in_vain, without
+from hpc_ddp.submission.script.shell_lines import check_shell_lines
 from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 
@@ -120,9 +121,10 @@ class Rendering:
     ------
     UsageError
         the run's path, or one to mount, has a character that the script can't hold; an option or a
-        variable is refused, or would have no effect (`check_effect`); or there is no such fabric or
-        container tool, or its file is broken. `whole`, `block` and `left_out` raise it where the
-        user's template is missing or broken (with file and line), or may not act for the user.
+        variable is refused, or would have no effect (`check_effect`); bash can't read a set-up
+        line; or there is no such fabric or container tool, or its file is broken. `whole`, `block`
+        and `left_out` raise it where the user's template is missing or broken (with file and line),
+        or may not act for the user.
     """
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
@@ -138,6 +140,7 @@ class Rendering:
         header = header_pairs(spec, run, self.entry.sbatch)
         srun = as_pairs((*step_options(spec), *spec.srun, *self.entry.srun))
         check_effect(spec, header, srun)
+        check_shell_lines(spec)
         self.header = without(spec, header)
         self.header += options_of_variables(os.environ, dict(self.header))
         self.srun = [word for word in spec.srun if without(spec, as_pairs([word]))]

@@ -69,6 +69,11 @@ def check_script(script: Path, in_image: bool) -> None:
     hint names the command for what the user may mean: a program, a module, a script of sbatch, or
     (`in_image`) a file in the image. Raise OSError where the script can't be read."""
     name = script.name
+    if script.is_dir():
+        raise UsageError(
+            f"script {str(script)!r} is a folder; accepted: a file of Python",
+            hint=f"hpc-ddp submit {shlex.quote(os.path.join(name, 'train.py'))}, or -m PACKAGE",
+        )
     if not script.is_file():
         hint = f"ls {script.parent}"
         if shutil.which(name):

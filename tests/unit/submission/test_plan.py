@@ -218,31 +218,6 @@ def test_options_of_a_container_without_an_image_are_refused(tmp_path: Path) -> 
     plan.plan_new(Settings(values, [Layer("site", values)]), tmp_path, tmp_path / "runs")
 
 
-@pytest.mark.parametrize(
-    ("values", "warning"),
-    [
-        ({"args": ["$HOME/x"]}, "$HOME stays as it is"),
-        ({"args": ["$HOME/x"], "expand": ["HOME"]}, ""),
-        ({"env": {"A": "$(date)"}}, "$( stays as it is"),
-        ({"args": ["^a$", "5$"]}, ""),
-        ({"args": ["-c", "echo $X"], "script": "bash", "no-python": True}, ""),
-        ({"args": ["$X/o"], "script": "composer", "no-python": True}, "$X stays as it is"),
-        ({"container": "apptainer exec $X/a.sif"}, "$X stays as it is"),
-        ({"resume-args": "--from $X"}, "$X stays as it is"),
-        ({"array": "0-9%1"}, "runs that begin anew each"),
-        ({"array": "0-9%2"}, ""),
-    ],
-)
-def test_what_may_be_meant_otherwise_is_said(
-    tmp_path: Path, values: dict[str, Any], warning: str
-) -> None:
-    (tmp_path / "train.py").touch()
-    settings = Settings({"script": "train.py", "python": sys.executable, **values})
-    mistakes = plan.find_mistakes(plan.plan_new(settings, tmp_path, tmp_path / "runs").spec)
-    assert warning in "".join(mistakes)
-    assert bool(warning) == bool(mistakes)
-
-
 def test_a_command_of_the_working_directory_keeps_its_dot(tmp_path: Path) -> None:
     """It is not looked for by PATH."""
     settings = Settings({"script": "./run.sh", "no-python": True, "python": sys.executable})

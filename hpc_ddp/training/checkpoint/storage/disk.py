@@ -88,15 +88,16 @@ def check_space(folder: Path, size: int, files: int) -> None:
     """Raise OSError (ENOSPC) where a folder's file system lacks room for `size` bytes or `files`
     files; any other OSError if the file system does not answer.
 
-    A total that the file system reports as 0 is not checked.
+    A total of 0, and a negative number of what is free, is a file system's word for "not known":
+    CephFS has -1 inodes free, at all times.
     """
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
-    if space.f_blocks and free < size:  # some file systems report no sizes at all
+    if space.f_blocks and 0 <= free < size:  # some file systems report no sizes at all
         raise OSError(
             errno.ENOSPC, f"No space left for {size / 1e6:.1f} MB: {free / 1e6:.1f} MB are free"
         )
-    if space.f_files and space.f_favail < files:
+    if space.f_files and 0 <= space.f_favail < files:
         raise OSError(errno.ENOSPC, f"No space left for {files} files: {space.f_favail} inodes")
 
 

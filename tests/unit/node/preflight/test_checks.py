@@ -83,6 +83,8 @@ def test_the_interconnect_is_checked_on_several_nodes_only(monkeypatch: pytest.M
 
 
 class Usage(NamedTuple):
+    total: int
+    used: int
     free: int
 
 
@@ -90,7 +92,7 @@ def test_space_in_tmpdir_and_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = checks.TMPDIR_BYTES
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(free))  # type: ignore[attr-defined]
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(2 * free, 0, free))  # type: ignore[attr-defined]
     assert checks.tmpdir(tmp_path) == {"tmpdir": str(tmp_path), "tmpdir_free": free}
     assert checks.run_folder(_place(), tmp_path, "secret", free) == {"scratch_free": free}
     assert (tmp_path / "n1").read_text() == "secret"
@@ -99,6 +101,9 @@ def test_space_in_tmpdir_and_the_run_folder(
     monkeypatch.setattr(checks, "TMPDIR_BYTES", free + 1)
     with pytest.raises(UnfitError, match="has only 67 MB free"):
         checks.tmpdir(tmp_path)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(0, 0, 0))  # type: ignore[attr-defined]
+    assert checks.tmpdir(tmp_path)["tmpdir_free"] == 0  # a disk that reports no sizes
+    assert checks.run_folder(_place(), tmp_path, "secret", 1) == {"scratch_free": 0}
 
 
 def test_missing_folders_are_faults(tmp_path: Path) -> None:

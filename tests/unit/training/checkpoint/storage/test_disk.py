@@ -28,6 +28,8 @@ def test_space_and_inodes_are_checked(tmp_path: Path, monkeypatch: pytest.Monkey
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match="No space left for 4 files: 3 inodes"):
         disk.check_space(tmp_path, 1, 4)
+    space.f_favail = -1  # as of CephFS
+    disk.check_space(tmp_path, 1, 4)
     space.f_files = 0  # a file system that has no such count
     disk.check_space(tmp_path, 1, 4)
     space.f_blocks = space.f_bavail = 0  # or no sizes, as ramfs
