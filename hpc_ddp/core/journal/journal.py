@@ -230,21 +230,29 @@ def events_of(path: Path) -> Iterator[JournalEvent]:
 def is_finished(events: Sequence[JournalEvent]) -> bool:
     """Return whether a run has reached its end. The newest attempt with a verdict or a `finished`
     decides: by its last verdict, or without one by `finished`. False where no attempt has either.
+    A verdict ``superseded`` decides nothing: Slurm may start a job again, for a node that was cut
+    off, after the training has finished there.
 
     Where the exit code counts (see `Finished`), `finished` alone is not enough, unless the run was
     started plainly: then no verdict follows.
     """
-    last = last_event(events, VerdictGiven, Finished)
+    ends = [event for event in events if not _is_superseded(event)]
+    last = last_event(ends, VerdictGiven, Finished)
     if last is None:
         return False
     # Their clocks may differ, where the verdict is made on a login node (salloc).
-    ends = [event for event in events if event.attempt == last.attempt]
+    ends = [event for event in ends if event.attempt == last.attempt]
     if verdict := last_event(ends, VerdictGiven):
         return verdict.cause is Cause.FINISHED
     started = last_event(ends, Started)
     has_launcher = started is not None and started.nodes is not None
     by_code = isinstance(last, Finished) and (last.at_exit or last.within)
     return not (has_launcher and by_code)
+
+
+def _is_superseded(event: JournalEvent) -> bool:
+    """Return whether an event is the verdict of an attempt after which another one had begun."""
+    return isinstance(event, VerdictGiven) and event.cause is Cause.SUPERSEDED
 
 
 def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from hpc_ddp.training.checkpoint.rank_comparison import (
 from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import Loaded, Restored
 from hpc_ddp.training.checkpoint.save import Checkpoints
+from hpc_ddp.training.checkpoint.schedule import Best, BestValues
 from hpc_ddp.training.checkpoint.state import State, merge_trees, my_parts, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
@@ -35,17 +35,6 @@ from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import TrainedParameters
 
 RETRY_S = 1.0  # between two tries of `save_surely`
-
-
-@dataclass
-class Best:
-    """The best value so far (None before the first), the step of its checkpoint (None while it has
-    none), and how many values came after it."""
-
-    value: float | None = None
-    step: int | None = None
-    stale: int = 0
-    higher: bool = True  # greater values are better
 
 
 class CheckpointManager:
@@ -70,7 +59,7 @@ class CheckpointManager:
         self._devices, self._seed = devices, seed
         self._dims, self._only_finite = dims, only_finite
         self.trained = TrainedParameters()
-        self.best = Best()
+        self._best_values = BestValues()
         self.resumed = False  # by `track`
         # Whether one rank reads for all what they have alike: on one node they share its cache.
         self.shares_reads = False
@@ -83,7 +72,7 @@ class CheckpointManager:
         self._loaded: Loaded | None = None
         self._has_noted = False  # the flags of models
         self._written: tuple[Position, Best] | None = None  # `_identity` of the newest save
-        self._names_best = self._has_loaded_best = False  # the next save does; `load_best` has
+        self._has_loaded_best = False
 
     def track(
         self,
@@ -142,7 +131,7 @@ class CheckpointManager:
         for note in notes if self._dims.rank == 0 else ():
             say(note)
         vars(self._position).update(checkpoint.index.shared["position"])
-        self.best = Best(**checkpoint.index.shared["best"])
+        self._best_values = BestValues(Best(**checkpoint.index.shared["best"]))
         self._written, self.resumed = self._identity(), True
         # All ranks of a stream take up the same one, whichever of them wrote it.
         first = checkpoint.index.first_of_stream(self._dims.stream)
@@ -214,9 +203,10 @@ class CheckpointManager:
         """Wait for the previous save, then begin to copy the state, and to write it in a thread.
 
         Where the previous save has the same position and best value, it only waits. A best value
-        without a checkpoint gets this one. Rank 0's thread prints on stderr that a save has failed;
-        the next call then saves again. Tensors that must be the same on all ranks are compared at
-        saves 1, 2, 4, 8, … of this attempt, and with `is_last`, since there may be no other save.
+        without a checkpoint gets this one, if its weights are those (`BestValues.name`). Rank 0's
+        thread prints on stderr that a save has failed; the next call then saves again. Tensors that
+        must be the same on all ranks are compared at saves 1, 2, 4, 8, … of this attempt, and with
+        `is_last`, since there may be no other save.
 
         Raises
         ------
@@ -229,9 +219,9 @@ class CheckpointManager:
         if self._written == self._identity():
             return
         self._loaded, self._has_loaded_best, began = None, False, time.monotonic()
-        self._names_best = self.best.step is None and self.best.value is not None
-        if self._names_best:
-            self.best.step = self._position.step
+        lost = self._best_values.name(self._position.step)
+        if lost is not None and self._dims.rank == 0:
+            say(f"WARNING: the best value, {lost:g}, has no checkpoint: its save has failed")
         # Ranks may part later, too; at ever fewer saves this costs little in all.
         compares = is_last or (self._checkpoints.saves + 1).bit_count() == 1
         content = self._copy(compares and self._dims.stage_size > 1)
@@ -293,6 +283,11 @@ class CheckpointManager:
             values["tree"] = current.tree  # rank 0 knows of its own stage only
         return values
 
+    @property
+    def best(self) -> Best:
+        """The run's best value."""
+        return self._best_values.best
+
     def judge(self, value: float, higher: bool) -> bool:
         """Compare rank 0's `value` with the best one. If it is better it becomes the best one,
         still without a checkpoint; else `best.stale` grows by 1. Return whether it is the best, on
@@ -301,12 +296,7 @@ class CheckpointManager:
         It is a collective. `higher`: greater values are better. NaN is never the best value; the
         first value that is a number is.
         """
-        best = self.best
-        value = self._checkpoints.control.from_first(value)
-        beats = best.value is None or (value > best.value if higher else value < best.value)
-        is_best = beats and not math.isnan(value)
-        self.best = Best(value, higher=higher) if is_best else replace(best, stale=best.stale + 1)
-        return is_best
+        return self._best_values.judge(self._checkpoints.control.from_first(value), higher)
 
     def load_best(self, model: torch.nn.Module, saves: bool = True) -> int:
         """Load the best checkpoint's state into a tracked model, given with or without its wrapper;
@@ -372,8 +362,7 @@ class CheckpointManager:
             return done
         finally:
             self._written = self._written if done else None
-            if self._names_best and not done:  # it is not there: the next one is the best
-                self.best.step, self._names_best = None, False
+            self._best_values.settle(done)
 
     def save_surely(self, anew: bool = False) -> None:
         """Save and wait until the save is durable. After a failure try again, `RETRY_S` seconds

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,67 @@ FIRST_AUTO_S = 30.0  # the first save is made early, to measure what one costs
 LONGEST_AUTO_S = 3600.0  # the longest interval that "auto" chooses
 PRIOR_S = 86_400.0  # as if one failure had been seen in a day
 LEAST = 2  # checkpoints, the newest, that are kept even where there is no space for another
+
+
+@dataclass
+class Best:
+    """The best value so far (None before the first), the step of its checkpoint (None while it has
+    none), and how many values came after it."""
+
+    value: float | None = None
+    step: int | None = None
+    stale: int = 0
+    higher: bool = True  # greater values are better
+
+
+class BestValues:
+    """The best value of a run, and the one before it, which is the best again where the weights of
+    a better one could not be saved."""
+
+    def __init__(self, best: Best | None = None) -> None:
+        """`best` is that of a checkpoint."""
+        self.best = best or Best()
+        self._saved = self.best  # the newest one that has a checkpoint
+        self._named: Best | None = None  # the one whose save is under way
+        self._unsaved_at: int | None = None  # the step of the best one's weights: its save failed
+
+    def judge(self, value: float, higher: bool) -> bool:
+        """Return whether `value` is the best one now, still without a checkpoint; else the best
+        one's `stale` grows by 1. `higher`: greater values are better. NaN is never the best value;
+        the first value that is a number is."""
+        best = self.best
+        beats = best.value is None or (value > best.value if higher else value < best.value)
+        is_best = beats and not math.isnan(value)
+        self._saved = replace(self._saved, stale=self._saved.stale + 1)
+        if is_best:
+            self.best, self._unsaved_at = Best(value, higher=higher), None
+        else:
+            self.best = replace(best, stale=best.stale + 1)
+        return is_best
+
+    def name(self, step: int) -> float | None:
+        """Note that the save of a step has begun: it is that of a best value without a checkpoint.
+
+        If the save of that value has failed, and was of another step, its weights are gone: the one
+        before is the best again. Return the value that was lost so, else None.
+        """
+        lost = None
+        if self._unsaved_at not in (None, step):
+            lost, self.best = self.best.value, self._saved
+        self._unsaved_at = None
+        if self.best.step is None and self.best.value is not None:
+            self.best.step = step
+            self._named = self.best
+        return lost
+
+    def settle(self, done: bool) -> None:
+        """Note that the save under way, if there is one, is `done`, or has failed."""
+        named, self._named = self._named, None
+        is_best = named is not None and named.step == self.best.step
+        if named and done:
+            self._saved = self.best if is_best else replace(named, stale=named.stale + 1)
+        elif is_best:
+            self._unsaved_at, self.best.step = self.best.step, None
 
 
 def young_daly(stall_s: float, between_failures_s: float) -> float:

@@ -188,6 +188,9 @@ def test_an_important_event_is_retried_for_a_minute(
         ([event_at("started", nodes=["n1"]), event_at("finished", at_exit=True)], False),
         ([event_at("started", nodes=["n1"]), event_at("finished", within=True)], False),
         ([event_at("started"), event_at("finished", at_exit=True)], True),  # a plain start
+        ([event_at("finished"), event_at("verdict", cause="superseded")], True),  # cut off
+        ([event_at("verdict", cause="superseded")], False),
+        ([event_at("finished"), event_at("verdict", 1.0, 1, cause="superseded")], True),
     ],
 )
 def test_a_run_is_finished_by_its_last_event(events: list[JournalEvent], finished: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +151,40 @@ def test_a_best_step_is_recorded_once_it_is_saved(run: RunFolder, make: Make) ->
     assert not manager.settle()
     assert manager.best.step is None
     break_publishing(saver, None)
+    manager.save_surely()
+    assert checkpoint_names(run) == ["step-1"]
+    assert vars(manager.best)["step"] == 1
     position.step = 2
     manager.save_surely()
-    assert checkpoint_names(run) == ["step-2"]
-    assert vars(manager.best)["step"] == 2
+    assert vars(manager.best)["step"] == 1
     position.step = 3
     break_publishing(saver, OSError("away"))
     manager.save()
     assert not manager.settle()
-    assert vars(manager.best)["step"] == 2  # that one is there
+    assert vars(manager.best)["step"] == 1  # that one is there
+
+
+def test_other_weights_are_not_the_best_where_those_could_not_be_saved(
+    run: RunFolder, make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver, position = make(), Position(step=1)
+    manager = make_manager(saver, position)
+    manager.track({"count": Holds(0)}, {})
+    manager.judge(0.5, higher=True)
+    manager.save()
+    position.step = 2
+    manager.judge(0.9, higher=True)
+    manager.settle()
+    break_publishing(saver, OSError("away"))
+    manager.save()
+    manager.settle()
+    break_publishing(saver, None)
+    position.step = 3
+    manager.save_surely()
+    assert vars(manager.best) == {"value": 0.5, "step": 1, "stale": 1, "higher": True}
+    manifest = json.loads((run.checkpoints / "step-3" / "manifest.json").read_text())
+    assert manifest["best"]["step"] == 1
+    assert "the best value, 0.9, has no checkpoint" in capsys.readouterr().err
 
 
 def test_a_save_that_fails_is_tried_again(

@@ -148,3 +148,49 @@ def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixtu
 def test_an_attempt_without_steps_is_no_failure() -> None:
     assert between_failures([]) == 86_400.0
     assert between_failures([typed("started", 5.0)]) == 86_400.0
+
+
+def test_the_value_before_is_the_best_again_where_a_save_has_failed() -> None:
+    values = schedule.BestValues()
+    values.judge(0.5, higher=True)
+    assert values.name(1) is None
+    values.settle(True)
+    values.judge(0.9, higher=True)
+    assert values.name(2) is None
+    values.settle(False)
+    assert (values.best.value, values.best.step) == (0.9, None)
+    values.judge(0.6, higher=True)
+    assert values.name(3) == 0.9
+    assert values.best == schedule.Best(0.5, 1, stale=2)
+    values.settle(True)
+    assert values.best.step == 1
+
+
+def test_a_better_value_comes_while_a_save_is_under_way() -> None:
+    values = schedule.BestValues()
+    values.judge(0.5, higher=True)
+    values.name(1)
+    values.judge(0.6, higher=True)
+    values.settle(True)  # the first one's
+    assert values.name(2) is None
+    values.settle(False)
+    assert values.name(3) == 0.6
+    assert (values.best.value, values.best.step) == (0.5, 1)
+
+
+def test_a_new_best_value_takes_the_place_of_one_that_was_lost() -> None:
+    values = schedule.BestValues()
+    values.judge(0.5, higher=True)
+    values.name(1)
+    values.settle(False)
+    values.judge(0.7, higher=True)
+    assert values.name(2) is None
+    values.settle(True)
+    assert values.best == schedule.Best(0.7, 2)
+    lost = schedule.BestValues()
+    lost.judge(0.5, higher=True)
+    lost.name(1)
+    lost.settle(False)
+    assert lost.name(2) == 0.5
+    assert lost.best.value is None
+    assert lost.best.step is None
