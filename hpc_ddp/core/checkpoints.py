@@ -277,16 +277,14 @@ def set_aside(run: RunFolder) -> Path | None:
 
 
 def bring_back(run: RunFolder, aside: Path) -> None:
-    """Undo `set_aside`, which has returned the folder `aside`, of a run whose next attempt could
-    not be started: move the checkpoints back, remove `aside`, and revoke the note in the journal.
+    """Move the checkpoints back that `set_aside` has moved to the folder `aside`, and remove it.
 
     Raise OSError where the disk refuses a move, or `aside` holds something else; some may have been
-    moved by then, and the note still stands. A disk that refuses the journal is reported on stderr.
+    moved by then.
     """
     for folder in all_of(aside):
         folder.rename(run.checkpoints / folder.name)
     aside.rmdir()
-    run.journal("submit").write_surely(Fresh(0))
 
 
 def lost(run: RunFolder) -> list[str]:

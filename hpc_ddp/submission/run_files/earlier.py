@@ -18,6 +18,8 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import list_names, read_json, write_whole
+from hpc_ddp.core.journal.events import Fresh
+from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import describe_work, read_queue
 from hpc_ddp.submission.run_files.start_claim import claim_start, release_start
@@ -25,9 +27,9 @@ from hpc_ddp.submission.run_files.start_claim import claim_start, release_start
 
 def note_earlier(run: RunFolder) -> None:
     """Write the note by which a start of `run` can be undone, in place of an older note: the
-    content of the files that a start changes, the number of attempts, and the names of the
-    snapshots and of the checkpoints set aside. Raise OSError where a file can't be read, or the
-    note can't be written."""
+    content of the files that a start changes, the number of attempts, the attempt with which each
+    part began anew, and the names of the snapshots and of the checkpoints set aside. Raise OSError
+    where a file can't be read, or the note can't be written."""
     parts = (run, *run.tasks())
     files = (run.job_json, run.limits_json, run.script, *(part.cancelled for part in parts))
     contents = {
@@ -39,6 +41,7 @@ def note_earlier(run: RunFolder) -> None:
         "time": time.time(),
         "attempts": _count_attempts(run),
         "files": contents,
+        "first_attempts": {_name_in(run, part): first_attempt(part.events()) for part in parts},
         "code": [path.name for path in _snapshots(run)],
         "aside": [str(path.relative_to(run.path)) for path in _aside(run)],
     }
@@ -54,8 +57,8 @@ def remove_note(run: RunFolder) -> None:
 
 def undo_start(run: RunFolder) -> None:
     """Undo a start of `run` by its note: give the files their earlier content, remove the start's
-    snapshot of the code, move back the checkpoints that it has set aside, and remove the note. The
-    new library stays. Without a note nothing is done.
+    snapshot of the code, move back the checkpoints that it has set aside, journal that nothing
+    begins anew, and remove the note. The new library stays. Without a note nothing is done.
 
     Nothing is raised. A file that can't be written stays as it is; where the disk refuses that or
     anything else, stderr says so, and the note stays for the next try.
@@ -78,6 +81,10 @@ def undo_start(run: RunFolder) -> None:
         for folder in _aside(run):
             if str(folder.relative_to(run.path)) not in note["aside"]:
                 checkpoints.bring_back(RunFolder(folder.parent.parent), folder)
+        for part in (run, *run.tasks()):  # a script that saves by itself has nothing to move
+            before = note["first_attempts"].get(_name_in(run, part), 0)
+            if first_attempt(part.events()) != before:
+                part.journal("submit").write_surely(Fresh(before))
         if refusals:
             raise refusals[0]
         remove_note(run)
@@ -138,6 +145,11 @@ def _undo_if_broken(run: RunFolder) -> None:
 def _note_of(run: RunFolder) -> Path:
     """Return the path of a run's note."""
     return run.path / ".before-start.json"
+
+
+def _name_in(run: RunFolder, part: RunFolder) -> str:
+    """Return the path of a task in the folder of its run; ``.`` for the run itself."""
+    return str(part.path.relative_to(run.path))
 
 
 def _count_attempts(run: RunFolder) -> int:

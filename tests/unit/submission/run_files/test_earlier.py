@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from hpc_ddp.cli import jobs
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import read_json, write_whole
+from hpc_ddp.core.journal.events import Fresh
+from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import backends
 from hpc_ddp.submission.plan import Plan, plan_new
@@ -85,6 +88,19 @@ def test_a_refused_start_leaves_the_run_as_it_was(slurm_commands: Slurm, run: Ru
     for name in checkpoint_names(run):
         (run.checkpoints / name).rename(run.path / name)
     assert checkpoints.lost(run) == ["step-2: it was saved, and is gone"]  # no longer `fresh`
+
+
+def test_a_refused_start_begins_nothing_anew(slurm_commands: Slurm, run: RunFolder) -> None:
+    """Also where the script saves by itself; an earlier ``--fresh`` still holds."""
+    shutil.rmtree(run.checkpoints)
+    slurm_commands.answer("sbatch", err="Invalid partition name", code=1)
+    for number in (0, 1):
+        if number:
+            run.journal("submit").write(Fresh(number))
+            run.claim_attempt({"job_id": "4"}, lambda info: False)
+        with pytest.raises(HpcDdpError, match="Invalid partition"):
+            _start(run)
+        assert first_attempt(run.events()) == number
 
 
 def test_a_start_that_is_broken_off_is_undone_by_the_next_one(
