@@ -142,6 +142,17 @@ class RunFolder:
     def slurm_out(self) -> Path:
         return self.logs / "slurm.out"
 
+    def outputs(self) -> list[Path]:
+        """Return the files with the output of the run's jobs, by name. Those of a task are its
+        array's for it, and its own, where it went on alone, the last one written last. Raise
+        OSError where the disk does not answer."""
+        paths = sorted(self.logs.glob("slurm*.out"))
+        if not self.is_task:
+            return paths
+        of_array = RunFolder(self.whole).logs / f"slurm-{self.index}.out"
+        paths += [of_array] if of_array.exists() else []
+        return sorted(paths, key=lambda path: path.stat().st_mtime)
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

@@ -15,6 +15,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.task_folder import job_folder
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -49,15 +50,21 @@ def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> No
     belongs to the earlier job, else ``early-links.json``. The run knows each job that a person has
     submitted.
 
-    Raises OSError if the run's folder can't be read or written.
+    For a task of an array the earlier job is ``ARRAY_INDEX``, which no attempt is noted with: its
+    newest attempt counts as of that job. Raises OSError if the run's folder can't be read or
+    written.
     """
     waited_for = environ.get("SLURM_JOB_DEPENDENCY", "")
-    dependency = re.fullmatch(r"afterany:(\d+)(,singleton)?", waited_for)
+    index = f"_{environ['SLURM_ARRAY_TASK_ID']}" if environ.get("SLURM_ARRAY_TASK_ID") else ""
+    dependency = re.fullmatch(rf"afterany:((\d+){index})(,singleton)?", waited_for)
     jobs = run.jobs(run.events())
-    if not dependency or job.is_among(jobs) or not JobRef(dependency[1]).is_among(jobs):
+    of_array = RunFolder(run.whole)
+    if dependency and index:
+        jobs += of_array.jobs(of_array.events())
+    if not dependency or job.is_among(jobs) or not JobRef(dependency[2]).is_among(jobs):
         return
     attempts = run.attempts()
-    if attempts and attempts[-1].info.get("job_id") == dependency[1]:
+    if attempts and (index or attempts[-1].info.get("job_id") == dependency[1]):
         write_json(attempts[-1].path / "next.json", {"job_id": str(job)})
     else:
         write_json(run.early_links, {**read_json(run.early_links), dependency[1]: str(job)})
@@ -184,8 +191,8 @@ def queue_next_link(
 def _queue_link(
     run: RunFolder, environ: dict[str, str], give_up: float | None = None
 ) -> JobRef | None:
-    """Submit the script once more, on this job's cluster and off blamed nodes; return the new job,
-    which starts after this one. The index of runs notes it as a job of the run.
+    """Submit the job's script (`job_folder`) once more, on this job's cluster and off blamed nodes;
+    return the new job, which starts after this one. The index of runs notes it as a job of the run.
 
     None where Slurm refuses the job, or does not answer until `give_up` (see `slurm.sbatch`); the
     reason is printed. The script's ``--hold`` or ``--begin`` was for the first job, and is undone;
@@ -194,21 +201,22 @@ def _queue_link(
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
     shell = first_job.before_setup(environ).items()
     env = {name: text for name, text in shell if name not in CLUSTERS_OF_SUBMIT}
-    script_options = slurm.options_of(RunFolder(run.whole).script)
+    script = job_folder(run).script
+    script_options = slurm.options_of(script)
     is_single = "singleton" in re.split("[,?]", script_options.get("dependency", ""))
     options = [f"--dependency=afterany:{own_id(environ)}{',singleton' * is_single}"]
     kept_off = excluded_nodes(run, own_id(environ), give_up)
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
     task = environ.get("SLURM_ARRAY_TASK_ID")
-    array = RunFolder(run.whole)  # an array's script is that of all its tasks
+    array = RunFolder(run.whole)
     if task:
         options.append(f"--array={task}")
     if "begin" in script_options:
         options.append("--begin=now")
     try:
         link = slurm.sbatch(
-            array.script,
+            script,
             env,
             *options,
             earlier=[*array.jobs(array.events()), *run.jobs(run.events())],

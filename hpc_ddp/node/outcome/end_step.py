@@ -20,7 +20,7 @@ from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.process import children_by_parent, proc_text
 from hpc_ddp.node.outcome.requeue import ask
-from hpc_ddp.node.outcome.verdict import silent_nodes
+from hpc_ddp.node.outcome.silent_ends import silent_nodes
 
 POLL_S = 10.0
 ENDED_S = 60.0  # how long srun may take once all nodes have recorded their end

@@ -7,6 +7,7 @@ import time
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.task_folder import job_folder
 from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.gather_facts import since_submit
@@ -61,7 +62,7 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
         return excluded_before
     # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
     nodes = [*excluded_before, *bad]
-    reason = slurm.why_refused(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}")
+    reason = slurm.why_refused(job_folder(run).script, f"--exclude={','.join(nodes)}")
     if reason:
         say(f"not kept off {', '.join(bad)}: {reason}")
         return excluded_before

@@ -91,9 +91,12 @@ def forget_before_setup(environ: Mapping[str, str]) -> None:
 
 def _file(environ: Mapping[str, str]) -> Path:
     """Return the path of the file with the environment from before the set-up lines; raise KeyError
-    without a job or a run."""
+    without a job or a run. The file is in the folder whose script runs (`job_folder`)."""
     run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-    return RunFolder(run.whole).logs / f".environ-{environ['SLURM_JOB_ID']}"
+    paths = [
+        part.logs / f".environ-{environ['SLURM_JOB_ID']}" for part in (run, RunFolder(run.whole))
+    ]
+    return next(filter(Path.exists, paths), paths[-1])
 
 
 def main(_: list[str]) -> int:

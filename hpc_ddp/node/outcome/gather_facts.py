@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_ddp import slurm
@@ -33,14 +34,13 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
 from hpc_ddp.node.outcome import oom
 from hpc_ddp.node.outcome.end_message import GIVEN_UP, notify
-from hpc_ddp.node.outcome.silent_ends import too_many_silent
+from hpc_ddp.node.outcome.silent_ends import few_of, silent_nodes, too_many_silent
 from hpc_ddp.node.outcome.verdict import (
     AttemptFacts,
     Verdict,
     decide,
     over_budget,
     over_requeues,
-    silent_nodes,
 )
 from hpc_ddp.slurm_text import Job
 
@@ -178,15 +178,27 @@ def judge(
         most_requeues=run.most_requeues,
     )
     if silent and not (facts.complete or facts.lost_nodes or facts.failure):
-        records = [*records, *oom.step_records(silent, run.slurm_out)]
+        records = [*records, *oom.step_records(silent, _last_output(run))]
         facts = replace(facts, records=records)
     decided = decide(facts)
+    if decided.cause == Cause.NODE_LOST and facts.step is None:
+        # Up for Slurm, and without the disk, say, or unable to start a container.
+        facts = replace(facts, mute_nodes=few_of(silent, nodes))
     if spec.stage:
         decided = judge_stage(run, facts, decided, attempt.staged)
     if decided.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
         decided = replace(decided, why=APART.format(count=len(nodes) * spec.workers_per_node))
     _record(run, attempt, facts, decided, goes_on)
     return facts, decided
+
+
+def _last_output(run: RunFolder) -> Path:
+    """Return the file to which this job's output goes; a file that may not exist where the disk
+    does not answer."""
+    try:
+        return next(reversed(run.outputs()), run.slurm_out)
+    except OSError:
+        return run.slurm_out
 
 
 def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: set[str]) -> Verdict:

@@ -1,10 +1,12 @@
-"""The bound on attempts that end without a verdict. Pure: no Slurm, no disk."""
+"""Nodes and attempts that end without a word. Pure: no Slurm, no disk."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Cause
@@ -46,6 +48,20 @@ def too_many_silent(
 def most_in_a_row(spec: JobSpec) -> int:
     """Return how many attempts may follow each other without anything that shows progress."""
     return 3 * max(1, spec.max_failures)
+
+
+def silent_nodes(
+    spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Return the nodes, sorted, that lack the record of a task's end; ``left`` ones don't count."""
+    heard = Counter(record["node"] for record in records if not record.get("left"))
+    return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
+
+
+def few_of(silent: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
+    """Return the nodes of an attempt that have left no record, where they are few: one, or a tenth
+    of all. Else [], since the cause may then be anywhere."""
+    return silent if len(silent) < len(nodes) and len(silent) <= max(1, len(nodes) // 10) else []
 
 
 def never_began(verdict: VerdictGiven) -> bool:

@@ -24,7 +24,6 @@ row without a newer checkpoint end a run, whatever their causes; preemptions do 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -49,7 +48,12 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.node.outcome.first_failure import Failure, early_exits, first_cause, from_record
-from hpc_ddp.node.outcome.silent_ends import ended_silently, most_in_a_row, never_began
+from hpc_ddp.node.outcome.silent_ends import (
+    ended_silently,
+    most_in_a_row,
+    never_began,
+    silent_nodes,
+)
 from hpc_ddp.slurm_text import Job
 
 E = TypeVar("E", bound=JournalEvent)
@@ -82,6 +86,8 @@ class AttemptFacts:
         is of a node that was lost and went on in vain, while an elastic job did without it
     lost_nodes
         silent nodes that Slurm says are down or do not answer
+    mute_nodes
+        few silent nodes of many, on which nothing began
     gpu_hours
         what the run has used so far, with all tasks of its array; measured for a budget only
     most_requeues
@@ -100,15 +106,16 @@ class AttemptFacts:
     records: Sequence[dict[str, Any]]
     events: Sequence[JournalEvent]
     lost_nodes: Sequence[str] = ()
+    mute_nodes: Sequence[str] = ()
     gpu_hours: float = 0.0
     most_requeues: float = math.inf
 
     @property
     def bad_nodes(self) -> Sequence[str]:
-        """The nodes to blame for this attempt's end: the lost, those unfit by the preflight, and
-        the `broken_nodes`."""
-        unfit_nodes = self.unfit.bad_nodes if self.unfit else []
-        return [*dict.fromkeys([*self.lost_nodes, *unfit_nodes, *self.broken_nodes])]
+        """The nodes to blame for this attempt's end: the lost, those unfit by the preflight, the
+        `broken_nodes` and the `mute_nodes`."""
+        unfit = self.unfit.bad_nodes if self.unfit else []
+        return [*dict.fromkeys([*self.lost_nodes, *unfit, *self.broken_nodes, *self.mute_nodes])]
 
     def here(self, kind: type[E]) -> E | None:
         """Return this attempt's last event of a kind, None without one."""
@@ -198,14 +205,6 @@ class Verdict:
     action: Action
     why: str
     exit_code: int = 0
-
-
-def silent_nodes(
-    spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
-) -> list[str]:
-    """Return the nodes, sorted, that lack the record of a task's end; ``left`` ones don't count."""
-    heard = Counter(record["node"] for record in records if not record.get("left"))
-    return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
 
 
 def decide(facts: AttemptFacts) -> Verdict:

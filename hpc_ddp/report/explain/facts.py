@@ -200,7 +200,7 @@ def _gather(
     except OSError as error:
         events, problem = (), f"{error.filename}: {error.strerror}"
     attempts = _try(run.attempts, list[AttemptFolder]())
-    outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
+    outputs = _try(run.outputs, list[Path]())
     facts = RunFacts(
         path=run.path,
         now=time.time(),

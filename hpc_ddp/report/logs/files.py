@@ -60,9 +60,9 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
         no such rank or attempt (the message lists the existing ones), a rank of a whole array,
         nothing printed yet, or a script that was started by hand, whose output went to its terminal
     OSError
-        an attempt's folder, or the journal, can't be read
+        the run's folder, one of an attempt, or the journal can't be read
     """
-    outputs = sorted(run.logs.glob("slurm*.out"))
+    outputs = run.outputs()
     if rank is None and attempt is None and outputs:
         return outputs
     attempts = run.attempts()

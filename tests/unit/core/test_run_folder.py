@@ -138,6 +138,21 @@ def test_files_of_a_run_have_their_places(tmp_path: Path) -> None:
     ]
 
 
+def test_the_output_of_a_task_is_its_arrays_until_it_goes_on_alone(tmp_path: Path) -> None:
+    array = RunFolder(tmp_path / "name" / "id").make()
+    task = array.task(3).make()
+    assert task.outputs() == []
+    of_array, other = array.logs / "slurm-3.out", array.logs / "slurm-13.out"
+    for path in (of_array, other):
+        path.touch()
+    os.utime(of_array, (1, 1))
+    assert task.outputs() == [of_array]
+    assert array.outputs() == [other, of_array]
+    alone = task.logs / "slurm-3.out"
+    alone.touch()
+    assert task.outputs() == [of_array, alone]
+
+
 def test_attempts_tasks_and_code_are_sorted_by_number(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "name" / "id").make()
     assert (run.newest_code, run.attempts(), run.tasks()) == (None, [], [])

@@ -155,6 +155,37 @@ def test_a_step_that_slurm_has_ended_for_memory_is_no_lost_node(
     assert decided.cause == ("failed" if "memory" in why else "node lost")
 
 
+@pytest.mark.parametrize(
+    ("names", "bad_nodes"),
+    [(["n1", "n2"], ["n2"]), (["n1", "n2", "n3"], []), ([f"n{i}" for i in range(1, 22)], ["n2"])],
+)
+def test_one_silent_node_of_many_is_kept_off(
+    run: RunFolder, slurm_commands: Slurm, names: list[str], bad_nodes: list[str]
+) -> None:
+    """It is up for Slurm, and its mount of the run's disk is gone, say."""
+    attempt = run.claim_attempt({"job_id": "7", "nodes": names}, lambda identity: False)
+    for node in names:
+        if node != "n2" and not (len(names) == 3 and node == "n3"):
+            write_record(attempt, node, notice="SIGTERM")
+    facts, decided = judge(run, attempt, step_environ(run), None)
+    assert (decided.cause, decided.action) == ("node lost", "requeue")
+    assert facts.bad_nodes == bad_nodes
+    (event,) = [event for event in raw_events(run.path) if event["event"] == "verdict"]
+    assert event["bad_nodes"] == bad_nodes
+
+
+def test_a_task_of_an_array_that_slurm_has_ended_for_memory_is_no_lost_node(
+    run: RunFolder, slurm_commands: Slurm
+) -> None:
+    """Slurm writes its output into the array's folder."""
+    task = run.task(3).make()
+    task.job_json.write_text(run.job_json.read_text())
+    claimed = task.claim_attempt({"job_id": "7", "nodes": ["n1"]}, lambda identity: False)
+    (run.logs / "slurm-3.out").write_text(DETECTED.format(0))
+    _, decided = judge(task, claimed, step_environ(task), None)
+    assert decided.why.startswith("a process on n1: out of memory")
+
+
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, run: RunFolder) -> Callable[..., int]:
     def main(*words: str, **environ: str) -> int:

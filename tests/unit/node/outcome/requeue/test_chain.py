@@ -190,6 +190,26 @@ def test_the_next_link_of_a_task_is_that_task(
     assert linked(run, "9").resolve() == run.path
 
 
+@pytest.mark.parametrize("is_newest", [True, False])
+def test_the_next_link_of_a_task_alone_has_its_own_script(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock, is_newest: bool
+) -> None:
+    """With its memory and its code; the array's again where the array was submitted later."""
+    task = run.task(1).make()
+    for part, at in ((run, 1.0 if is_newest else 3.0), (task, 2.0)):
+        part.script.write_text("#!/bin/bash\n")
+        part.journal("submit").write(raw("submitted", time=at, backend="slurm"))
+    attempt = task.claim_attempt({}, lambda identity: False)
+    slurm_commands.answer("sbatch", "9\n")
+    environ = job_environ(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="1")
+    (task.logs / ".environ-7").write_text(f"PATH={os.environ['PATH']}\0A=before\0")
+    environ |= {"HPC_DDP_RUN": str(task.path), "A": "after"}
+    assert first_job.before_setup(environ)["A"] == "before"
+    queue_next_link(task, attempt, environ)
+    (words,) = slurm_commands.calls("sbatch")
+    assert words[-1] == str((task if is_newest else run).script)
+
+
 def test_the_next_link_of_a_singleton_is_one(
     run: RunFolder, slurm_commands: Slurm, clock: Clock
 ) -> None:

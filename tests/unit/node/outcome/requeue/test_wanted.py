@@ -78,6 +78,21 @@ def test_a_job_whose_id_came_too_late_is_a_link(
             check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
 
 
+@pytest.mark.parametrize("has_attempt", [True, False])
+def test_a_late_link_of_a_task_is_one(tmp_path: Path, has_attempt: bool) -> None:
+    """Slurm names the job before it by array and index, and the attempt has a number of its own."""
+    array = RunFolder(tmp_path / "run").make()
+    array.journal("submit").write(raw("queued", job_id="7"))
+    task = array.task(3).make()
+    if has_attempt:
+        task.claim_attempt({"job_id": "11"}, is_live=lambda info: False)
+    environ = {"SLURM_JOB_DEPENDENCY": "afterany:7_3", "SLURM_ARRAY_TASK_ID": "2"}
+    record_late_link(task, JobRef("12"), environ)
+    assert not is_link(task, JobRef("12"))
+    record_late_link(task, JobRef("12"), environ | {"SLURM_ARRAY_TASK_ID": "3"})
+    assert is_link(task, JobRef("12"))
+
+
 @pytest.mark.parametrize("dependency", ["afterany:6", "afterok:7", "afterany:7:9", ""])
 def test_a_persons_dependency_makes_no_link(run: RunFolder, dependency: str) -> None:
     record_late_link(run, JobRef("8"), {"SLURM_JOB_DEPENDENCY": dependency})
