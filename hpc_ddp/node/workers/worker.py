@@ -200,8 +200,8 @@ def resume_args() -> list[str]:
 
     Nothing is resumed in the first attempt of the run, or the first since ``--fresh``, unless
     torchrun has started the worker again. Nor is it where HPC_DDP_RESUME_IF is set and no file
-    matches this pattern: an earlier attempt may have ended before it wrote the file. Raises
-    ValueError for an open quote.
+    matches this pattern: an earlier attempt may have ended before it wrote the file. A file that is
+    older than that ``--fresh`` is of the life before. Raises ValueError for an open quote.
     """
     numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)
@@ -211,7 +211,20 @@ def resume_args() -> list[str]:
     import glob
     import shlex
 
-    return shlex.split(words) if not path or glob.glob(path) else []
+    begun = os.path.join(os.environ["HPC_DDP_RUN"], "logs", f"attempt-{first_attempt}")
+    if path and not any(_is_newer(file, begun) for file in glob.glob(path)):
+        return []
+    return shlex.split(words)
+
+
+def _is_newer(file: str, attempt: str) -> bool:
+    """Return whether a file was changed after an attempt, a folder, had begun; True where the disk
+    does not tell."""
+    try:
+        begun = os.stat(os.path.join(attempt, "attempt.json")).st_mtime
+        return os.stat(file).st_mtime >= begun
+    except OSError:
+        return True
 
 
 def value_of(name: str, variable: str = "") -> str:

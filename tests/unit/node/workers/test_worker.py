@@ -83,7 +83,7 @@ def test_a_worker_has_a_log_and_slurms_variables_of_its_own(
         ({"HPC_DDP_ATTEMPT": "2", "HPC_DDP_FIRST_ATTEMPT": "2"}, False),
         ({"HPC_DDP_ATTEMPT": "3", "HPC_DDP_FIRST_ATTEMPT": "2"}, True),
         ({"HPC_DDP_ATTEMPT": "2", "HPC_DDP_RESUME_IF": "/no/ckpt.pt"}, False),
-        ({"HPC_DDP_ATTEMPT": "2", "HPC_DDP_RESUME_IF": "/*/null"}, True),
+        ({"HPC_DDP_ATTEMPT": "2", "HPC_DDP_RESUME_IF": "/*/null"}, True),  # of no known age
     ],
 )
 def test_a_script_has_further_arguments_from_its_second_start_on(
@@ -97,6 +97,25 @@ def test_a_script_has_further_arguments_from_its_second_start_on(
     assert done.returncode == 0, done.stderr
     printed = (tmp_path / "rank-2.log").read_text().strip()
     assert printed == str(["--resume", "last one.pt"] if is_later else [])
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_a_checkpoint_from_before_a_fresh_start_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_newer: bool
+) -> None:
+    """The first attempt since ``--fresh`` may have ended before it saved."""
+    checkpoint = tmp_path / "ckpt.pt"
+    checkpoint.touch()
+    begun = tmp_path / "logs" / "attempt-2" / "attempt.json"
+    begun.parent.mkdir(parents=True)
+    begun.touch()
+    os.utime(begun, (2, 2))
+    os.utime(checkpoint, (3, 3) if is_newer else (1, 1))
+    environ = {"RUN": str(tmp_path), "ATTEMPT": "3", "FIRST_ATTEMPT": "2"}
+    environ |= {"RESUME_ARGS": "--resume", "RESUME_IF": f"{tmp_path}/*.pt"}
+    for name, text in environ.items():
+        monkeypatch.setenv(f"HPC_DDP_{name}", text)
+    assert worker.resume_args() == (["--resume"] if is_newer else [])
 
 
 @pytest.mark.parametrize(
