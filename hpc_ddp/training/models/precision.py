@@ -99,14 +99,20 @@ class Precision:
             self._lost_overflow = self._lost_overflow or any(flag.item() for flag in self._flags)
             self._scaler.update(self._scaler.get_scale())
             self._updated.clear()
-        if self._scaler and (private or clip_norm is not None):
+        is_idle = all(parameter.grad is None for parameter in parameters)  # as a GAN's, at first
+        if self._scaler and not is_idle and (private or clip_norm is not None):
             self._scaler.unscale_(optimizer)
         if self._scaler and private:  # else the rank with the overflow alone would skip the step
-            for flag in self._scaler._found_inf_per_device(optimizer).values():
+            flags = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
+            for flag in flags.values() or [
+                torch.zeros((), dtype=torch.float32, device=self._device)
+            ]:
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         if clip_norm is not None:
             norm = clip_(parameters, clip_norm, self._dims, self._device, private)
-        if self._step(optimizer, is_asked=scheduler is not None) and scheduler is not None:
+        if is_idle:  # the scaler refuses it
+            optimizer.step()
+        if (is_idle or self._step(optimizer, scheduler is not None)) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         self._left_scaled = False

@@ -139,6 +139,24 @@ def test_the_scheduler_of_an_optimizer_without_hooks_is_stepped(factor: float) -
     assert vars(optimizer)["step"] is step
 
 
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_an_optimizer_without_gradients_is_updated(kind: str, clip_norm: float | None) -> None:
+    """As a GAN's in its warm-up; torch's scaler refuses it."""
+    precision = Precision(kind, CPU, stop_on_nan=True)
+    model, idle = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer, idle_one = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, idle))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(idle_one, 0.5)
+    before = idle.weight.detach().clone()
+    for _ in range(2):
+        precision.backward(model(torch.ones(1, 2)).sum())
+        precision.update(idle_one, clip_norm, scheduler)
+        precision.update(optimizer, clip_norm, None)
+        precision.end_step()
+    assert idle_one.param_groups[0]["lr"] == 0.025
+    assert torch.equal(idle.weight, before)
+
+
 class Fused(torch.optim.SGD):
     """An optimizer that skips an overflow by itself, as torch's fused ones do on a device."""
 
