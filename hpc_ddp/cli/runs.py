@@ -118,7 +118,7 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows]))
     elif not rows:
-        say("no checkpoints yet")
+        say("no checkpoints of hpc-ddp yet; a script without hpc_ddp.training saves its own")
     else:
         click.echo(tables.checkpoint_table(rows))
     # Exit code 1 where a checkpoint has a problem.

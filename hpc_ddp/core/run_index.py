@@ -122,10 +122,11 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
             f"task {waiting.index} of {waiting.whole} has not begun, and has no folder yet",
             hint="scancel JOB_INDEX cancels it; squeue --me names the array's job",
         )
-    list_names(root)  # or what can't be listed would look empty
+    # What can't be listed would look empty.
+    elsewhere = "its folder as RUN, --runs-dir, or cd to where it was submitted"
     raise UsageError(
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
-        hint="list the runs with `hpc-ddp status`",
+        hint="list the runs with `hpc-ddp status`" if list_names(root) else elsewhere,
     )
 
 

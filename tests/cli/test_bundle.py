@@ -92,6 +92,13 @@ def test_a_bundle_has_what_a_ticket_needs(call: Cli, run: RunFolder, tmp_path: P
     assert "  logs/attempt-0/secret (no text)\n" in done.stderr
 
 
+def test_a_place_that_can_not_be_written_is_named(call: Cli, run: RunFolder) -> None:
+    done = call("bundle", run.id, "-o", "/nosuch/x.tar.gz")
+    assert done.returncode == 1
+    assert "can't write /nosuch/x.tar.gz: No such file or directory" in done.stderr
+    assert "hint: -o FILE writes it elsewhere" in done.stderr
+
+
 def test_a_bundle_has_no_secret(call: Cli, run: RunFolder, tmp_path: Path) -> None:
     assert call("bundle", run.id, MY_PASS_IT="secret-of-the-shell").returncode == 0
     files = contents(tmp_path / f"hpc-ddp-{run.id}.tar.gz")

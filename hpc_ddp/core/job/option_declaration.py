@@ -7,6 +7,7 @@ From the declaration follow the option of the command line, its heading in ``--h
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
@@ -30,6 +31,14 @@ class Kind:
     @property
     def is_list(self) -> bool:
         return self.types == (list,)
+
+    def line_for(self, key: str, value: object) -> str:
+        """Return the line of a TOML file that has a value of another type as one of these; '' where
+        nothing follows from it."""
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            text = json.dumps(str(value), ensure_ascii=False)
+            return {(str,): f"{key} = {text}", (list,): f"{key} = [{text}]"}.get(self.types, "")
+        return ""
 
 
 TEXT = Kind((str,), "a string")

@@ -344,7 +344,7 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
         kind: Kind = _KINDS[key]
         if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not FLAG):
             text = f"{path}: {key} is {value!r}, but must be {kind.text}"
-            raise UsageError(text, hint=f"see {path}")
+            raise UsageError(text, hint=kind.line_for(key, value) or f"see {path}")
         if isinstance(value, list) and not all(isinstance(line, str) for line in value):
             raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
     # A path in a file is meant from there.

@@ -91,6 +91,21 @@ def test_malformed_tables_are_refused(home: Path, text: str, message: str) -> No
         _values(home)
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("time = 30", 'time = "30"'),
+        ('setup = "module load cuda"', 'setup = ["module load cuda"]'),
+        ("time = true", "see /"),
+    ],
+)
+def test_a_value_of_another_type_has_its_line_as_a_hint(home: Path, text: str, hint: str) -> None:
+    (home / "hpc-ddp.toml").write_text(text + "\n")
+    with pytest.raises(UsageError) as caught:
+        _values(home)
+    assert (caught.value.hint or "").startswith(hint)
+
+
 def test_a_file_may_begin_with_the_mark_of_its_encoding(home: Path) -> None:
     (home / "hpc-ddp.toml").write_text("[env]\nA = 4\n", encoding="utf-8-sig")
     assert _values(home)["env"] == {"A": "4"}
