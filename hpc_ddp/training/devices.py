@@ -374,7 +374,7 @@ def choose_backend(requested: str | None, device: torch.device) -> str:
     HpcDdpError
         this torch was built without it, or it sends no tensors of the device (NCCL without a GPU)
     """
-    backend = requested or default_backend(device)
+    backend = str(requested or default_backend(device)).lower()
     by_type: dict[str, str] = {}
     if ":" in backend:
         pairs = [pair.partition(":") for pair in backend.split(",")]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -70,10 +70,18 @@ class DrilledRun(Run):
         self._tracked |= objects
 
     def _begin_loop(self, is_over: bool) -> None:
-        """Begin the loop, and record its start."""
+        """Begin the loop, and record its start. After a resume within an epoch that comes with the
+        first batch, since generators are as of the epoch's begin before it."""
         super()._begin_loop(is_over)
         self._began = time.monotonic()
+        if self._epoch.on_first_batch is None:
+            self._record("start", self.position.step, {})
+
+    def _restore_step_states(self) -> Callable[[], None]:
+        """Put the checkpoint's state back, and record the start of the loop."""
+        undo = super()._restore_step_states()
         self._record("start", self.position.step, {})
+        return undo
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the epochs as `Run.epochs` does, and record the begin of each but the first, which

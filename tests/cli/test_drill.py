@@ -123,6 +123,11 @@ SMALL = {
 }
 
 
+def test_a_job_that_resumes_right_is_told_so(tmp_path: Path) -> None:
+    done = drill(tmp_path, *LEAN, str(JOBS / "digits.py"), "--epochs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("job", sorted({path.name for path in JOBS.glob("*.py")} - KILLS_ITSELF))
 def test_every_job_resumes_right(job: str, tmp_path: Path) -> None:

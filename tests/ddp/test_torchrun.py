@@ -80,7 +80,7 @@ def test_linear_regression_in_one_process(tmp_path: Path) -> None:
         assert all(line.startswith(("hpc-ddp: ", "step ")) for line in lines)
         assert where == f"hpc-ddp: run: {run.path}{moved}"
         assert re.fullmatch(r"hpc-ddp: goodput \d+ %: .* training, .* importing.*", goodput)
-    names = sorted(path.name for path in run.path.parent.iterdir())
+    names = sorted(path.name for path in run.path.parent.glob("[!.]*"))
     assert names == ["local", "local-1"]
 
 

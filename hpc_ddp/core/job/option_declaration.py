@@ -32,12 +32,12 @@ class Kind:
     def is_list(self) -> bool:
         return self.types == (list,)
 
-    def line_for(self, key: str, value: object) -> str:
-        """Return the line of a TOML file that has a value of another type as one of these; '' where
-        nothing follows from it."""
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            text = json.dumps(str(value), ensure_ascii=False)
-            return {(str,): f"{key} = {text}", (list,): f"{key} = [{text}]"}.get(self.types, "")
+    def line_for(self, key: str, entry: object) -> str:
+        """Return the line of a TOML file that sets an entry, of another type, as one of these; ''
+        where nothing follows from it."""
+        if isinstance(entry, (str, int, float)) and not isinstance(entry, bool):
+            text = json.dumps(str(entry), ensure_ascii=False)
+            return f"{key} = [{text}]" if self.is_list else f"{key} = {text}" * (str in self.types)
         return ""
 
 

@@ -147,13 +147,16 @@ class Journal:
             os.close(file)
 
 
-def read_events(folder: Path) -> list[JournalEvent]:
-    """Return all events of a journal folder, by attempt and time; [] for a missing folder.
+def read_events(folder: Path, writer: str = "") -> list[JournalEvent]:
+    """Return all events of a journal folder, or those of a `writer`, by attempt and time; [] for a
+    missing folder.
 
     Damaged lines and unknown kinds of events are left out. Raise OSError where the folder can't be
     listed, or a file can't be read or is too large.
     """
-    of_files = LineReader().read_folder(folder, _file_names(folder))
+    names = _file_names(folder)
+    names = [name for name in names if name == f"{writer}.jsonl"] if writer else names
+    of_files = LineReader().read_folder(folder, names)
     events = [event for lines in of_files for event in _parse(lines)]
     return sorted(events, key=_order)
 

@@ -232,9 +232,8 @@ def error_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str
     if code < 0:
         return {-signal.SIGABRT: abort_reason(log), -signal.SIGSEGV: hang}.get(code, "")
     journal, attempt = run.journal(f"rank-{rank}").path, AttemptFolder(folder.path.parent).number
-    return (
-        hang or last_exception(log) or journaled_error(journal, since, attempt) or _error_line(log)
-    )
+    own_error = last_exception(log) or journaled_error(journal, since, attempt)
+    return own_error or hang or _error_line(log)
 
 
 def _silent_hang(stacks: Path, since: float) -> str:

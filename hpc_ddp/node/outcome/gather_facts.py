@@ -181,9 +181,10 @@ def judge(
         records = [*records, *oom.step_records(silent, _last_output(run))]
         facts = replace(facts, records=records)
     decided = decide(facts)
-    if decided.cause == Cause.NODE_LOST and facts.step is None:
+    if decided.cause == Cause.NODE_LOST and job:
         # Up for Slurm, and without the disk, say, or unable to start a container.
-        facts = replace(facts, mute_nodes=few_of(silent, nodes))
+        mute_nodes = [node for node in silent if not attempt.node(node).path.exists()]
+        facts = replace(facts, mute_nodes=few_of(mute_nodes, nodes))
     if spec.stage:
         decided = judge_stage(run, facts, decided, attempt.staged)
     if decided.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():

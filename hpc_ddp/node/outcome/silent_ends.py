@@ -59,9 +59,9 @@ def silent_nodes(
 
 
 def few_of(silent: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
-    """Return the nodes of an attempt that have left no record, where they are few: one, or a tenth
-    of all. Else [], since the cause may then be anywhere."""
-    return silent if len(silent) < len(nodes) and len(silent) <= max(1, len(nodes) // 10) else []
+    """Return the silent nodes of an attempt where they are few: one of three or more, or a tenth of
+    all. Else [], since the cause may then be anywhere."""
+    return silent if len(nodes) > 2 and len(silent) <= max(1, len(nodes) // 10) else []
 
 
 def never_began(verdict: VerdictGiven) -> bool:

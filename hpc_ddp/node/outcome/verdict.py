@@ -87,7 +87,7 @@ class AttemptFacts:
     lost_nodes
         silent nodes that Slurm says are down or do not answer
     mute_nodes
-        few silent nodes of many, on which nothing began
+        few silent nodes of many, on which no supervisor began
     gpu_hours
         what the run has used so far, with all tasks of its array; measured for a budget only
     most_requeues

@@ -201,7 +201,8 @@ def resume_args() -> list[str]:
     Nothing is resumed in the first attempt of the run, or the first since ``--fresh``, unless
     torchrun has started the worker again. Nor is it where HPC_DDP_RESUME_IF is set and no file
     matches this pattern: an earlier attempt may have ended before it wrote the file. A file that is
-    older than that ``--fresh`` is of the life before. Raises ValueError for an open quote.
+    older than the run or that ``--fresh`` is of the life before, which is printed; the time of a
+    folder says nothing. Raises ValueError for an open quote.
     """
     numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)
@@ -212,17 +213,21 @@ def resume_args() -> list[str]:
     import shlex
 
     begun = os.path.join(os.environ["HPC_DDP_RUN"], "logs", f"attempt-{first_attempt}")
-    if path and not any(_is_newer(file, begun) for file in glob.glob(path)):
+    files = glob.glob(path) if path else []
+    if path and not any(_is_newer(file, begun) for file in files):
+        if files:
+            text = f"hpc-ddp: {files[0]} is older than this run: the script begins anew"
+            print(text, file=sys.stderr, flush=True)
         return []
     return shlex.split(words)
 
 
 def _is_newer(file: str, attempt: str) -> bool:
-    """Return whether a file was changed after an attempt, a folder, had begun; True where the disk
-    does not tell."""
+    """Return whether a file was changed after an attempt, a folder, had begun; True for a folder,
+    and where the disk does not tell."""
     try:
         begun = os.stat(os.path.join(attempt, "attempt.json")).st_mtime
-        return os.stat(file).st_mtime >= begun
+        return os.path.isdir(file) or os.stat(file).st_mtime >= begun
     except OSError:
         return True
 

@@ -19,7 +19,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import list_names, read_json, write_whole
 from hpc_ddp.core.journal.events import Fresh
-from hpc_ddp.core.journal.journal import first_attempt
+from hpc_ddp.core.journal.journal import first_attempt, read_events
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import describe_work, read_queue
 from hpc_ddp.submission.run_files.start_claim import claim_start, release_start
@@ -41,7 +41,7 @@ def note_earlier(run: RunFolder) -> None:
         "time": time.time(),
         "attempts": _count_attempts(run),
         "files": contents,
-        "first_attempts": {_name_in(run, part): first_attempt(part.events()) for part in parts},
+        "first_attempts": {_name_in(run, part): _begun_anew(part) for part in parts},
         "code": [path.name for path in _snapshots(run)],
         "aside": [str(path.relative_to(run.path)) for path in _aside(run)],
     }
@@ -83,7 +83,7 @@ def undo_start(run: RunFolder) -> None:
                 checkpoints.bring_back(RunFolder(folder.parent.parent), folder)
         for part in (run, *run.tasks()):  # a script that saves by itself has nothing to move
             before = note["first_attempts"].get(_name_in(run, part), 0)
-            if first_attempt(part.events()) != before:
+            if _begun_anew(part) != before:
                 part.journal("submit").write_surely(Fresh(before))
         if refusals:
             raise refusals[0]
@@ -145,6 +145,12 @@ def _undo_if_broken(run: RunFolder) -> None:
 def _note_of(run: RunFolder) -> Path:
     """Return the path of a run's note."""
     return run.path / ".before-start.json"
+
+
+def _begun_anew(run: RunFolder) -> int:
+    """Return the attempt with which a run, or a task, began anew (``--fresh``); 0 without. It reads
+    the one journal that has it. Raise OSError where that can't be read."""
+    return first_attempt(read_events(run.journal_folder, "submit"))
 
 
 def _name_in(run: RunFolder, part: RunFolder) -> str:

@@ -20,7 +20,7 @@ def check_shell_lines(spec: JobSpec) -> None:
     """Raise UsageError where bash can't read a job's lines of one of `KEYS`, or takes what follows
     them for the rest of a here-document. A machine without bash checks nothing."""
     for key in KEYS:
-        lines: tuple[str, ...] = getattr(spec, key.replace("-", "_"))
+        lines = [line for line in getattr(spec, key.replace("-", "_")) if line not in spec.without]
         if not lines:
             continue
         # A line may switch extended patterns on, which nothing here executes.

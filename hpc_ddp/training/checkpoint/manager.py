@@ -318,16 +318,17 @@ class CheckpointManager:
                 "the model is none that run.track was given",
                 hint="run.track(model=model, …) before the loop",
             )
-        if self.best.value is None:
-            raise UsageError(
-                "the run has no best checkpoint: run.best was not called, or with NaN only",
-                hint="run.best(accuracy) at the end of each epoch",
-            )
-        if saves:
+        if saves and self.best.value is not None:
             self.save_surely()
             self._has_loaded_best = True
         else:
             self.settle()
+        if self.best.value is None:
+            raise UsageError(
+                "the run has no best checkpoint: run.best was not called, or with NaN only, or the"
+                " save of the one best value has failed",
+                hint="run.best(accuracy) at the end of each epoch",
+            )
         if self.best.step is None:
             return self._position.step
         checkpoint = self._checkpoints.load(self.best.step)

@@ -102,20 +102,24 @@ class Precision:
         is_idle = all(parameter.grad is None for parameter in parameters)  # as a GAN's, at first
         if self._scaler and not is_idle and (private or clip_norm is not None):
             self._scaler.unscale_(optimizer)
+        flags: list[torch.Tensor] = []
         if self._scaler and private:  # else the rank with the overflow alone would skip the step
-            flags = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
-            for flag in flags.values() or [
-                torch.zeros((), dtype=torch.float32, device=self._device)
-            ]:
+            here = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
+            none = torch.zeros((), dtype=torch.float32, device=self._device)
+            flags = list(here.values()) or [none]
+            for flag in flags:
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         if clip_norm is not None:
             norm = clip_(parameters, clip_norm, self._dims, self._device, private)
         if is_idle:  # the scaler refuses it
             optimizer.step()
-        if (is_idle or self._step(optimizer, scheduler is not None)) and scheduler is not None:
+            is_stepped = scheduler is None or not any(flag.item() for flag in flags)
+        else:
+            is_stepped = self._step(optimizer, is_asked=scheduler is not None)
+        if is_stepped and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        self._left_scaled = False
+        self._left_scaled = self._left_scaled and is_idle
         return norm
 
     def _private_parameters(

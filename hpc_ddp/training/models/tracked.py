@@ -260,7 +260,8 @@ def _find_untracked(within: Collection[Any]) -> list[str]:
         if isinstance(thing, AveragedModel):
             noun, is_missing = "an average", True
         elif isinstance(thing, GradScaler):
-            noun, is_missing = "a scaler", thing.is_enabled()
+            is_used = getattr(thing, "_scale", thing) is not None  # made by the first loss
+            noun, is_missing = "a scaler", is_used and thing.is_enabled()
         elif isinstance(thing, LRScheduler):
             noun, is_missing = "a scheduler", id(getattr(thing, "optimizer", None)) in numbers
         else:

@@ -439,8 +439,20 @@ def judge(seed: int) -> str:
             warnings.clear()
             begun_at = play(loop, behind)
             before = [row for row in before if row[0] <= begun_at]
+        if is_undecidable(loop, begun_at):
+            return ""
     is_warned = any("WARNING" in text for text in warnings)
     return "" if before + behind == whole or is_warned else f"a {loop.end} changes {loop}"
+
+
+def is_undecidable(loop: Loop, begun_at: int) -> bool:
+    """Return whether nothing tells what a resume at a step has to do (decision 020). A look that
+    stays open may be the loop's own iteration: what is drawn behind it, before the first step, is
+    of that step. A first loop that the script skips, with a stop at its last step, may be the
+    second one with more steps."""
+    is_kept = loop.keeps and "draw" in loop.begins and "look" in loop.begins
+    is_skipped = loop.skips and loop.stages > 1 and loop.by == "steps" and begun_at == loop.total
+    return is_kept or is_skipped
 
 
 def put_back(fault: str) -> None:

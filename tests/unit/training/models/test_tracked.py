@@ -109,10 +109,12 @@ def test_an_optimizer_with_a_state_is_missed() -> None:
 
 
 def test_a_scaler_of_gradients_is_missed() -> None:
-    scaler, unused = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, False))
+    scaler, disabled = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, False))
+    assert untracked() == []  # no loss has gone through it
+    scaler.scale(torch.ones(1))
     assert untracked() == ["a scaler, GradScaler"]
     assert untracked(SimpleNamespace(scaler=scaler)) == []
-    assert not unused.is_enabled()
+    assert not disabled.is_enabled()
 
 
 def test_an_average_is_missed() -> None:
