@@ -38,11 +38,11 @@ from hpc_ddp.core.job.slurm_values import array_bound, array_indexes
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import check_idle
-from hpc_ddp.submission.mistakes import find_mistakes
 from hpc_ddp.submission.run_files import snapshot
 from hpc_ddp.submission.run_files.earlier import note_earlier, undo_start
 from hpc_ddp.submission.run_files.library import carry_library
 from hpc_ddp.submission.run_files.start_claim import claim_start
+from hpc_ddp.submission.script.mistakes import find_mistakes
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import (
     Settings,

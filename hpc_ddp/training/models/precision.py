@@ -104,9 +104,9 @@ class Precision:
             self._scaler.unscale_(optimizer)
         flags: list[torch.Tensor] = []
         if self._scaler and private:  # else the rank with the overflow alone would skip the step
-            here = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
-            none = torch.zeros((), dtype=torch.float32, device=self._device)
-            flags = list(here.values()) or [none]
+            flag_of_device = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
+            no_overflow = torch.zeros((), dtype=torch.float32, device=self._device)
+            flags = list(flag_of_device.values()) or [no_overflow]
             for flag in flags:
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         if clip_norm is not None:

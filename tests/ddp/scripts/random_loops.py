@@ -439,8 +439,8 @@ def judge(seed: int) -> str:
             warnings.clear()
             begun_at = play(loop, behind)
             before = [row for row in before if row[0] <= begun_at]
-        if is_undecidable(loop, begun_at):
-            return ""
+            if is_undecidable(loop, begun_at):
+                return ""
     is_warned = any("WARNING" in text for text in warnings)
     return "" if before + behind == whole or is_warned else f"a {loop.end} changes {loop}"
 

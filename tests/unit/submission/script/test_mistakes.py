@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission import plan
-from hpc_ddp.submission.mistakes import find_mistakes
+from hpc_ddp.submission.script.mistakes import find_mistakes
 from hpc_ddp.submission.settings.config import Settings
 
 
