@@ -21,6 +21,12 @@ STARTS_PYTHON = (
 )
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
 _TRAINS = "it may start a training: name its program in script, or submit it as its own job"
+# A trap that prints how a command has failed, and may end the script.
+PRINTS_ON_ERROR = (
+    r"trap\s+(--\s+)?(?P<quote>[\"'])(\s*(echo|printf|date|exit)\b"
+    r"(\\.|\$\((date|hostname)[^()`$]*\)|[12]?>&2|\$[\w?{!]|(?!(?P=quote))[^\\$`<>|&;])*;?)+"
+    r"(?P=quote)\s+ERR"
+)
 # A job submits itself: by its name, or, behind another one, by a variable.
 _REQUEUES = (
     r"scontrol\s+requeue|\bsbatch\s[^\n;]*(\$\{?0|BASH_SOURCE"
@@ -29,14 +35,21 @@ _REQUEUES = (
 # Texts that a command prints, as one on the script's usage, and comments: no command is in them.
 _PRINTED = re.compile(
     r"\b(echo|printf|log\w*|die|fail|warn|error|usage)\s+(-\w+\s+)*"
-    r"(\"(\\.|[^\"\\`$]|\$(?!\())*\"|'[^']*')|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
+    r"(\"(\\.|[^\"\\`$]|\$(?!\())*\"|'[^']*')|\{\w+:?\?[^{}`$]*\}|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
     re.S | re.M,
+)
+# A line that names a file by a relative path; an environment's name is no path.
+RELATIVE = re.compile(
+    r"\$\{?PWD\b|\bpwd\b|^(?!module|ml|conda|spack|echo|printf|export|\w+=).*?"
+    r"(?:[\s\"'(](?![-/~$])[\w.-]+/[\w.]|\b(?:bash|python3?|mkdir|cp|cat)\s+(?![-/~$\"'])[\w.]"
+    r"|>\s*\w)|^(?:source|\.)\s+(?!activate\b)[\w.]",
+    re.S,
 )
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
-    (rf"(?!.*({_REQUEUES}))trap\s(?!.*\sEXIT\s*(\n|$))", _AROUND,
+    (rf"(?!.*({_REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$))trap\s(?!.*\sEXIT\s*(\n|$))", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
     (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
     (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel)\s)|kill\s",

@@ -14,10 +14,12 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.directives import (
+    not_set,
     read_directives,
     sizes,
     take_directives,
     take_tasks,
+    tasks_of_node,
 )
 from hpc_ddp.submission.job_script.launch import Statement
 from hpc_ddp.submission.job_script.project_file import is_code
@@ -38,8 +40,14 @@ _INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\
 _OTHERS = re.compile(
     r"t?csh|fish|python[\d.]*|pypy\d*|perl|ruby|Rscript|julia|node|lua|tclsh|expect|g?awk|php"
 )
+_ON_ERROR = re.compile(r"trap\s.*\sERR\s*$", re.S)
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
+
+
+def _is_of_shell(name: str) -> bool:
+    """Return whether the shell that submits may give the job a variable of this name."""
+    return not (name.startswith("SLURM_") or is_of_hpc_ddp(name))
 
 
 def _program_text(result: Conversion, folder: Path) -> str:
@@ -66,15 +74,18 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     if teardown:
         text = "teardown runs after each attempt, also one that fails or is preempted"
         result.notes.append((teardown[0], text))
+    for line in [line for text, line in result.lists.get("setup", ()) if _ON_ERROR.match(text)]:
+        text = "the trap is for the lines of setup: how the launch ended is hpc-ddp's verdict"
+        result.notes.append((line, text))
     for name in sorted(scope.guesses):
         result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
     end = ", unless a file or module that the script loads sets them" if scope.is_open else ""
     for variables, reason in (
-        (missing, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
-        (of_shell - missing, "taken as unset: if your shell has one, write it"),
+        (missing - of_shell, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
+        (of_shell, "taken as unset: if your shell has one, write it"),
     ):
-        if names := ", ".join(f"${name}" for name in sorted(variables) if not is_of_hpc_ddp(name)):
-            result.notes.append((0, f"{names}: {reason}"))
+        names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
+        result.notes += [(0, f"{', '.join(names)}: {reason}")] if names else []
 
 
 def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
@@ -82,9 +93,11 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
     values count the script's tasks (by its `numbers`), where hpc-ddp's job has one task for each
     node; are drawn anew at each start; or have the job's id, by which the next job would not find
     the checkpoints."""
-    per_node = numbers.get("SLURM_NTASKS_PER_NODE", 1)
-    has_tasks = per_node > 1 and result.values.get("launcher", ("torchrun",))[0] == "torchrun"
-    lines = [entry for entry in result.lists.get("setup", ()) if not PRINTS.match(entry[0])]
+    has_tasks = (
+        tasks_of_node(numbers) > 1 and result.values.get("launcher", ("torchrun",))[0] == "torchrun"
+    )
+    setup = result.lists.get("setup", ())
+    lines = [entry for entry in setup if not (PRINTS.match(entry[0]) or _ON_ERROR.match(entry[0]))]
     arguments = result.lists.get("args", ())
     for text, line in (*lines, *arguments):
         if named := _OF_JOB.search(text):
@@ -145,8 +158,9 @@ def convert(
         folders: dict[str, Value] = {"PWD": literal(start), "SLURM_SUBMIT_DIR": literal(str(cwd))}
         words = [literal(argument) for argument in arguments] or None
         scope = Scope(
-            folders, numbers, words, bool(words), not words, guesses=guesses, defaults=defaults
-        )
+            folders, numbers, not_set(directives), words, bool(words), not words,
+            guesses=guesses, defaults=defaults,
+        )  # fmt: skip
         reader = Reader(scope)
         reader.read(text)
     take_directives(directives, result, name)

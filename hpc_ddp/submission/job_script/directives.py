@@ -27,7 +27,7 @@ _DECIDED = {
     "ntasks|ntasks-per-node": "tasks follow from nodes and workers",
     "wait": "srun waits as long as it takes",
     "quiet|parsable": "submit prints the job's number alone",
-    "get-user-env": "the job has the login shell's variables by set-up lines",
+    "get-user-env": "your shell's variables, which the job has, come before a login shell's",
     "kill-on-bad-exit": "a failed worker ends the attempt",
 }
 _CHAIN = "a chain: one run goes on until it has finished"
@@ -37,6 +37,16 @@ _OF_ANOTHER = "of another component of a heterogeneous job: submit that as a job
 _LATER = ("nodes", "cpus-per-task", *GPUS)  # options that the launch may have, too
 
 
+# Slurm sets these only for a job with one of the options that the pattern beside them fits.
+_SET_BY = {
+    "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
+    "SLURM_NTASKS": "ntasks.*|gpus-per-task",
+    "SLURM_NPROCS": "ntasks.*|gpus-per-task",
+    "SLURM_GPUS": "gpus",
+    "SLURM_GPUS_PER_NODE": "gpus-per-node",
+    "SLURM_GPUS_PER_TASK": "gpus-per-task",
+    "CUDA_VISIBLE_DEVICES": "gpus.*|gres|tres-per-task|exclusive",
+}
 BURST_BUFFER = re.compile(r"#(DW|BB|BB_LUA)\s")
 
 
@@ -212,8 +222,8 @@ def sizes(directives: Directives) -> dict[str, int]:
         nodes = -(-gpus // gpus_here)
     if per_node is None:
         per_node = -(-tasks // (nodes or 1)) if tasks else 1
-    gpus_here = gpus_here or (gpus // nodes if nodes else 0) or of_task * per_node
     tasks = tasks or (nodes or 1) * per_node
+    gpus_here = gpus_here or (gpus // nodes if nodes else 0) or of_task * -(-tasks // (nodes or 1))
     numbers = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
         **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus_here),
@@ -222,6 +232,23 @@ def sizes(directives: Directives) -> dict[str, int]:
         "SLURM_CPUS_PER_TASK": directives.number("cpus-per-task"),
     }
     return {name: number for name, number in numbers.items() if number}
+
+
+def tasks_of_node(numbers: Mapping[str, int]) -> int:
+    """Return the number of tasks of the job on a node, the largest where nodes differ: from the
+    tasks in all, as for Slurm, which takes ``--ntasks-per-node`` beside them for a maximum.
+    `numbers` are as from `sizes`."""
+    return -(-numbers.get("SLURM_NTASKS", 1) // numbers.get("SLURM_NNODES", 1))
+
+
+def not_set(directives: Directives) -> set[str]:
+    """Return the variables on the sizes of a job that Slurm does not set in this one, whose script
+    lacks the options for them."""
+    return {
+        name
+        for name, options in _SET_BY.items()
+        if not any(re.fullmatch(options, option) for option in directives.options)
+    }
 
 
 def read_gpus(options: Mapping[str, str], names: tuple[str, ...] = GPUS) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpc_ddp.core.job.slurm_options import SBATCH, full_name
-from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.core.job.slurm_options import SBATCH, SRUN, full_name
+from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
 from hpc_ddp.submission.job_script import syntax
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.shell import Scope, Value, Word, joined, literal, separated
@@ -25,6 +25,13 @@ FLAGS = re.compile(
 # A number of nodes or tasks that need not be reported: also a range, or Slurm's own number.
 _KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
 
+# What srun's variables are named for, behind SLURM_, where that is no option's long name.
+_OF_SRUN = re.compile(
+    r"CPU_FREQ_REQ|CONF|DEBUG|DIST_\w+|EXIT_\w+|HOSTFILE|LLLP|MEM_BIND_\w+|MPI_TYPE|REMOTE_CWD"
+    r"|REQ_SWITCH|SPANK_\w+|SRUN_\w+|STDINMODE|STEP_GRES|TIMELIMIT|UMASK|UNBUFFEREDIO|WAIT4SWITCH"
+    r"|WORKING_DIR"
+)
+
 # The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
 _VARIABLE = re.compile(
     r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|mixed_precision|use_fsdp"
@@ -40,6 +47,30 @@ class Options(NamedTuple):
     flags: re.Pattern[str]  # names of the options without a value
     letters: Mapping[str, str] = {}  # long names by letter
     names: str = ""  # all long names, with blanks between; a beginning will do
+
+    def use(self, name: str) -> str:
+        """Return an option's use: that of the first pattern that fits its `name`."""
+        return next(use for pattern, use in self.uses.items() if re.fullmatch(pattern, name))
+
+
+# The options of `accelerate launch`, and values that are those without the option, or what hpc-ddp
+# does: an agent on each node.
+_ACCELERATE_USES = {
+    "module|m": "!module",
+    "no-python": "!no-python",
+    "num-processes": "#processes",
+    r"num-machines|machine-rank|main-process-(ip|port)|rdzv-\w+|multi-gpu|same-network|gpu-ids"
+    r"|main-training-function|compute-environment|use-cpu|cpu|debug|quiet|tpu-.*|downcast-bf16"
+    r"|enable-cpu-affinity|max-restarts|monitor-interval|tee|role|log-dir|mpirun-hostfile"
+    r"|use-mps-device": "ours",
+    ".*": "later",
+}
+_ACCELERATE_FLAGS = re.compile(
+    "multi-gpu|cpu|tpu|use-(deepspeed|fsdp|megatron-lm|xpu|mps-device)|same-network|module|m"
+    "|no-python|debug|quiet"
+)
+ACCELERATE = Options(_ACCELERATE_USES, _ACCELERATE_FLAGS)
+ACCELERATE_DEFAULTS = {"dynamo-backend": "no", "deepspeed-multinode-launcher": "standard"}
 
 
 @dataclass
@@ -147,7 +178,7 @@ class Launch:
             if not is_inside and not rules.flags.fullmatch(name) and remaining:
                 operand = remaining.pop(0)
             self.options[name] = operand, word.line
-            use = next(use for pattern, use in rules.uses.items() if re.fullmatch(pattern, name))
+            use = rules.use(name)
             kind, key = use[0], use[1:]
             if use == "lost":
                 self.mark(word.line, LOST, f"{launcher} {word.text}: see {launcher}'s own page")
@@ -247,6 +278,16 @@ class Statement:
         them."""
         return syntax.names_needed(self.text, self.name)
 
+    def ends_only(self, processes: set[str]) -> bool:
+        """Return whether the statement does no more than end processes, all of which are among
+        `processes`, the variables that have their numbers."""
+        match = re.fullmatch(
+            r"kill(?:\s+-\w+)*((?:\s+[\"']?\$\{?\w+\}?[\"']?)+)"
+            r"(?:\s*(?:[12&]?>\s*/dev/null|2>&1))*(?:\s*\|\|\s*(?:true|:))?",
+            self.text,
+        )
+        return bool(match) and {*re.findall(r"\w+", match[1])} <= processes  # type: ignore[index]
+
     def reports_status(self, variables: set[str]) -> bool:
         """Return whether an assignment keeps the exit code of the command before it, or another
         statement uses that code, or one of the `variables`, only to print something or to end the
@@ -298,6 +339,15 @@ def is_known(assigned: Value) -> bool:
     if isinstance(assigned, Word):
         return is_command(assigned) or all(part.name for part in assigned.code)
     return assigned is not None and any(word.is_static for word in assigned)
+
+
+def is_option_of_step(name: str) -> bool:
+    """Return whether srun reads a variable of this name as an option of its step, or sbatch as one
+    of a job."""
+    start, _, option = name.partition("_")
+    is_option = option.lower().replace("_", "-") in SRUN.split() or _OF_SRUN.fullmatch(option)
+    of_slurm = start == "SLURM" and (is_option or is_of_slurm(name))
+    return start in ("SBATCH", "SRUN") or bool(of_slurm)
 
 
 def is_of_pyxis(name: str) -> bool:

@@ -13,6 +13,8 @@ from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launch import (
+    ACCELERATE,
+    ACCELERATE_DEFAULTS,
     FLAGS,
     Launch,
     Options,
@@ -89,21 +91,6 @@ _TORCHRUN_FLAGS = re.compile(
     "|module-mode|command-mode|c|no-ssh(-check)?|no-local-rank|force-multi|save-pid"
     "|bind-cores-to-rank|elastic-training"
 )
-_ACCELERATE_USES = {
-    "module|m": "!module",
-    "no-python": "!no-python",
-    "num-processes": "#processes",
-    r"num-machines|machine-rank|main-process-(ip|port)|rdzv-\w+|multi-gpu|same-network|gpu-ids"
-    r"|main-training-function|compute-environment|use-cpu|cpu|debug|quiet|tpu-.*|downcast-bf16"
-    r"|enable-cpu-affinity|max-restarts|monitor-interval|tee|role|log-dir|mpirun-hostfile"
-    r"|use-mps-device": "ours",
-    ".*": "later",
-}
-_ACCELERATE_FLAGS = re.compile(
-    "multi-gpu|cpu|tpu|use-(deepspeed|fsdp|megatron-lm|xpu|mps-device)|same-network|module|m"
-    "|no-python|debug|quiet"
-)
-_ACCELERATE = Options(_ACCELERATE_USES, _ACCELERATE_FLAGS)
 _NO_TRAINING = re.compile(
     r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
     r"|env|printenv|pkill|kill|chmod|ln|true|test|find|lscpu|ip|ifconfig|which|df|sbcast|enroot|nvcc)"
@@ -256,16 +243,18 @@ def _wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 def _tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read a tool that starts the program, as numactl or ``poetry run``; return the words from the
-    next launcher or Python on. In a task the tool with all its words becomes the program. In the
-    batch script it is lost before a launcher; without one, or for a manager without ``run``, the
-    command is no launch."""
+    next launcher or Python on. In a task, or on a job's only node, the tool with all its words
+    becomes the program. Before srun and the like, and on more nodes, it is lost; without a launcher
+    in the batch script, or for a manager without ``run``, the command is no launch."""
     name = words[0].text.rsplit("/", 1)[-1]
     at = next((i for i, word in enumerate(words) if i and _is_launcher(word.text)), len(words))
     if name in _MANAGERS and all(word.text != "run" for word in words[:at]):  # uv pip install …
         return []
-    if launch.step:
+    inner = read_launch(words[at:], scope) if not launch.step else launch
+    is_alone = inner.weight and not inner.step and scope.numbers.get("SLURM_NNODES", 1) == 1
+    if launch.step or is_alone:
         _command(words, launch)
-        launch.weight = 3 if name == "uv" else launch.weight
+        launch.weight = inner.weight if is_alone else 3 if name == "uv" else launch.weight
     elif at < len(words):
         launch.mark(words[0].line, LOST, f"{words[0].text} before the launch: there is no such key")
     return words[at:]
@@ -352,12 +341,15 @@ def _accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         return []
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
     _take_python_beside(words[0], launch)
-    launch.take_program(launch.take_options(words[1:], _ACCELERATE, scope))
+    launch.take_program(launch.take_options(words[1:], ACCELERATE, scope))
     for name, (operand, line) in launch.options.items():
-        if variable := accelerate_variable(name, operand.text if operand else "true"):
+        text = operand.text if operand else "true"
+        if variable := accelerate_variable(name, text):
             constant = literal(variable[1], line)
             launch.env[variable[0]] = operand if operand and operand.code else constant
-        elif name != "config-file" and (line, OURS, f"launch --{name}") not in launch.marks:
+        elif ACCELERATE_DEFAULTS.get(name) == text.lower():
+            launch.mark(line, OURS, f"launch --{name}")
+        elif name != "config-file" and ACCELERATE.use(name) == "later":
             launch.mark(line, LOST, f"accelerate --{name}: set it in Accelerator(…)")
     return []
 

@@ -17,7 +17,13 @@ from hpc_ddp.submission.job_script.conversion import (
     ArgumentWriter,
     Conversion,
 )
-from hpc_ddp.submission.job_script.directives import GPUS, Directives, gpu_request, read_gpus
+from hpc_ddp.submission.job_script.directives import (
+    GPUS,
+    Directives,
+    gpu_request,
+    read_gpus,
+    tasks_of_node,
+)
 from hpc_ddp.submission.job_script.launch import Launch, Statement, accelerate_variable, is_of_pyxis
 from hpc_ddp.submission.job_script.shell import Word, joined, literal
 from hpc_ddp.submission.job_script.statements import Reader
@@ -300,7 +306,7 @@ def _tasks_of_node(launch: Launch, numbers: Mapping[str, int]) -> int:
     """Return the number of tasks on a node: from the launch's tasks in all, else from its tasks on
     a node, as Slurm does, else the job's, else 1. `numbers` are as from `sizes`."""
     of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
-    return of_launch or launch.tasks_per_node or numbers.get("SLURM_NTASKS_PER_NODE", 1)
+    return of_launch or launch.tasks_per_node or tasks_of_node(numbers)
 
 
 def _take_other_gres(result: Conversion, directives: Directives) -> None:
@@ -356,19 +362,32 @@ def _take_sizes(
     if not is_range and not nodes:
         result.notes.append((0, "the script has no number of nodes: 1 is taken; --nodes N"))
     workers = _tasks_of_node(launch, numbers) if launch.step else 1
-    if launch.step and not launch.kind and (launch.tasks or 0) % (nodes or 1):
-        text = f"{launch.tasks} tasks on {nodes} nodes: each node has as many: nproc-per-node = N"
-        result.mark(line, line, LOST, text)
+    of_job = 0 if launch.tasks_per_node else numbers.get("SLURM_NTASKS", 0)
+    tasks = launch.tasks or of_job
+    if launch.step and not launch.kind and tasks % (nodes or 1):
+        text = f"{tasks} tasks on {nodes} nodes: each node has as many: nproc-per-node = N"
+        named_at = line if launch.tasks else directives.line("ntasks") or line
+        result.mark(named_at, named_at, LOST, text)
     if launch.kind:
         workers = launch.workers or (launch.processes or 0) // (nodes or 1) or gpus or 1
     if launch.kind == "torchrun" and launch.workers is None and not gpus:
         result.notes.append((line, "the number of workers is not known here: --nproc-per-node N"))
+    if launch.step and launch.kind and not (launch.tasks or launch.in_loop):
+        count = launch.tasks_per_node or tasks_of_node(numbers)
+        text = f"{count} tasks on a node would each start the launcher there; hpc-ddp starts one"
+        result.notes += [(line, text)] if count > 1 else []
     if workers != (gpus or 1):
         result.values["nproc-per-node"] = workers, line
-    if launch.step and not (launch.kind and launch.step == "srun"):
-        result.values["step-launcher" if launch.kind else "launcher"] = launch.step, line
+    # A program of its own is no child of torchrun's agent, whose variables its children would get.
+    is_alone = bool(launch.program) and not (launch.kind or is_range)
+    step = launch.step or ("srun" if is_alone else "")
+    if is_alone and not launch.step and gpus > 1 and "no-python" not in launch.settings:
+        text = "plain Python: one process; for a worker on each GPU drop launcher, nproc-per-node"
+        result.notes.append((line, text))
+    if step and not (launch.kind and step == "srun"):
+        result.values["step-launcher" if launch.kind else "launcher"] = step, line
     if cpus := directives.number("cpus-per-task"):
-        wide = numbers.get("SLURM_NTASKS_PER_NODE", 1) if launch.kind else 1
+        wide = tasks_of_node(numbers) if launch.kind else 1
         key = "cpus-per-task" if wide == 1 else "cpus-per-node"
         result.values[key] = cpus * wide, directives.line("cpus-per-task")
         if launch.cpus not in (None, cpus):

@@ -31,6 +31,8 @@ _FORM = re.compile(
 )
 # A key without more in its name may be one of a table: then its value is a word.
 _OF_A_TABLE = re.compile(r"(?i:(?!.*(?:api|access|private)).*key)[=:\s\"']*")
+# Words of a language model are tokens: a name that goes on is a secret's by its value.
+_OF_TOKENS = re.compile(r"(?i:(?!.*(?:secret|passw|key|auth)).*token_[a-z]\w*)[=:\s\"']*")
 
 
 def looks_secret(text: str) -> bool:
@@ -42,9 +44,10 @@ def looks_secret(text: str) -> bool:
 
 
 def _is_word(name: str, content: str) -> bool:
-    """Return whether `name`, with the sign behind it, may be a table's key and `content` is a short
-    word: then `content` is no secret."""
-    return bool(_OF_A_TABLE.fullmatch(name) and re.fullmatch(r"[A-Za-z_.-]{1,15}", content))
+    """Return whether `name`, with the sign behind it, may be a table's key, or an option on tokens,
+    and `content` is a short word: then `content` is no secret."""
+    is_table = _OF_A_TABLE.fullmatch(name) or _OF_TOKENS.fullmatch(name)
+    return bool(is_table and re.fullmatch(r"[A-Za-z_.-]{1,15}", content))
 
 
 def is_secret(name: str, content: str | None = None) -> bool:

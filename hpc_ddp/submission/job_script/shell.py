@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.submission.job_script.syntax import Node, names_in, source
+from hpc_ddp.submission.job_script.syntax import Node, names_in, source, with_counted_gpus
 
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
@@ -113,11 +113,6 @@ class Word:
         return replace(self, parts=tuple(parts))
 
 
-# Commands by which scripts count the GPUs of the node that they run on.
-_COUNTS_GPUS = re.compile(
-    r"(\$\(|`)\s*nvidia-smi\s+(-L|--list-gpus|--query-gpu=\w+\s+--format=csv,noheader)"
-    r"\s*\|\s*wc -l\s*[)`]"
-)
 # Bash's own variables that have another value each time.
 _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")
 # A variable's: a word, those of an array, or None for what only the job knows.
@@ -148,6 +143,7 @@ class Scope:
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
+    not_set: set[str] = field(default_factory=set)  # by Slurm, for lack of an option
     arguments: Sequence[Word] | None = None  # of the script, function or bash -c; None: unknown
     are_set: bool = False  # a set-up line gives the job the script's arguments
     has_none: bool = False  # the script is taken to be submitted without any
@@ -317,6 +313,9 @@ class Scope:
             assigned = self.values[name]
             is_empty = isinstance(assigned, Word) and assigned.is_static and not assigned.text
             return is_empty and operator[0] == ":"
+        if name in self.not_set:
+            self.defaults.add(name)
+            return True
         is_gone = name.isdigit() and self.are_set and self.arguments is None
         if self.is_open or OF_A_JOB.fullmatch(name) or is_gone:
             return False
@@ -337,9 +336,12 @@ class Scope:
             return str(self.numbers.get(name, "?"))
 
         text = word.text if word else ""
-        text = re.sub(r"\$\{(\w+):?-[^}]*\}", lambda m: str(self.numbers.get(m[1], "?")), text)
+        default = re.compile(r"\$\{(\w+):?-([^}]*)\}")
+        text = default.sub(lambda m: m[2] if m[1] in self.not_set else f"${m[1]}", text)
         text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)
-        text = _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", text)
+        listed = self.values.get("CUDA_VISIBLE_DEVICES")
+        is_known = isinstance(listed, Word) and listed.is_static
+        text = with_counted_gpus(text, listed.text if is_known else "")  # type: ignore[union-attr]
         text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
         text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)
         if not re.fullmatch(r"[\d()+*/% -]+", text) or "**" in text:

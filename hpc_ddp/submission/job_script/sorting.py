@@ -12,6 +12,7 @@ from hpc_ddp.submission.job_script.conversion import (
     LOST,
     OURS,
     REFUSED,
+    RELATIVE,
     STARTS_PYTHON,
     TAKEN,
     VERDICT,
@@ -24,6 +25,7 @@ from hpc_ddp.submission.job_script.launch import (
     Statement,
     is_command,
     is_known,
+    is_option_of_step,
     with_functions,
 )
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
@@ -40,13 +42,6 @@ _OF_BASH = re.compile(
     r"|((LD_)?(LIBRARY|RUN)_|(CPLUS_|C_)?INCLUDE_|CMAKE_PREFIX_|PKG_CONFIG_|PYTHON|MAN|C|MODULE)?PATH$"
 )
 _OF_PATHS = re.compile(r"(\w*PATH|\w*_(HOME|ROOT|DIR|PREFIX|LIB)|LD_\w+)")
-# A line that names a file by a relative path; an environment's name is no path.
-_RELATIVE = re.compile(
-    r"\$\{?PWD\b|\bpwd\b|^(?!module|ml|conda|spack|echo|printf|export|\w+=).*?"
-    r"(?:[\s\"'(](?![-/~$])[\w.-]+/[\w.]|\b(?:bash|python3?|mkdir|cp|cat)\s+(?![-/~$\"'])[\w.]"
-    r"|>\s*\w)|^(?:source|\.)\s+(?!activate\b)[\w.]",
-    re.S,
-)
 _STEP = re.compile(r"(?!echo|printf|\w+=).*\b(srun|mpirun|mpiexec|ibrun)\s", re.S)
 # Lines of a task that do the same inside of its container.
 _IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
@@ -205,6 +200,7 @@ class Sorter:
         outer = {id(s.launch): s.outer for s in self._statements if s.launch}.get(id(self.launch))
         is_beside = False  # the launch runs in the background there
         status: set[str] = set()  # variables that have the launch's exit code
+        started = {s.name for s in self._statements[: self._at] if s.text.endswith("=$!")}
         for index, statement in enumerate(self._statements):
             if statement.launch and not statement.lost:
                 is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
@@ -214,6 +210,9 @@ class Sorter:
                 statement.decided = VERDICT
                 status |= {statement.name} - {""}
                 unknown |= dict.fromkeys({statement.name} - {""}, f"line {statement.lines[0]}")
+                continue
+            if index > self._at and statement.ends_only(started):
+                statement.decided = "the end of the job ends it"
                 continue
             is_decided = statement.lost or self._reason(DECIDED, statement, is_after=True)
             if not (self.launch or is_decided or statement.name) and index > self._at:
@@ -307,10 +306,12 @@ class Sorter:
         """Return whether a print, not into a file, names a variable that is left out: hpc-ddp's,
         that of a command line in the launch, or one that nothing needs and only bash knows."""
         values = {name: s.assigned for name, s in self._assigned.items() if not s.exported}
+        lines = (s for s in self._statements if not (s.name or s.launch or s.lost or s.decided))
+        kept = {name for s in lines if not PRINTS.match(s.text) for name in s.names}
         return not re.search(r">|\btee\b", statement.text) and any(
             (name in self._in_launch & self._commands)
             or (is_of_hpc_ddp(name) and not name.startswith("SLURM") and name not in self._needed)
-            or (name in values.keys() - self._needed and not is_known(values[name]))
+            or (name in values.keys() - self._needed - kept and not is_known(values[name]))
             for name in statement.names
         )
 
@@ -325,7 +326,7 @@ class Sorter:
             return ""
         word = statement.words[1]
         text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
-        if any(_RELATIVE.search(s.text) for s in before[:index] if not s.name) and (
+        if any(RELATIVE.search(s.text) for s in before[:index] if not s.name) and (
             text != self._start
         ):
             return ""
@@ -353,7 +354,7 @@ class Sorter:
             if is_used:
                 self.result.append("env-names", name, line)
             return LOST, MARK.format(name), ""
-        if statement.exported and re.match(r"(SLURM|SBATCH|SRUN_CPUS)_", name):
+        if statement.exported and is_option_of_step(name):
             if name.endswith("CPUS_PER_TASK"):
                 return OURS, "the step has the job's CPUs", ""
             return LOST, f"{name} would change hpc-ddp's step: an option of srun in its place", ""

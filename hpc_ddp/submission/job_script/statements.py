@@ -68,6 +68,8 @@ class Reader:
             kind in ("compound_statement", "subshell") and self._has_launch(node)
         ):
             self._walk_children(node)
+        elif syntax.is_comment(node):
+            self._resolve(node, "a comment", OURS)
         elif handler := getattr(self, f"_{kind}", None):
             handler(node)
         elif kind == "ERROR":
@@ -207,8 +209,7 @@ class Reader:
         """Append the statements in the text of the ``bash -c`` of `outer`; their launches get what
         `outer` says (see `Launch.take_from`)."""
         assert outer.inner is not None
-        count = len(self.statements)
-        word = self._name_outer_code(outer.inner, node)
+        count, word = len(self.statements), self._name_outer_code(outer.inner, node)
         self.of_batch |= {*word.names}
         before = self.scope.arguments, self.scope.are_set
         self.scope.arguments, self.scope.are_set = outer.args, False

@@ -21,16 +21,29 @@ _CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^
 _BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)
 _OF_WORDS = ("word", "string", "raw_string", "concatenation", "number", "command_name", "=",
              "simple_expansion", "expansion", "command_substitution")  # fmt: skip
+_BARE_TEXT = re.compile(rb"<<-?[ \t]*[\"'\\]?\w")  # a here-document's begin
 _IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
 _OPERATORS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("=", "==", "-eq"), operator.eq),
     **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
     **{"-ge": operator.ge, "-le": operator.le},
 }
+# Commands by which scripts count the GPUs of the node that they run on, and those of a list.
+_COUNTS_GPUS = re.compile(
+    r"(\$\(|`)\s*nvidia-smi\s+(-L|--list-gpus|--query-gpu=\w+\s+--format=csv,noheader)"
+    r"\s*\|\s*wc -l\s*[)`]"
+)
+_COUNTS_LISTED = re.compile(
+    r"(\$\(|`)\s*echo\s+\"?\$\{?CUDA_VISIBLE_DEVICES\}?\"?\s*\|"
+    r"\s*(tr\s+[\"']?,[\"']?\s[^|;&()`]*\|\s*wc\s+-[lw]"
+    r"|awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print NF;?\s*\}')\s*[)`]"
+)
 # A file that is sourced sets any variable; these set none that a job script asks for.
 _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
 _OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
 _REPORTING = {"echo", "printf", "date", "exit", "return", "true", ":", "test", "wait"}
+# Commands that set a variable whose name only the job knows.
+_SETS_BY_NAME = re.compile(r"\b(?:export|declare|local|read|printf\s+-v)\s(?:-\w+\s+)*[\"']?\$")
 # Commands that may set variables whose names are among their words.
 _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
 
@@ -61,12 +74,15 @@ def parse(text: str) -> Node:
 def _with_whole_words(root: Node, code: bytes) -> bytes:
     """Return a script's text, changed where tree-sitter-bash 0.25 sees the end of a word too early,
     without an error: with ``${NAME}`` for ``$NAME``, ``'x'`` for ``\\x``, and a line's end within a
-    word moved behind the word. `code` is the text, `root` the tree of it."""
+    word moved behind the word; and with ``:`` before a here-document that has no command. `code` is
+    the text, `root` the tree of it."""
     nodes, edits = [*root.children], {}
     breaks: dict[int, int] = {}  # where a word with broken lines begins, by where it ends
     while nodes:
         node = nodes.pop()
         nodes += node.children
+        if node.type == "ERROR" and _BARE_TEXT.match(code, node.start_byte):  # without a command
+            edits[node.start_byte, node.start_byte] = b": "
         name = re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte)
         if name and node.type == "$" and node.parent.type != "simple_expansion":
             edits[name.span()] = b"{%b}" % name[0]
@@ -122,8 +138,9 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
     texts = [word.text for word in words]
     if match[2] in ("-z", "-n") and not match[1] and len(words) < 2:
         names = [name for word in words for name in word.names]
-        if any(name.startswith("SLURM_") for name in names):
-            return match[2] == "-n"  # it is set, and not empty
+        if of_slurm := {name for name in names if name.startswith("SLURM_")}:
+            is_set = not of_slurm & scope.not_set  # and then not empty
+            return is_set == (match[2] == "-n")
         if any(scope.is_open or name in scope.values for name in names):
             return None
         if not is_guessed and not scope.guesses.issuperset(names):
@@ -144,6 +161,17 @@ def commands_of(node: Node) -> list[Node]:
     """Return all commands in a node, in order, and the node itself if it is a command. Commands in
     substitutions are left out."""
     return [inner for inner in _descend(node) if inner.type == "command"]
+
+
+def is_comment(node: Node) -> bool:
+    """Return whether a node is a here-document that nothing reads, and in which nothing is run."""
+    if node.type != "redirected_statement":
+        return False
+    first, *redirects = node.named_children
+    start = source(redirects[0].named_children[0]) if redirects else ""
+    is_plain = start[:1] in ("'", '"', "\\") or not re.search(r"`|\$[({]\w*\W", source(node))
+    is_text = [redirect.type for redirect in redirects] == ["heredoc_redirect"]
+    return source(first) == ":" and is_text and is_plain
 
 
 def only_reports(node: Node) -> bool:
@@ -195,8 +223,9 @@ def set_in(node: Node) -> set[str]:
 
 
 def sets_anything(text: str) -> bool:
-    """Return whether some code may set any variable: it sources a file, or evaluates a text."""
-    evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text)
+    """Return whether some code may set any variable: it sources a file, evaluates a text, or sets a
+    variable by another one's value."""
+    evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text) or _SETS_BY_NAME.search(text)
     return bool(evaluates) or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text))
 
 
@@ -217,6 +246,14 @@ def names_in(code: str) -> list[str]:
     """Return the variables that some code mentions, also those of arithmetic."""
     inside = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
     return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
+
+
+def with_counted_gpus(code: str, listed: str) -> str:
+    """Return code with the number of a node's GPUs, as Slurm's variable, in place of each command
+    that counts them. Those in CUDA_VISIBLE_DEVICES are as many as in `listed`, its value; where
+    that is '', the job has it from Slurm."""
+    count = str(len(listed.split(","))) if listed else "$SLURM_GPUS_ON_NODE"
+    return _COUNTS_LISTED.sub(count, _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", code))
 
 
 def target_of(node: Node) -> str:

@@ -244,6 +244,8 @@ def test_deepspeed_and_ssh_are_reported() -> None:
     [
         (("-N2", "--ntasks-per-node=4"), 2, 4),
         (("-N 2", "-n 8"), 2, 4),
+        (("-N 2", "--ntasks=4", "--ntasks-per-node=4"), 2, 2),
+        (("-N 2", "--ntasks=4", "--ntasks-per-node=4", "--gpus-per-task=1"), 2, 2),
         (("--nodes=2-2", "--ntasks=8"), 2, 4),
         (("--ntasks 8", "--ntasks-per-node=4"), 2, 4),
         (("--gpus=8", "--gpus-per-node=4", "--ntasks-per-node=4"), 2, 4),
