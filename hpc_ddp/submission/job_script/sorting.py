@@ -307,11 +307,11 @@ class Sorter:
         that of a command line in the launch, or one that nothing needs and only bash knows."""
         values = {name: s.assigned for name, s in self._assigned.items() if not s.exported}
         lines = (s for s in self._statements if not (s.name or s.launch or s.lost or s.decided))
-        kept = {name for s in lines if not PRINTS.match(s.text) for name in s.names}
+        of_lines = {name for s in lines if not PRINTS.match(s.text) for name in s.names}
         return not re.search(r">|\btee\b", statement.text) and any(
             (name in self._in_launch & self._commands)
             or (is_of_hpc_ddp(name) and not name.startswith("SLURM") and name not in self._needed)
-            or (name in values.keys() - self._needed - kept and not is_known(values[name]))
+            or (name in values.keys() - self._needed - of_lines and not is_known(values[name]))
             for name in statement.names
         )
 

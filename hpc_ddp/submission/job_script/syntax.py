@@ -21,7 +21,7 @@ _CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^
 _BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)
 _OF_WORDS = ("word", "string", "raw_string", "concatenation", "number", "command_name", "=",
              "simple_expansion", "expansion", "command_substitution")  # fmt: skip
-_BARE_TEXT = re.compile(rb"<<-?[ \t]*[\"'\\]?\w")  # a here-document's begin
+_BARE_TEXT = re.compile(rb"[ \t]*<<[^<]")  # a here-document that has no command
 _IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
 _OPERATORS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("=", "==", "-eq"), operator.eq),
@@ -81,8 +81,9 @@ def _with_whole_words(root: Node, code: bytes) -> bytes:
     while nodes:
         node = nodes.pop()
         nodes += node.children
-        if node.type == "ERROR" and _BARE_TEXT.match(code, node.start_byte):  # without a command
-            edits[node.start_byte, node.start_byte] = b": "
+        start = code.rfind(b"\n", 0, node.start_byte) + 1
+        if node.type == "<" and _BARE_TEXT.fullmatch(code[start : node.start_byte + 3]):
+            edits[start, start] = b": "  # of <<
         name = re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte)
         if name and node.type == "$" and node.parent.type != "simple_expansion":
             edits[name.span()] = b"{%b}" % name[0]
@@ -169,7 +170,7 @@ def is_comment(node: Node) -> bool:
         return False
     first, *redirects = node.named_children
     start = source(redirects[0].named_children[0]) if redirects else ""
-    is_plain = start[:1] in ("'", '"', "\\") or not re.search(r"`|\$[({]\w*\W", source(node))
+    is_plain = start[:1] in ("'", '"', "\\") or not re.search(r"`|\$\(|\$\{\w*[^\w}]", source(node))
     is_text = [redirect.type for redirect in redirects] == ["heredoc_redirect"]
     return source(first) == ":" and is_text and is_plain
 

@@ -174,6 +174,8 @@ def of_text(*lines: str) -> Conversion:
         # A here-document without a command is a comment.
         (("<<end", "srun python old.py", "torchrun x.py", "end", TRAIN),
          {"script": "train.py", "args": None, "setup": None}),
+        (("<<end", "#  a", "M=<a|b>", "sbatch \\", " --m=${M} \\", " a.sh", "end", TRAIN),
+         {"script": "train.py", "setup": None}),
         (("<<-'END'", "$(x) `y`", "\tEND", TRAIN), {"script": "train.py", "setup": None}),
         (("<<E", "$(touch x)", "E", TRAIN), {"setup": [": <<E\n$(touch x)\nE"]}),
         (("cat <<A", "<<B", "A", TRAIN), {"setup": ["cat <<A\n<<B\nA"]}),
