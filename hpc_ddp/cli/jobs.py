@@ -332,12 +332,13 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
 )
 @node_options
 def preflight(as_json: bool, train: bool, **options: Any) -> None:
-    """Look whether the nodes of this allocation are fit for a job, and which are not.
+    """Test the nodes of this allocation, and name bad ones.
 
-    Run it inside a salloc. Exit code 1 where a node is not. `submit --preflight` does the same as
-    the first thing in a job, and leaves bad nodes out of the next attempt. With --train a tiny
-    model is trained on all GPUs of the allocation, or of this machine, and killed once; a table
-    for an issue shows what works. Exit code 1 where something does not.
+    Run it inside a salloc. Exit code 1 where a node is not fit for a job. `submit
+    --preflight` does the same as the first thing in a job, and leaves bad nodes out of the next
+    attempt. With --train a tiny model is trained on all GPUs of the allocation, or of this
+    machine, and killed once; a table for an issue shows what works. Exit code 1 where something
+    does not.
     """
     settings = config.load(settings_of(options), Path.cwd(), home_folder())
     if settings.recognised:

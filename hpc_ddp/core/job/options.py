@@ -91,7 +91,7 @@ class JobSpec(ResourceOptions):
     )
     node_setup: tuple[str, ...] = option(
         (),
-        "The same on each node, in the container, before its workers; repeatable.",
+        "A shell line to run on each node, in the container, before its workers; repeatable.",
         group=ENVIRONMENT,
         metavar="LINE",
         is_joined=True,
@@ -99,7 +99,7 @@ class JobSpec(ResourceOptions):
     )
     worker_setup: tuple[str, ...] = option(
         (),
-        "The same in each worker, which has its RANK; repeatable.",
+        "A shell line to run in each worker, which has its RANK, before the program; repeatable.",
         group=ENVIRONMENT,
         metavar="LINE",
         is_joined=True,
@@ -218,7 +218,7 @@ class JobSpec(ResourceOptions):
     elastic: bool = option(False, "Continue without a node that is lost.", group=CONTINUATION)
     stage: bool = option(
         False,
-        "Requeued: Python from a copy on each node.",
+        "From the second attempt on, start Python from a copy on each node.",
         group=ENVIRONMENT,
         is_local=True,
     )
