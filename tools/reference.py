@@ -1,4 +1,5 @@
-"""``docs/reference.md``: all settings of a job and all commands, from their declarations.
+"""``docs/reference.md``: all settings of a job, all commands, the options of ``start()``, variables
+and events, from their declarations.
 
 ``python -m tools.reference`` writes the page; ``tests/unit/repository/test_reference.py`` compares
 it with the declarations.
@@ -6,6 +7,8 @@ it with the declarations.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING
 from pathlib import Path
@@ -14,10 +17,13 @@ import click
 
 from hpc_ddp.cli.main import main as commands
 from hpc_ddp.core.job.option_declaration import GROUPS, TABLE, Option
+from hpc_ddp.core.job.variables import OF_USERS
 from hpc_ddp.core.journal.events import EVENTS
 from hpc_ddp.submission.settings.config import OPTIONS
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
+REPO = Path(__file__).parent.parent
+PAGE = REPO / "docs" / "reference.md"
+OPTIONS_OF_START = REPO / "hpc_ddp" / "training" / "options.py"
 HEAD = """# Reference
 
 Written by `python -m tools.reference` from the declarations in the code.
@@ -32,8 +38,8 @@ ON_BY_DEFAULT = ("snapshot", "warm-start")  # an option switches them off
 
 def page() -> str:
     """Return the text of the page."""
-    parts = [HEAD, *_settings(), "\n## Commands\n", *_commands(commands, "hpc-ddp"), *_events()]
-    return "".join(parts)
+    parts = [HEAD, *_settings(), "\n## Commands\n", *_commands(commands, "hpc-ddp")]
+    return "".join([*parts, *_options_of_start(), *_variables(), *_events()])
 
 
 def _settings() -> Iterator[str]:
@@ -44,6 +50,34 @@ def _settings() -> Iterator[str]:
                 is_off = key in ON_BY_DEFAULT
                 kind = "false (default: true)" if is_off else declared.kind.text
                 yield f"| {_flags(key, declared)} | `{key}`: {kind} | {declared.help} |\n"
+
+
+def _options_of_start() -> Iterator[str]:
+    """Yield the table of the fields of `Options`, each with the first sentence that its docstring
+    has on it. The file is parsed, not imported: that would import torch."""
+    yield "\n## Options of start()\n"
+    yield "Parameters of `hpc_ddp.training.start`; `hpc_ddp/training/options.py` has the full\n"
+    yield "text.\n\n"
+    yield "| option | default | meaning |\n|---|---|---|\n"
+    body = ast.parse(OPTIONS_OF_START.read_text()).body
+    declared = next(node for node in body if isinstance(node, ast.ClassDef))
+    text = (ast.get_docstring(declared) or "").partition("----------\n")[2]
+    descriptions = dict(re.findall(r"^(\w+)\n((?: +.+\n?)+)", text, re.MULTILINE))
+    for node in declared.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            name = node.target.id
+            description = " ".join(descriptions[name].split()).replace("``", "`")
+            sentence = re.split(r"\. (?=[A-Z])", description)[0]
+            yield f"| `{name}` | `{ast.unparse(node.value)}` | {sentence} |\n"
+
+
+def _variables() -> Iterator[str]:
+    yield "\n## Environment variables\n"
+    yield "Set them in your shell. Those in place of a script's option go into a job by\n"
+    yield "`--env NAME=VALUE`, as `HPC_DDP_TRACKERS=off` does ([trackers](trackers.md)).\n\n"
+    yield "| variable | value | effect |\n|---|---|---|\n"
+    for name, (accepted, effect) in OF_USERS.items():
+        yield f"| `{name}` | {accepted} | {effect} |\n"
 
 
 def _events() -> Iterator[str]:

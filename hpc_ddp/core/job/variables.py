@@ -22,11 +22,23 @@ _OF_A_TASK = (
 )
 # Their values differ between the nodes or the workers of a job.
 _OF_A_WORKER = re.compile(rf"{OF_A_RANK}|{_OF_A_TASK}|GROUP_WORLD_SIZE|HOSTNAME|SLURMD_NODENAME")
-# Users may set these; all others of hpc-ddp are its own.
-OF_USERS = (
-    *("HPC_DDP_RUNS", "HPC_DDP_SITE_FILE", "HPC_DDP_SAVE_EVERY", "HPC_DDP_HANG_AFTER"),
-    *("HPC_DDP_PROFILE", "HPC_DDP_BACKEND", "HPC_DDP_DRY_RUN_DEVICES"),
-)
+# Users may set these; all others of hpc-ddp are its own. By name: accepted values, and the effect,
+# for docs/reference.md.
+OF_USERS = {
+    "HPC_DDP_RUNS": ("a folder", "The folder of all run folders, unless `runs-dir` is set."),
+    "HPC_DDP_SITE_FILE": (
+        "a file",
+        "The operators' site file, in place of `/etc/hpc-ddp/site.toml`.",
+    ),
+    "HPC_DDP_SAVE_EVERY": ("seconds, or `auto`", "In place of the script's `save_every`."),
+    "HPC_DDP_HANG_AFTER": ("seconds; 0: never", "In place of the script's `hang_after`."),
+    "HPC_DDP_PROFILE": ("two steps, as `10:15`", "In place of the script's `profile`."),
+    "HPC_DDP_BACKEND": ("as `gloo`", "In place of the script's `backend`."),
+    "HPC_DDP_DRY_RUN_DEVICES": (
+        "`1`, or `shared`",
+        "A dry run uses this machine's GPUs; with `shared` its workers share them.",
+    ),
+}
 # In a worker each of these has hpc-ddp's value, or none, whatever the job's environment has.
 _OF_HPC_DDP = re.compile(
     rf"{OF_A_RANK}|{_OF_A_TASK}|GROUP_WORLD_SIZE|HPC_DDP_\w+|PET_\w+"
