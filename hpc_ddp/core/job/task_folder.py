@@ -10,7 +10,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import patiently, read_text, write_whole
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Submitted
-from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.journal import last_event, read_events
 from hpc_ddp.core.run_folder import RunFolder
 
 
@@ -51,13 +51,12 @@ def run_of_job(environ: Mapping[str, str]) -> RunFolder:
 def job_folder(run: RunFolder) -> RunFolder:
     """Return the run whose batch script a run's newest job has: a task's own, where it was
     submitted alone after its array, else the array's; a run that is no task is its own. Raise
-    OSError where a journal can't be read."""
-    array = RunFolder(run.whole)
+    OSError where the journal can't be read."""
     if not run.is_task:
         return run
-    alone, with_array = (last_event(part.events(), Submitted) for part in (run, array))
-    is_alone = alone is not None and (with_array is None or alone.time > with_array.time)
-    return run if is_alone else array
+    # The submit of an array is in its tasks' journals, too, without the back-end.
+    last = last_event(read_events(run.journal_folder, "submit"), Submitted)
+    return run if last and last.backend else RunFolder(run.whole)
 
 
 def trial_of(run: RunFolder) -> Mapping[str, str]:

@@ -196,9 +196,12 @@ def test_the_next_link_of_a_task_alone_has_its_own_script(
 ) -> None:
     """With its memory and its code; the array's again where the array was submitted later."""
     task = run.task(1).make()
-    for part, at in ((run, 1.0 if is_newest else 3.0), (task, 2.0)):
+    for part in (run, task):
         part.script.write_text("#!/bin/bash\n")
-        part.journal("submit").write(raw("submitted", time=at, backend="slurm"))
+        part.journal("submit").write(raw("submitted", backend="slurm"))
+    if not is_newest:  # as the array's submit writes it for each of its tasks
+        run.journal("submit").write(raw("submitted", backend="slurm"))
+        task.journal("submit").write(raw("submitted"))
     attempt = task.claim_attempt({}, lambda identity: False)
     slurm_commands.answer("sbatch", "9\n")
     environ = job_environ(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="1")
