@@ -7,9 +7,12 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from hpc_ddp.core.errors import HpcDdpError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -25,6 +28,11 @@ def warn(texts: Iterable[str]) -> None:
     """Print each of the texts to stderr as a warning."""
     for text in texts:
         say(f"warning: {text}")
+
+
+def unwritten(path: Path, error: OSError) -> HpcDdpError:
+    """Return the error for the file of ``-o`` that a disk refuses by `error`."""
+    return HpcDdpError(f"can't write {path}: {error.strerror}", hint="-o FILE writes it elsewhere")
 
 
 def note_kept(layer: Mapping[str, Any], args: Sequence[str], origin: str) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 import click
 
 from hpc_ddp.cli import completing
-from hpc_ddp.cli.common import folder_option, json_option, say
+from hpc_ddp.cli.common import folder_option, json_option, say, unwritten
 from hpc_ddp.core.attempt_env import clean_env
 from hpc_ddp.core.console.units import byte_count, parse_age
-from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
@@ -155,9 +155,7 @@ def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
     except OSError as error:
         if not error.filename or Path(error.filename) != path:
             raise
-        raise HpcDdpError(
-            f"can't write {path}: {error.strerror}", hint="-o FILE writes it elsewhere"
-        ) from None
+        raise unwritten(path, error) from None
     for title, names in (("packed", entries), ("left out", omissions)):
         say("\n  ".join([f"{title}:", *names]))
     click.echo(path.absolute())

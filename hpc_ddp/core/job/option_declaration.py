@@ -37,7 +37,10 @@ class Kind:
         where nothing follows from it."""
         if isinstance(entry, (str, int, float)) and not isinstance(entry, bool):
             text = json.dumps(str(entry), ensure_ascii=False)
-            return f"{key} = [{text}]" if self.is_list else f"{key} = {text}" * (str in self.types)
+            if self.is_list:
+                return f"{key} = [{text}]"
+            if self.types == (str,):
+                return f"{key} = {text}"
         return ""
 
 

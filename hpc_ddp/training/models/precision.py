@@ -105,8 +105,9 @@ class Precision:
         flags: list[torch.Tensor] = []
         if self._scaler and private:  # else the rank with the overflow alone would skip the step
             flag_of_device = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
-            no_overflow = torch.zeros((), dtype=torch.float32, device=self._device)
-            flags = list(flag_of_device.values()) or [no_overflow]
+            flags = list(flag_of_device.values())
+            if not flags:  # the other ranks have some
+                flags = [torch.zeros((), dtype=torch.float32, device=self._device)]
             for flag in flags:
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         if clip_norm is not None:
