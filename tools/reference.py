@@ -76,8 +76,8 @@ def _variables() -> Iterator[str]:
     yield "Set them in your shell. Those in place of a script's option go into a job by\n"
     yield "`--env NAME=VALUE`, as `HPC_DDP_TRACKERS=off` does ([trackers](trackers.md)).\n\n"
     yield "| variable | value | effect |\n|---|---|---|\n"
-    for name, (accepted, effect) in OF_USERS.items():
-        yield f"| `{name}` | {accepted} | {effect} |\n"
+    for name, variable in OF_USERS.items():
+        yield f"| `{name}` | {variable.accepted} | {variable.effect} |\n"
 
 
 def _events() -> Iterator[str]:

@@ -44,10 +44,8 @@ from hpc_ddp.submission.run_files.library import carry_library
 from hpc_ddp.submission.run_files.start_claim import claim_start
 from hpc_ddp.submission.script.mistakes import find_mistakes
 from hpc_ddp.submission.script.render import Rendering
-from hpc_ddp.submission.settings.config import (
-    Settings,
-    job_spec,
-)
+from hpc_ddp.submission.settings.config import Settings
+from hpc_ddp.submission.settings.job import job_spec
 from hpc_ddp.submission.settings.user import user_name
 
 OLDEST = (3, 10)  # of the Pythons that run the node side

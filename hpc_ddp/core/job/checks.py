@@ -19,6 +19,7 @@ from hpc_ddp.core.job.slurm_values import (
     parse_time,
 )
 from hpc_ddp.core.job.sweep import check_sweep
+from hpc_ddp.core.job.variables import OF_USERS, names_in
 
 if TYPE_CHECKING:
     from hpc_ddp.core.job.options import JobSpec
@@ -294,14 +295,14 @@ def _texts_in(setting: Any) -> Iterator[str]:
 
 
 def _check_texts(spec: JobSpec) -> None:
-    """Check the characters of a job's texts. Raise UsageError for a value of an ``#SBATCH`` line
-    that is empty or can't be printed, as a line break; and for NUL, or bytes that are no UTF-8, in
-    any text, of lists and tables as well."""
+    """Check the characters of a job's texts. Raise UsageError for an empty value of an option that
+    may be left out; for a value of an ``#SBATCH`` line that can't be printed, as a line break; and
+    for NUL, or bytes that are no UTF-8, in any text, of lists and tables as well."""
     for item in fields(spec):
-        text = getattr(spec, item.name)
-        is_directive = "option" in item.metadata and item.metadata["option"].is_sbatch
+        text, declared = getattr(spec, item.name), item.metadata.get("option")
+        is_directive = declared and declared.is_sbatch
         key = key_of(item)
-        if is_directive and text == "":
+        if declared and item.default is None and text == "":
             raise UsageError(
                 f"{key} is an empty text; accepted: a value, or no --{key}",
                 hint=f"a variable behind --{key} may not be set",
@@ -358,7 +359,8 @@ def _check_nodes(nodes: int | str) -> None:
 
 def _check_env(spec: JobSpec) -> None:
     """Check the variables of a job. Raise UsageError for a bad name in `env`, `env_names` or
-    `expand`, and for a value of `env` that looks like a secret or is too long for Linux."""
+    `expand`, and for a value of `env` that looks like a secret, is too long for Linux, or is none
+    that a variable of hpc-ddp accepts."""
     of_expand = (name.removesuffix("[@]") for name in spec.expand)
     for name in (*spec.env, *spec.env_names, *of_expand):
         if not _ENV_NAME.fullmatch(name):
@@ -377,6 +379,12 @@ def _check_env(spec: JobSpec) -> None:
                 f"the value of {name} has {len(text):,} characters, with which Linux starts no"
                 f" process; accepted: fewer than {LONGEST_VARIABLE:,} bytes, its name included",
                 hint="a file, whose path the variable has",
+            )
+        variable = OF_USERS.get(name)
+        if variable and not (variable.accepts(text) or names_in(text, spec.expand)):
+            raise UsageError(
+                f"variable {name} of env is {text!r}; accepted: {variable.accepted}",
+                hint=f"--env {name}={variable.example}",
             )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 LONGEST_ARRAY = 100_000  # characters of a variable; Linux starts no process beside one of 128 KiB
 # The variables by which torchrun makes a process a rank of a world, as a regular expression.
@@ -22,21 +23,47 @@ _OF_A_TASK = (
 )
 # Their values differ between the nodes or the workers of a job.
 _OF_A_WORKER = re.compile(rf"{OF_A_RANK}|{_OF_A_TASK}|GROUP_WORLD_SIZE|HOSTNAME|SLURMD_NODENAME")
-# Users may set these; all others of hpc-ddp are its own. By name: accepted values, and the effect,
-# for docs/reference.md.
+
+
+class UserVariable(NamedTuple):
+    """A variable of hpc-ddp that users may set: its effect, the values that it accepts, in words
+    and as a regular expression, and an example of one."""
+
+    effect: str
+    accepted: str
+    pattern: str = ".*"
+    example: str = ""
+
+    def accepts(self, text: str) -> bool:
+        """Return whether `text` is an accepted value, or empty, which stands for no value."""
+        return not text or re.fullmatch(self.pattern, text) is not None
+
+
+_SECONDS = r"(\d+\.?\d*|\.\d+)"
+# All others of hpc-ddp are its own.
 OF_USERS = {
-    "HPC_DDP_RUNS": ("a folder", "The folder of all run folders, unless `runs-dir` is set."),
-    "HPC_DDP_SITE_FILE": (
-        "a file",
-        "The operators' site file, in place of `/etc/hpc-ddp/site.toml`.",
+    "HPC_DDP_RUNS": UserVariable(
+        "The folder of all run folders, unless `runs-dir` is set.", "a folder"
     ),
-    "HPC_DDP_SAVE_EVERY": ("seconds, or `auto`", "In place of the script's `save_every`."),
-    "HPC_DDP_HANG_AFTER": ("seconds; 0: never", "In place of the script's `hang_after`."),
-    "HPC_DDP_PROFILE": ("two steps, as `10:15`", "In place of the script's `profile`."),
-    "HPC_DDP_BACKEND": ("as `gloo`", "In place of the script's `backend`."),
-    "HPC_DDP_DRY_RUN_DEVICES": (
-        "`1`, or `shared`",
+    "HPC_DDP_SITE_FILE": UserVariable(
+        "The operators' site file, in place of `/etc/hpc-ddp/site.toml`.", "a file"
+    ),
+    "HPC_DDP_SAVE_EVERY": UserVariable(
+        "In place of the script's `save_every`.",
+        "seconds, or `auto`",
+        f"{_SECONDS}|auto",
+        "300",
+    ),
+    "HPC_DDP_HANG_AFTER": UserVariable(
+        "In place of the script's `hang_after`.", "seconds; 0: never", _SECONDS, "1800"
+    ),
+    "HPC_DDP_PROFILE": UserVariable(
+        "In place of the script's `profile`.", "two steps, as `10:15`", r"\d+:\d+", "10:15"
+    ),
+    "HPC_DDP_BACKEND": UserVariable("In place of the script's `backend`.", "as `gloo`"),
+    "HPC_DDP_DRY_RUN_DEVICES": UserVariable(
         "A dry run uses this machine's GPUs; with `shared` its workers share them.",
+        "`1`, or `shared`",
     ),
 }
 # In a worker each of these has hpc-ddp's value, or none, whatever the job's environment has.

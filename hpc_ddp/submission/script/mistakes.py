@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
+from hpc_ddp.core.attempt_env import installed_python
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.variables import literal_names
 from hpc_ddp.submission.script.effect import without_effect
 
 
 def find_mistakes(spec: JobSpec) -> list[str]:
-    """Return warnings about probable mistakes in a job, a sentence each: a Python or module that is
-    not here, a syntax error of the script where it can be read here, an array instead of a chain,
-    variables that stay as they are, an interface that leads to no other node, and settings
+    """Return warnings about probable mistakes in a job, a sentence each: programs `_not_here`, a
+    syntax error of the script where it can be read here, an array instead of a chain, variables
+    that stay as they are, an interface that leads to no other node, and settings
     `without_effect`."""
-    mistakes = []
-    is_missing = not (spec.container or spec.image or os.path.exists(spec.python))
-    if is_missing and os.path.isabs(spec.python):
-        mistakes.append(f"python {spec.python} is not on this machine; is it on the nodes?")
-    file, top = spec.module_file or spec.program, spec.script.partition(".")[0]
-    if spec.module and not spec.module_file and Path(spec.chdir, top).is_dir():
-        mistakes.append(f"there is {top}/ in {spec.chdir}, but no module {spec.script}")
+    mistakes = [*_not_here(spec)]
+    file = spec.module_file or spec.program
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if not spec.no_python:
-                compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+                source = file.read_bytes()
+                compile(source, str(file), "exec", dont_inherit=True)
+                mistakes += [] if source.strip() else [f"{file} is empty"]
     except SyntaxError as error:  # the job's Python may be a newer one
         mistakes.append(f"{file}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError):
@@ -56,3 +57,29 @@ def find_mistakes(spec: JobSpec) -> list[str]:
                 " finds the right one where it is not set"
             )
     return [*mistakes, *without_effect(spec)]
+
+
+def _not_here(spec: JobSpec) -> Iterator[str]:
+    """Yield warnings about an image, a Python, a module or a command that this machine does not
+    have, a sentence each. Only the nodes have to have them; what is in a container, or set-up lines
+    may bring, is passed over."""
+    image = spec.image or ""
+    is_file = re.fullmatch(r"\.{0,2}/[^:$]*|[^:$]*\.(sif|simg|sqsh|img)", image)
+    if is_file and not (Path(spec.chdir, image).exists() or spec.container_tool == "shifter"):
+        yield f"image {image} is not on this machine; is it on the nodes?"
+    if spec.container or spec.image:
+        return
+    if os.path.isabs(spec.python) and not os.path.exists(spec.python):
+        yield f"python {spec.python} is not on this machine; is it on the nodes?"
+    top, names = spec.script.partition(".")[0], (*spec.env, *spec.env_names)
+    has_lines = spec.setup or spec.node_setup or spec.worker_setup
+    has_more = has_lines or "PATH" in names or "PYTHONPATH" in names
+    if spec.module and not spec.module_file:
+        if Path(spec.chdir, top).is_dir():
+            yield f"there is {top}/ in {spec.chdir}, but no module {spec.script}"
+        elif spec.python == installed_python() and not (has_more or find_spec(top)):
+            yield f"there is no module {top}, neither in {spec.chdir} nor in {spec.python}"
+    if spec.no_python and not has_more and "$" not in spec.script:
+        path = spec.script if "/" not in spec.script else os.path.join(spec.chdir, spec.script)
+        if not shutil.which(path):
+            yield f"there is no command {spec.script} on this machine; is it on the nodes?"

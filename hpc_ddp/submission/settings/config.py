@@ -1,4 +1,4 @@
-"""From options, ``hpc-ddp.toml``, site files and defaults to one `JobSpec`."""
+"""The settings of a job, merged from options, ``hpc-ddp.toml``, and site files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,13 @@ from hpc_ddp.core.job.option_declaration import (
     option,
     options_of,
 )
-from hpc_ddp.core.job.options import FIELDS, JobSpec
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_options import with_own_keys
 from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.defaults import (
     NO_FILE,
-    absolute,
-    check_script,
-    default_python,
     is_same_program,
-    name_for,
     names_no_file,
-    working_directory,
 )
 from hpc_ddp.submission.settings.trust import read_toml
 
@@ -310,7 +305,8 @@ def _read_layer(
                 hint=f"look at {path}",
             )
         layer.setdefault("when", {})[key] = {
-            name: _checked(path, table, inner, is_strict) for name, table in tables.items()
+            name: _checked(path, table, inner, is_strict, f"[when.{key}.{name}]")
+            for name, table in tables.items()
         }
     return layer
 
@@ -322,7 +318,9 @@ def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
     return _checked(Path(where), values, known_keys())
 
 
-def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
+def _checked(
+    path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True, header: str = ""
+) -> dict[str, Any]:
     """Return `layer`, the settings of a file or of one of its tables, after a check and changes in
     place: the paths of `script` (if a file), `template` and `notify` begin with the file's folder,
     or for ``~`` the home folder; variables and `gpus-per-node` become texts; some raw options of
@@ -330,10 +328,10 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
 
     `keys` are the accepted ones; without `is_strict` another key is dropped with a warning. Raise
     UsageError for an unknown key (if `is_strict`), for a value of the wrong kind, and for a `layer`
-    that is no table.
+    that is no table, with the line that begins one, `header`, as the hint.
     """
     if not isinstance(layer, dict):
-        raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
+        raise UsageError(f"{path}: {layer!r} must be a table", hint=header)
     for key in [key for key in layer if key not in keys]:
         message = f"{path}: unknown key {key!r}{closest(key, keys)}; accepted: {', '.join(keys)}"
         if is_strict:
@@ -359,41 +357,3 @@ def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True
     if isinstance(layer.get("gpus-per-node"), int):
         layer["gpus-per-node"] = str(layer["gpus-per-node"])
     return with_own_keys(layer, keys)
-
-
-def job_spec(settings: Settings, cwd: Path) -> JobSpec:
-    """Return the job of merged settings, with defaults for its name and Python. Relative paths are
-    seen from the folder `cwd`, which is also the working directory of a job without `chdir`.
-
-    Raises
-    ------
-    UsageError
-        no script is named; the script or the working directory doesn't exist, or the script is not
-        Python's; or a value is refused
-    OSError
-        the script can't be read
-    """
-    is_no_file = names_no_file(settings.values)
-    if not settings.get("script"):
-        raise UsageError(
-            f"no script is named, neither as an argument nor in {PROJECT_FILE}",
-            hint="hpc-ddp submit train.py",
-        )
-    script = Path(settings.values["script"])
-    if not is_no_file:
-        script = absolute(cwd / script)
-        check_script(script, in_image=bool(settings.get("image") or settings.get("container")))
-    values = {key.replace("-", "_"): value for key, value in settings.values.items()}
-    job = {name: value for name, value in values.items() if name in FIELDS}
-    name = settings.values["script"] if is_no_file else str(script)  # ./run.sh is not of PATH
-    job |= {"script": name, "submit_dir": str(cwd)}
-    job["chdir"] = working_directory(cwd, settings.get("chdir", ""))
-    if "template" in job:
-        job["template"] = str(cwd / job["template"])
-    if job.get("notify"):
-        job["notify"] = str(absolute(cwd / os.path.expanduser(job["notify"])))
-    job["job_name"] = job.get("job_name") or name_for(script, bool(settings.get("module")))
-    is_here = job.get("backend") == "local"
-    in_container = bool(job.get("container") or job.get("image")) and not is_here
-    job.setdefault("python", default_python(() if is_here else job.get("setup", ()), in_container))
-    return JobSpec(**job)

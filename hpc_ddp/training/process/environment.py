@@ -192,5 +192,5 @@ def _parse(
     except ValueError:
         raise UsageError(
             f"the environment variable {name} is {text!r}; accepted: {accepted}",
-            hint=f"unset {name}",
+            hint=f"unset {name}; in a job, leave it out of --env and [env]",
         ) from None

@@ -66,6 +66,9 @@ def test_json_of_a_newer_version_is_read() -> None:
         ({"env": {"1A": "x"}}, "'1A'", "environment variable"),
         ({"env": {"WANDB_API_KEY": "x"}}, "WANDB_API_KEY", "secret"),
         ({"env": {"HF_TOKEN": "x"}}, "HF_TOKEN", "secret"),
+        ({"env": {"HPC_DDP_SAVE_EVERY": "5m"}}, "'5m'", "seconds, or `auto`"),
+        ({"env": {"HPC_DDP_HANG_AFTER": "-1"}}, "'-1'", "seconds; 0: never"),
+        ({"env": {"HPC_DDP_PROFILE": "10-15"}}, "'10-15'", "two steps"),
         ({"env": {"A": "x" * 131_070}}, "131,070 characters", "fewer than 131,072 bytes"),
     ],
 )
@@ -78,6 +81,12 @@ def test_a_refused_value_names_the_accepted_ones(
     assert accepted in caught.value.message
     assert caught.value.hint
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["300", "0.5", "auto", "", "$SECONDS_OF_SITE"])
+def test_values_of_own_variables_are_accepted(text: str) -> None:
+    spec = JobSpec("t.py", env={"HPC_DDP_SAVE_EVERY": text}, expand=("SECONDS_OF_SITE",))
+    assert spec.env == {"HPC_DDP_SAVE_EVERY": text}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"nodes": 2}', "5"])

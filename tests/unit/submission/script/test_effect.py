@@ -148,7 +148,8 @@ def test_no_variable_of_ours_overrides_the_users_without_a_word(
                 _rendering(**values)
     setting = {"PMI_MMAP_SYNC_WAIT_TIME": "600", "SLURM_MPI_TYPE": "pmix"}
     _rendering(env=setting, launcher="srun", nproc_per_node=2)  # of an MPI, whose task a worker is
-    _rendering(env={**dict.fromkeys(OF_USERS, "1"), "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO"})
+    of_users = {name: variable.example for name, variable in OF_USERS.items()}
+    _rendering(env={**of_users, "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO"})
 
 
 def test_a_project_takes_out_what_a_site_and_hpc_ddp_add() -> None:

@@ -33,12 +33,31 @@ from hpc_ddp.submission.settings.config import Settings
         ({"env": {"NCCL_SOCKET_IFNAME": "=lo"}, "nodes": "1-4"}, "NCCL_SOCKET_IFNAME is lo"),
         ({"env": {"GLOO_SOCKET_IFNAME": "lo"}}, ""),
         ({"env": {"GLOO_SOCKET_IFNAME": "ib0"}, "nodes": 2}, ""),
+        ({"script": "empty.py"}, "empty.py is empty"),
+        ({"image": "none.sif"}, "image none.sif is not on this machine"),
+        ({"image": "/none/a"}, "image /none/a is not on this machine"),
+        ({"image": "/none/a", "container-tool": "pyxis"}, "image /none/a is not"),
+        ({"image": "$SCRATCH/a.sif", "expand": ["SCRATCH"]}, ""),
+        ({"image": "docker://ubuntu:24.04"}, ""),
+        ({"image": "nvidia/cuda", "container-tool": "pyxis"}, ""),
+        ({"image": "there.sif"}, ""),
+        ({"script": "nosuchcommand", "no-python": True}, "no command nosuchcommand"),
+        ({"script": "./none.sh", "no-python": True}, "no command ./none.sh"),
+        ({"script": "./there.sh", "no-python": True}, ""),
+        ({"script": "nosuchcommand", "no-python": True, "setup": ["module load x"]}, ""),
+        ({"script": "nosuchcommand", "no-python": True, "image": "there.sif"}, ""),
+        ({"script": "nosuch.module", "module": True}, "no module nosuch, neither in"),
+        ({"script": "nosuch.module", "module": True, "env": {"PYTHONPATH": "/x"}}, ""),
+        ({"script": "json.tool", "module": True}, ""),
     ],
 )
 def test_what_may_be_meant_otherwise_is_said(
     tmp_path: Path, values: dict[str, Any], warning: str
 ) -> None:
-    (tmp_path / "train.py").touch()
+    (tmp_path / "train.py").write_text("print(1)\n")
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "there.sif").touch()
+    (tmp_path / "there.sh").touch(mode=0o755)
     settings = Settings({"script": "train.py", "python": sys.executable, **values})
     mistakes = find_mistakes(plan.plan_new(settings, tmp_path, tmp_path / "runs").spec)
     assert warning in "".join(mistakes)

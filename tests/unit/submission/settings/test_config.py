@@ -13,6 +13,7 @@ from hpc_ddp.cli.click_options import settings_of
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.submission.settings import config, sites
 from hpc_ddp.submission.settings.config import Settings, load
+from hpc_ddp.submission.settings.job import job_spec
 
 SITE = """\
 partition = "low"
@@ -71,12 +72,21 @@ def test_an_array_is_no_chain_by_a_table(home: Path) -> None:
     assert _values(home, array="0-3", continue_by="resubmit")["continue-by"] == "resubmit"
 
 
+def test_the_file_of_a_refused_value_is_named(home: Path) -> None:
+    (home / "train.py").touch()
+    (home / "hpc-ddp.toml").write_text("cpus-per-task = 0\n")
+    with pytest.raises(UsageError, match=r"hpc-ddp\.toml: cpus-per-task is 0; accepted: a whole"):
+        job_spec(load({"script": "train.py"}, home, home), home)
+    with pytest.raises(UsageError, match=r"^nodes is 0; accepted"):
+        job_spec(load({"script": "train.py", "nodes": 0}, home, home), home)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("when = 1", "no table"),
         ("[when.account.x]", r"no table \[when.account"),
-        ("[when.partition]\nx = 1", "must be a table"),
+        ("[when.partition]\nx = 1", "1 must be a table"),
         ("[when.partition.x]\nnodse = 1", "unknown key 'nodse', did you mean 'nodes'"),
         ('[when.partition.x]\npartition = "y"', "unknown key 'partition'"),
         ('[when.partition.x]\nnodes = ["y"]', "nodes is"),
