@@ -245,7 +245,7 @@ def _content_of(
         (state.trained if is_trained else state.frozen).add(f"{name}.{plain_name(key)}")
     for key, buffer in plain.named_buffers(remove_duplicate=False):
         state.buffers.add(f"{name}.{plain_name(key)}")
-        if buffer.nbytes >= LARGE_BUFFER:
+        if buffer.layout == torch.strided and buffer.nbytes >= LARGE_BUFFER:
             state.large_buffers.add(f"{name}.{plain_name(key)}")
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
     changes = {plain_name(key): needed for key, needed in trained.changes_of(plain).items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data.iteration import instruction_of
+from hpc_ddp.training.data.iteration import instruction_of, is_generator
+from hpc_ddp.training.data.loop_site import LoopSite
 from hpc_ddp.training.process.failure import OuterError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class CallOrder:
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         """Begin before any loop; `say` prints a line for the user."""
         self._say = say
-        self._site: list[tuple[Any, int]] = []  # of the script, where its last loop begins
+        self._site: LoopSite | None = None  # of the last loop
         self.loop: Kind | None = None  # that the script is in
         self.total = 0  # epochs or steps of that loop, or of the last one
         self.judged_at: int | None = None  # the step whose weights are to be saved as the best
@@ -62,11 +62,11 @@ class CallOrder:
                 "run.track was not called: a checkpoint would hold nothing",
                 hint="run.track(model=model, optimizer=optimizer) before the loop",
             )
-        if self.loop:
+        if not self.is_outside():
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
         if not self.has_looped:
             self._abandoned = position.abandoned
-        before, self._site = self._site, _site_of_script()
+        before, self._site = self._site, (site := LoopSite(3))
         is_other = self.number in self._broken and self._site != before
         is_other = is_other and self._is_left_by_break and not sys.exc_info()[1]
         if is_other and (loop, total) == (self._kind, self.total):
@@ -91,11 +91,12 @@ class CallOrder:
         try:
             yield is_over
         except GeneratorExit:
-            self._broken[number] = (loop, total)
-            self._is_left_by_break = _is_at_break()
+            if self._site is site:
+                self._note_break(_is_at_break())
             raise
         finally:
-            self.loop = None
+            if self._site is site:  # no later loop has begun
+                self.loop = None
 
     def _is_of(self, position: Position, loop: Kind, total: int, is_over: bool) -> bool:
         """Return whether `position` is in the loop that begins, or at its end. A loop of the
@@ -109,11 +110,25 @@ class CallOrder:
             return kind == loop and (is_its_number or not self._is_abandoned)
         return kind == loop and is_its_number and not is_over
 
+    def is_outside(self) -> bool:
+        """Return whether the script is in no loop. A loop that it has left by ``break``, and whose
+        generator is still there, since a name keeps it, as that of a progress bar, ends here."""
+        if self.loop and self._site and self._site.is_left():
+            self._note_break(by_break=True)
+            self.loop = None
+        return self.loop is None
+
+    def _note_break(self, by_break: bool) -> None:
+        """Note that the script has left the loop before its end: `by_break`, or by an exception."""
+        self._is_left_by_break = by_break
+        if self._kind:
+            self._broken[self.number] = self._kind, self.total
+
     def is_before(self, position: Position) -> bool:
         """Return whether the script has left a loop, is in none now, and `position` belongs to a
         later loop."""
         is_earlier = position.loops > self.number and position.loop != (self._kind, self.total)
-        return self.loop is None and self.has_looped and is_earlier
+        return self.has_looped and is_earlier and self.is_outside()
 
     def abandon(self, position: Position) -> None:
         """Note in `position` the loops that were left by ``break``. Called for a call behind them,
@@ -204,29 +219,13 @@ class CallOrder:
             )
 
 
-def _site_of_script() -> list[tuple[Any, int]]:
-    """Return where the script begins a loop: the code and the bytecode offset in its frame and in
-    each caller's, the script's first. For `in_loop` alone: the four frames up to the script, of
-    contextlib and the run's method, are left out."""
-    frame: FrameType | None = sys._getframe(4)  # not kept: it would keep the loop from being closed
-    site = []
-    while frame:
-        site.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return site
-
-
 def _is_at_break() -> bool:
     """Return whether the script leaves its loop by ``break`` or ``return``, which pop the loop's
     iterator, and not by an exception. Called in the generator that is being closed."""
     frame: FrameType | None = sys._getframe(2)
-    while frame and (_is_generator(frame) or frame.f_globals is contextmanager.__globals__):
+    while frame and (is_generator(frame.f_code) or frame.f_globals is contextmanager.__globals__):
         frame = frame.f_back
     return frame is None or instruction_of(frame).startswith("POP_")
-
-
-def _is_generator(frame: FrameType) -> bool:
-    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
 
 
 def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:

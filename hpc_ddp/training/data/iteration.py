@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -107,7 +108,16 @@ def is_of_loop(frame: FrameType) -> bool:
 
 def instruction_of(frame: FrameType) -> str:
     """Return the name of the bytecode instruction that a frame is at."""
-    code, at = frame.f_code.co_code, frame.f_lasti
-    while dis.opname[code[at]] == "CACHE":  # of the instruction before
-        at -= 2
-    return dis.opname[code[at]]
+    return instruction_at(frame.f_code, frame.f_lasti)
+
+
+def instruction_at(code: CodeType, offset: int) -> str:
+    """Return the name of the instruction at an offset of a bytecode."""
+    while dis.opname[code.co_code[offset]] == "CACHE":  # of the instruction before
+        offset -= 2
+    return dis.opname[code.co_code[offset]]
+
+
+def is_generator(code: CodeType) -> bool:
+    """Return whether a code is that of a generator."""
+    return bool(code.co_flags & inspect.CO_GENERATOR)

@@ -385,7 +385,7 @@ class ModelSetup(Worker):
             that had weights of their own; or the save before it fails as in `finish`
         """
         calls, position = self._calls, self.position
-        is_behind = calls.loop is None
+        is_behind = calls.is_outside()
         if calls.is_before(position):
             self._say(
                 "run.load_best was called before a loop that the run is in by now: the checkpoint's"

@@ -369,6 +369,9 @@ class Pipeline:
         plain = unwrap(self.stage)
         with in_eval_mode(plain), self._autocast():
             output: torch.Tensor = plain(inputs).contiguous()
+        # In an autocast of the script's, a torch before 2.10 would train these casts of weights,
+        # which have no gradients.
+        torch.clear_autocast_cache()
         return output
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
@@ -63,9 +63,9 @@ def check_models(
     Raises
     ------
     UsageError
-        a model is sharded by a class of `LOCAL_SHARDS`; an optimizer trains a model that is not
-        tracked, has another optimizer that is not tracked, or trains, in a stage, a tensor of no
-        tracked object
+        a model is sharded by a class of `LOCAL_SHARDS`; an optimizer has a parameter twice, trains
+        a model that is not tracked, has another optimizer that is not tracked, or trains, in a
+        stage, a tensor of no tracked object
     HpcDdpError
         the state of an object can't be saved
     """
@@ -74,6 +74,7 @@ def check_models(
     stored = labels_of(objects)
     of_wrapped = {id(weight) for model in wrapped for weight in model.parameters()} - stored.keys()
     for optimizer in (thing for thing in tracked if isinstance(thing, Optimizer)):
+        _check_repeated(optimizer, stored)
         if any(id(weight) in of_wrapped for weight in parameters_of(optimizer)):
             raise UsageError(
                 "run.track names an optimizer, and not the model that it trains, whose weights"
@@ -102,6 +103,18 @@ def check_models(
                 " another stage; accepted in a pipeline: parameters of tracked models",
                 hint="make it a parameter of the stage's module",
             )
+
+
+def _check_repeated(optimizer: Optimizer, labels: Mapping[int, str]) -> None:
+    """Raise UsageError for a parameter that an optimizer has twice, of which torch only warns;
+    `labels` has the names of parameters by their ids."""
+    counts = Counter(id(parameter) for parameter in parameters_of(optimizer))
+    if repeated := next((number for number, count in counts.items() if count > 1), None):
+        raise UsageError(
+            f"{type(optimizer).__name__} has the parameter {labels.get(repeated, '')} twice, and"
+            " each step moves it twice; accepted: each once",
+            hint=f"{type(optimizer).__name__}(dict.fromkeys(PARAMETERS), …)",
+        )
 
 
 def _check_shards(objects: Mapping[str, Any]) -> None:

@@ -109,6 +109,16 @@ class Mean(nn.Module):
         destination[prefix + "total"] = self.total
 
 
+def test_a_sparse_buffer_is_saved_in_no_checkpoint() -> None:
+    """A graph's matrix, which the script makes anew; a persistent one is refused."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("graph", torch.eye(2).to_sparse(), persistent=False)
+    assert {*state.collect({"net": net}).tensors} == {"net.weight", "net.bias"}
+    net.register_buffer("other", torch.eye(2).to_sparse())
+    with pytest.raises(HpcDdpError, match=r"net\.other is a tensor of layout torch\.sparse_coo"):
+        state.collect({"net": net})
+
+
 def test_what_a_module_has_beside_buffers_is_compared_between_ranks() -> None:
     """It is rank 0's that is saved, as of other objects."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -33,6 +33,18 @@ def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch, shardi
         sharding.check_schedule("GPipe", 2, 2, torch.device("cuda"))
 
 
+def test_a_look_at_shapes_leaves_no_cast_without_gradients(sharding: Any) -> None:
+    """torch 2.9 would train such a cast, in a script's own autocast around the pipeline's step."""
+    stage = torch.nn.Linear(2, 2)
+    pipeline = object.__new__(sharding.Pipeline)
+    pipeline.stage = stage
+    pipeline._autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipeline._forward(torch.ones(1, 2))
+        stage(torch.ones(1, 2)).sum().backward()
+    assert stage.weight.grad is not None
+
+
 @pytest.mark.parametrize("name", ["_set_default_timeout", "set_timeout"])
 def test_groups_of_a_mesh_have_the_runs_timeout(
     name: str, monkeypatch: pytest.MonkeyPatch, sharding: Any

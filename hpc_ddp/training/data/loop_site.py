@@ -1,0 +1,79 @@
+"""Where in the script a loop stands, and whether the script is still in it."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import threading
+from collections.abc import Iterator
+from types import CodeType, FrameType
+
+from hpc_ddp.training.data.iteration import instruction_at, is_generator
+
+
+class LoopSite:
+    """The place of the script at which a loop begins: by code and bytecode offset, that of its
+    frame and of each caller's, the script's first. Sites of one place are equal."""
+
+    def __init__(self, depth: int) -> None:
+        """Note the present place; `depth` frames up to the script are left out, the caller's
+        first."""
+        frame: FrameType | None = sys._getframe(depth + 1)
+        self._calls = []  # no frame is kept: it would keep the loop from being closed
+        while frame:
+            self._calls.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        self._thread = threading.get_ident()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoopSite) and self._calls == other._calls
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def is_left(self) -> bool:
+        """Return whether the script has left the ``for`` that asks for the loop's elements, by the
+        line that it is at now. A ``for`` in a generator does not count, as in a progress bar's, but
+        its caller's. False where nothing shows it: another thread, a ``next``, a script that can't
+        be read or was changed."""
+        loop = next(iter(self._loops()), None)
+        if loop is None or self._thread != threading.get_ident():
+            return False
+        code, lines = loop
+        frame: FrameType | None = sys._getframe(1)
+        while frame and not (frame.f_code is code and frame.f_lineno in lines):
+            frame = frame.f_back
+        return frame is None
+
+    def _loops(self) -> Iterator[tuple[CodeType, range]]:
+        """Yield, for each call that is at a ``for``, its code and the lines of the ``for``, the
+        script's first."""
+        for code, offset in self._calls:
+            is_at_for = instruction_at(code, offset) == "FOR_ITER"
+            if is_at_for and not is_generator(code) and (lines := _lines_of_loop(code, offset)):
+                yield code, lines
+
+
+def _lines_of_loop(code: CodeType, offset: int) -> range:
+    """Return the lines of the ``for`` whose iterator is asked at the bytecode `offset` of `code`;
+    none where the source can't be read, or is another one by now."""
+    text = "".join(linecache.getlines(code.co_filename))
+    line = next((n for low, high, n in code.co_lines() if low <= offset < high), None)
+    try:
+        tree = ast.parse(text)
+        if line is None or code not in _codes_in(compile(text, code.co_filename, "exec", 0, True)):
+            return range(0)
+    except (SyntaxError, ValueError):
+        return range(0)
+    for node in ast.walk(tree):  # an outer one first
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
+            return range(node.lineno, (node.body[-1].end_lineno or 0) + 1)
+    return range(0)
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield a module's code, and the codes of its functions and classes."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)

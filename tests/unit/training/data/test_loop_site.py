@@ -1,0 +1,148 @@
+"""Whether the script is still in a loop whose generator a name keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data.call_order import CallOrder
+from hpc_ddp.training.data.order import Position
+
+
+class Run:
+    """A run's loop, with the frames that `Run.steps` has."""
+
+    def __init__(self) -> None:
+        self.calls, self.position, self.places = CallOrder(), Position(), list[bool]()
+
+    def steps(self, total: int) -> Iterator[int]:
+        with self.calls.in_loop("steps", total, True, self.position):
+            yield from range(total)
+
+    def note(self) -> None:
+        """Note whether the script is outside of a loop by now."""
+        self.places.append(self.calls.is_outside())
+
+
+class Bar:
+    """As tqdm's, which keeps what it iterates over."""
+
+    def __init__(self, iterable: Iterator[int]) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.iterable
+
+
+def play(folder: Path, text: str) -> Run:
+    """Run a script, which notes where it is by ``run.note()``; return its run."""
+    script = folder / "train.py"
+    script.write_text(dedent(text))
+    run = Run()
+    names: dict[str, Any] = {"run": run, "Bar": Bar, "__name__": "__main__"}
+    exec(compile(script.read_text(), str(script), "exec", dont_inherit=True), names)
+    return run
+
+
+IN_A_FUNCTION = """
+    def train(loop):
+        for step in loop:
+            run.note()
+            if step == 1:
+                break
+        run.note()
+    bar = {bar}
+    train(bar)
+    run.note()
+"""
+AT_THE_TOP = """
+    def body(step):
+        run.note()
+        return step == 1
+    for step in (bar := {bar}):
+        try:
+            if body(step):
+                break
+        finally:
+            pass
+    run.note()
+    run.note()
+"""
+
+
+@pytest.mark.parametrize("text", [IN_A_FUNCTION, AT_THE_TOP])
+@pytest.mark.parametrize("bar", ["Bar(run.steps(9))", "run.steps(9)", "enumerate(run.steps(9))"])
+def test_a_loop_is_left_though_a_name_keeps_its_generator(
+    tmp_path: Path, text: str, bar: str
+) -> None:
+    text = text.format(bar=bar)
+    if bar.startswith("enumerate"):
+        text = text.replace("for step in", "for _, step in")
+    run = play(tmp_path, text)
+    assert run.places == [False, False, True, True]
+    run.calls.abandon(run.position)
+    assert run.position.abandoned == {1: ("steps", 9)}
+
+
+def test_a_second_loop_may_follow_and_outlives_the_first_generator(tmp_path: Path) -> None:
+    text = """
+        bar = Bar(run.steps(9))
+        for step in bar:
+            break
+        for step in run.steps(4):
+            bar = None
+            run.note()
+        run.note()
+    """
+    assert play(tmp_path, text).places == [False] * 4 + [True]
+
+
+def test_within_the_loop_it_is_not_left(tmp_path: Path) -> None:
+    text = """
+        def trainer():
+            for step in run.steps(3):
+                yield step
+        for step in trainer():
+            run.note()
+        for step in (bar := run.steps(2)):
+            try:
+                1 / 0
+            except ZeroDivisionError:
+                run.note()
+        run.note()
+    """
+    assert play(tmp_path, text).places == [False] * 5 + [True]
+    nested = """
+        for step in (bar := run.steps(2)):
+            for other in run.steps(3):
+                pass
+    """
+    with pytest.raises(UsageError, match=r"run\.steps was called inside run\.steps"):
+        play(tmp_path, nested)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loop = run.steps(9)\nnext(loop)\nrun.note()",
+        "[run.note() for step in run.steps(1)]",
+    ],
+)
+def test_where_nothing_shows_it_the_loop_goes_on(tmp_path: Path, text: str) -> None:
+    assert play(tmp_path, text).places == [False]
+
+
+def test_a_script_that_was_changed_shows_nothing(tmp_path: Path) -> None:
+    text = f"""
+        from pathlib import Path
+        for step in (bar := run.steps(9)):
+            break
+        Path({str(tmp_path / "train.py")!r}).write_text("print()")
+        run.note()
+    """
+    assert play(tmp_path, text).places == [False]
