@@ -80,7 +80,7 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
 class _Stage(PipelineStage):
     """torch's stage of a pipeline. Its backward is not under the autocast of its forward, as torch
     recommends, and averages gradients in the last micro-batch of a batch alone, if the batch ends a
-    step (`set_averaging`)."""
+    step (`set_averaging`). It keeps no outputs, which may need more memory than the model."""
 
     def backward_maybe_with_nosync(
         self, kind: Any, options: Any, last_backward: bool = False
@@ -89,7 +89,13 @@ class _Stage(PipelineStage):
         backward: Any = super().backward_maybe_with_nosync
         return backward(kind, options, last_backward=is_last)
 
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        output = super().forward_one_chunk(*args, **options)
+        self.output_chunks.clear()
+        return output
+
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
+        torch.clear_autocast_cache()
         with torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(*args, **options)
 
@@ -337,8 +343,10 @@ class Pipeline:
         # `_boundaries` has connected the stages; torch 2.9 would, and send an int64 into a float32.
         vars(stage)["_get_init_p2p_neighbors_ops"] = list
         # torch would divide the whole gradients, also those of earlier batches of the same step.
-        schedule = get_schedule_class(self._schedule)
-        return schedule(stage, self._count, loss_fn=self._loss_fn, scale_grads=False)
+        kind = get_schedule_class(self._schedule)
+        schedule = kind(stage, self._count, loss_fn=self._loss_fn, scale_grads=False)
+        vars(schedule)["_merge_outputs"] = list  # of outputs that `_Stage` does not keep
+        return schedule
 
     def _boundaries(self, inputs: torch.Tensor) -> list[torch.Tensor]:
         """Return the first stage's input and each stage's output, on ``meta``, for inputs of the
@@ -369,9 +377,7 @@ class Pipeline:
         plain = unwrap(self.stage)
         with in_eval_mode(plain), self._autocast():
             output: torch.Tensor = plain(inputs).contiguous()
-        # In an autocast of the script's, a torch before 2.10 would train these casts of weights,
-        # which have no gradients.
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # torch 2.9 would train its casts, which have no gradients
         return output
 
 

@@ -158,3 +158,17 @@ def test_a_stage_averages_gradients_once_in_a_step(
     for is_last in (False, True):
         stage.backward_maybe_with_nosync("full", {}, last_backward=is_last)
     assert calls == [False, syncs]
+
+
+def test_a_stage_keeps_no_outputs(monkeypatch: pytest.MonkeyPatch, sharding: Any) -> None:
+    """Logits of all micro-batches of a batch would lie in the last stage's memory, twice."""
+    stage = object.__new__(sharding._Stage)
+    stage.output_chunks = []
+
+    def forward(self: Any, *args: Any) -> str:
+        self.output_chunks.append("logits")
+        return "logits"
+
+    monkeypatch.setattr(sharding.PipelineStage, "forward_one_chunk", forward)
+    assert stage.forward_one_chunk(0) == "logits"
+    assert stage.output_chunks == []
