@@ -85,7 +85,8 @@ def current(local_rank: int) -> torch.device | None:
     the current one. None on the CPU, and where the script has set none: the current one is then the
     first of several, on which the worker `local_rank` has nothing, and an event would open it."""
     device = usable()
-    is_set = torch.accelerator.current_device_index() > 0 if device else False
+    # The question opens the first device of a process that has used none.
+    is_set = bool(device and is_used(device)) and torch.accelerator.current_device_index() > 0
     return device if is_set or local_rank == 0 or count() == 1 else None
 
 

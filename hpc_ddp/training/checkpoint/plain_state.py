@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.dtensor import is_sharded
 
@@ -47,6 +48,8 @@ def take_apart(
             raise refusal(where, f"a tensor of layout {value.layout}")
         if is_traceable_wrapper_subclass(value) and not is_sharded(value):
             raise refusal(where, kind_of(value))
+        if where.endswith(OWN):
+            raise refusal(where, f"a tensor with {OWN} at the end of its name")
         if where in tensors:
             raise refusal(where, "the second one of this name")
         tensors[where] = value

@@ -103,7 +103,7 @@ def inventory_of(
     return Inventory(
         stage,
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        {name: math.prod(part.size) for name, part in parts.items() if OWN not in name},
+        {name: math.prod(part.size) for name, part in parts.items() if not name.endswith(OWN)},
         objects=sorted(objects),
     )
 

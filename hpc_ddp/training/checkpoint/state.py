@@ -306,7 +306,7 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
         elif name in state.buffers:
             parts[f"{name}{OWN}"] = whole(tensor)
     is_empty = {name: not part.numbers.numel() for name, part in parts.items()}
-    return {n: part for n, part in parts.items() if rank == 0 or OWN in n or not is_empty[n]}
+    return {n: part for n, part in parts.items() if rank == 0 or n.endswith(OWN) or not is_empty[n]}
 
 
 def _my_copies(state: State, dims: ParallelDims) -> set[str]:

@@ -137,7 +137,7 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
         self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]
     ) -> None:
         self.dataset, self._seed, self._collate = dataset, seed, collate
-        self.seeds = SampleSeeds(dataset)
+        self.seeds = SampleSeeds(dataset, collate)
         self._is_of_tensors = type(dataset) is TensorDataset and collate is default_collate
 
     def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
@@ -150,8 +150,7 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
         guard = rng.untouched() if get_worker_info() is None else nullcontext()
         with guard:
             block = partial(self._batch, epoch, indices)
-            repeat = partial(self._sample, epoch, indices[-1])
-            return micro_batch, self.seeds.fetch(epoch, block, repeat)
+            return micro_batch, self.seeds.fetch(epoch, block, repeat=block)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         """Return the collated samples of an epoch at some indices; changes the global

@@ -41,7 +41,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     ) -> None:
         self.dataset, self._plan, self._seed = dataset, plan, seed
         self._position, self._collate = position, collate
-        self.seeds = SampleSeeds(dataset)
+        self.seeds = SampleSeeds(dataset, collate)
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this worker's pairs of micro-batch and collated samples, to the end of the epoch.

@@ -26,8 +26,8 @@ class LoopSite:
             frame = frame.f_back
         self._thread = threading.get_ident()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoopSite) and self._calls == other._calls
+    def __eq__(self, site: object) -> bool:
+        return isinstance(site, LoopSite) and self._calls == site._calls
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -30,15 +30,15 @@ _SEALED = (str, bytes, int, float, type(None), torch.Tensor, type, ModuleType)
 
 class SampleSeeds:
     """Seeds the global generators for each sample, and the generators of transforms that can be
-    seeded, as MONAI's and albumentations' can.
+    seeded, as MONAI's and albumentations' can, in the data set and in `collate`.
 
-    Other generators of the data set keep their states: the data set may have drawn a split from one
+    Other generators there keep their states: the data set may have drawn a split from one
     that has to be the same in all processes. A resume draws other numbers from them; the process
     that fetches the first sample warns of this.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, collate: object = None) -> None:
+        self._dataset, self._collate = dataset, collate
         self._epoch = -1  # in which the data set was looked through
         self._seeders: list[tuple[int, Callable[[int], Any]]] = []  # with numbers of their own
         self._generators: dict[str, Any] = {}  # other ones, by place
@@ -64,9 +64,9 @@ class SampleSeeds:
         itself makes some, and `repeat` is given, `block` is called again, now with their seeds.
 
         At the first call of all, with `warns`, warn of state that a resume would lose: a generator
-        of the data set that `block` has changed, or a stream's own count of its epochs. `repeat`
-        fetches the block's last sample again: a generator that is then in the same state is seeded,
-        not lost.
+        that `block` has changed, or a stream's own count of its epochs. `repeat` fetches samples of
+        the block again, its last one among them: a generator that is then in the same state is
+        seeded, not lost.
         """
         if epoch == self._epoch:
             return block()
@@ -96,6 +96,9 @@ class SampleSeeds:
         seed, made of its place, so that each process has the same; transforms whose generators were
         equal when they were first found share one."""
         transforms, self._generators = find_generators(self._dataset)
+        of_collate = find_generators(self._collate, "collate_fn")
+        transforms |= of_collate[0]
+        self._generators |= of_collate[1]
         firsts: dict[tuple[bytes, ...], str] = {}
         self._seeders = []
         for place, transform in transforms.items():
@@ -120,10 +123,11 @@ class SampleSeeds:
         after = _states_of(self._generators)
         for place in sorted(changed):
             if not repeat or after.get(place) != states[place]:  # else each sample seeds it
+                source = "collate_fn" if place.startswith("collate_fn") else "the data set"
                 say(
-                    f"WARNING: the data set draws from a generator of its own, {place}: after a"
-                    " resume it draws other numbers; take torch's, numpy's or python's global one,"
-                    " which is seeded for each sample"
+                    f"WARNING: {source} draws from a generator of its own, {place}: after a resume"
+                    " it draws other numbers; take torch's, numpy's or python's global one, which"
+                    " is seeded for each sample"
                 )
                 return
 
@@ -178,21 +182,23 @@ def _states_of(generators: Mapping[str, Any]) -> dict[str, bytes]:
     return {place: pickle.dumps(rng.raw_state(entry)) for place, entry in generators.items()}
 
 
-def find_generators(thing: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the transforms that can be seeded, and the other generators, in a data set or a
-    transform and in all that it holds, each by its place: a text as ``dataset.transform``.
-    `MOST_OBJECTS` objects are looked at, at most."""
+def find_generators(thing: Any, name: str = "dataset") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the transforms that can be seeded, and the other generators, in a data set, a
+    transform or a ``collate_fn`` and in all that it holds, each by its place: a text as
+    ``dataset.transform``, that begins with `name`. `MOST_OBJECTS` objects are looked at, at
+    most."""
     transforms: dict[str, Any] = {}
     generators: dict[str, Any] = {}
     visited: set[int] = set()
-    queue = deque([("dataset", thing)])
+    queue = deque([(name, thing)])
     while queue and len(visited) < MOST_OBJECTS:
         place, part = queue.popleft()
         if id(part) in visited or isinstance(part, _SEALED):
             continue
         visited.add(id(part))
         # A data set that can be seeded may draw its split so.
-        if part is not thing and not isinstance(part, Dataset) and _seeder_of(part):
+        may_split = (part is thing and name == "dataset") or isinstance(part, Dataset)
+        if not may_split and _seeder_of(part):
             transforms[place] = part
         elif rng.is_generator(part):
             generators[place] = part

@@ -139,9 +139,21 @@ def test_no_worker_waits_on_a_device_that_another_one_has(
 ) -> None:
     """As where a script moves its model by ``.to(local_rank)`` alone."""
     give_gpus(monkeypatch, count)
+    monkeypatch.setattr(devices, "is_used", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index)
     device = devices.current(local_rank)
     assert (device is not None) is is_waited_for
+
+
+def test_a_worker_without_a_device_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside JAX, which has nearly all of the GPU's memory; the question would open it."""
+    give_gpus(monkeypatch, 4)
+    questions: list[int] = []
+    monkeypatch.setattr(devices, "is_used", lambda device: False)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: questions.append(0))
+    assert devices.current(0) == torch.device("cuda")
+    assert devices.current(2) is None
+    assert not questions
 
 
 def test_a_notice_stops_once_it_is_saved(run: RunFolder, exits: list[Any]) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-OWN = "@rank"  # after the name of a tensor that each rank has its own of
+OWN = "@rank"  # at the end of the name of a tensor that each rank has its own of
 ALIGNMENT = 64  # bytes, so that staging memory can be viewed as numbers of any type
 
 Shape = tuple[int, ...]
@@ -76,6 +76,11 @@ class LayoutEntry(NamedTuple):
 
 
 Layout = list[LayoutEntry]
+
+
+def split_own(name: str) -> tuple[str, bool]:
+    """Return the name of a stored tensor without `OWN`, and whether it had that at its end."""
+    return name.removesuffix(OWN), name.endswith(OWN)
 
 
 def layout_of(pieces: Iterable[StoredShard]) -> tuple[Layout, Shape]:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from hpc_ddp.core.errors import DiskError, HpcDdpError
 from hpc_ddp.core.file_io import patiently
 from hpc_ddp.training.checkpoint.storage.layout import (
-    OWN,
     Box,
     Layout,
     Shape,
@@ -26,6 +25,7 @@ from hpc_ddp.training.checkpoint.storage.layout import (
     dtype_named,
     offsets_of,
     overlap,
+    split_own,
 )
 from hpc_ddp.training.checkpoint.storage.shards import memory_of
 from hpc_ddp.training.devices import CPU
@@ -123,7 +123,7 @@ class Reader:
         self._of_ranks: set[str] = set()
         for number, layout in enumerate(layouts):
             for place, entry in enumerate(layout):
-                name, is_own, _ = entry.name.partition(OWN)
+                name, is_own = split_own(entry.name)
                 if is_own:
                     self._of_ranks.add(name)
                 else:
@@ -131,7 +131,7 @@ class Reader:
         for index, part in enumerate(parts):
             if index in parts_of_rank:
                 for place, entry in enumerate(layouts[part.layout]):
-                    name, is_own, _ = entry.name.partition(OWN)
+                    name, is_own = split_own(entry.name)
                     if is_own:
                         self._places[name] = [(part.layout, place, index)]
         self.of_other_ranks = self._of_ranks - self._places.keys()

@@ -18,12 +18,12 @@ import torch
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.storage.layout import (
-    OWN,
     MeshCut,
     Shape,
     StoredShard,
     aligned,
     dtype_named,
+    split_own,
 )
 from hpc_ddp.training.models.dtensor import cuts_of, local_box
 
@@ -158,7 +158,7 @@ class StagingBuffer:
         Call it after `wait`. It takes about the time of reading the numbers.
         """
         for piece, segments in zip(self.pieces, self._segments, strict=True):
-            if piece.name.partition(OWN)[0] in names and not all(map(_is_finite, segments)):
+            if split_own(piece.name)[0] in names and not all(map(_is_finite, segments)):
                 return False
         return True
 

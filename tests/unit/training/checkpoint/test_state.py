@@ -36,6 +36,7 @@ Pair = namedtuple("Pair", "first second")
         ({(1, 2): 3}, r"a key of x\.value is a builtins\.tuple"),
         ([1, {"a": object()}], r"x\.value\.1\.a is a builtins\.object"),
         (torch.eye(2).to_sparse(), r"x\.value is a tensor of layout torch\.sparse_coo"),
+        ({"a@rank": torch.ones(1)}, r"x\.value\.a@rank is a tensor with @rank at the end"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "is the second one of this name"),
     ],
 )

@@ -240,6 +240,23 @@ def test_loader_workers_keep_the_order_and_begin_as_the_script_says() -> None:
     assert make_loader(Offset(), worker_init_fn=open_in_worker)._batches.num_workers == 0
 
 
+class Modes(Dataset[int]):
+    """Tells how many contexts each call of torch goes through."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_runs_below_no_context_of_torchs(workers: int) -> None:
+    """Each one slows down all small operations of a transform."""
+    (batch,) = make_loader(Modes(), BatchPlan(2, 0, 1), num_workers=workers)
+    assert batch.tolist() == [0, 0]
+
+
 def test_a_sample_is_the_same_in_any_batch_and_leaves_no_trace() -> None:
     before = rng.snapshot()
     alone = {row[0].item(): row for batch in make_noisy_loader() for row in batch}

@@ -180,6 +180,31 @@ def test_a_generator_that_is_seeded_for_each_sample_is_right(printed: list[str])
     assert random.getstate() == state
 
 
+class Masks:
+    """A collate_fn with a generator of its own, as Transformers' for masked language models."""
+
+    def __init__(self) -> None:
+        self.generator: random.Random | None = None
+        self.noise = Noise()
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        self.generator = self.generator or random.Random(42)
+        return [(sample, self.generator.random(), self.noise.draw()) for sample in samples]
+
+
+def test_a_collate_fn_is_looked_through_too(printed: list[str]) -> None:
+    """Its transforms are seeded for each batch, and it is warned of its generator."""
+    draws = []
+    for done in (0, 2):
+        position = Position(samples=done)
+        options: dict[str, Any] = {"collate_fn": Masks(), "warn": printed.append}
+        loader = make_loader(Mapped(), BatchPlan(2, 0, 1), position=position, **options)
+        draws.append([[draw for _, _, draw in batch] for batch in loader])
+    assert draws[1] == draws[0][1:]
+    assert len(printed) == 2
+    assert "collate_fn draws from a generator of its own, collate_fn.generator" in printed[0]
+
+
 class Split(Mapped):
     """A data set whose split comes of its seed, and whose transforms hide in functions."""
 
