@@ -353,6 +353,7 @@ class CheckpointManager:
             dims = self._dims
             checkpoint.reader.sharing = Sharing(dims.rank, dims.world_size, self._devices[0])
         put_back.put_back(objects, tree, checkpoint.reader, step, is_stage, added)
+        checkpoint.reader.close_files()
 
     def settle(self) -> bool:
         """Wait for the save under way, if there is one. Return False if it has failed, else True.

@@ -106,6 +106,7 @@ class Loaded:
         tree = {name: self._tree[name] for name in objects}
         reader.sharing = None
         put_back.put_back(objects, tree, reader, self._checkpoint.step, is_stage, self._added)
+        reader.close_files()
         sums = self._sum_up() if changed else sums
         of_models = {place for place in sums if place.partition(".")[0] in modules}
         self._sums |= {place: sums[place] for place in of_models}  # perhaps of another type

@@ -136,6 +136,11 @@ class Reader:
                         self._places[name] = [(part.layout, place, index)]
         self.of_other_ranks = self._of_ranks - self._places.keys()
 
+    def close_files(self) -> None:
+        """Close the files; the next read opens them anew. Loader workers that are forked meanwhile
+        would keep their space on the disk when the checkpoint has been removed."""
+        _close(self._files)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -424,3 +425,25 @@ def test_the_current_state_is_saved_before_the_best_is_loaded(run: RunFolder, ma
     manager.judge(2.0, higher=True)
     assert manager.load_best(model, saves=False) == 3  # it has that state
     assert checkpoint_names(run) == ["step-1", "step-2"]
+
+
+def test_no_file_of_a_checkpoint_stays_open(run: RunFolder, make: Make) -> None:
+    """Loader workers that are forked later would keep its space when it has been removed."""
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    for model, position in zip(models, (Position(step=4), Position()), strict=True):
+        manager = make_manager(make(), position)
+        manager.track({"model": model}, {})
+        manager.save_surely()
+        assert not any("/step-" in link for link in open_files())
+    assert position.step == 4
+    torch.nn.init.zeros_(model.weight)  # as lines behind run.track do
+    again = make_manager(make(), Position())
+    again.track({"model": model}, {})
+    torch.nn.init.zeros_(model.weight)
+    assert len(again.put_back(accepts_settings=False)) == 1
+    assert not any("/step-" in link for link in open_files())
+
+
+def open_files() -> list[str]:
+    """Return the paths of the files that this process has open."""
+    return [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
