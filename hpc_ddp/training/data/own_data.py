@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from sys import getrefcount
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training.data.dataloader import Seeded
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.order import Position
@@ -72,6 +74,8 @@ class StatefulLoaders:
         kinds = (DataLoader, Sampler)
         sources = [source for source in (objects or {}).values() if isinstance(source, kinds)]
         self._position = position or Position()
+        is_first = control is not None and control.rank == 0
+        self._unwarned = {n: o for n, o in (objects or {}).items() if is_first and o in sources}
         self._length: int | None = None  # of an epoch, in batches, where all ranks have one loader
         if control is not None:
             lengths = [_length_of(source) for source in sources if isinstance(source, DataLoader)]
@@ -89,7 +93,15 @@ class StatefulLoaders:
         return self._length == self._position.epoch_steps + batches
 
     def clear(self) -> bool:
-        """Drop `on_first_batch`; return whether there was one that was not called."""
+        """Drop `on_first_batch`; return whether there was one that was not called. Called at each
+        epoch's end; warn of each loader whose pass over the data the script has left by then."""
+        for name in [name for name, source in self._unwarned.items() if is_left_amid_pass(source)]:
+            del self._unwarned[name]
+            say(
+                f"WARNING: an epoch has ended amid a pass of {name}, which the script has left: a"
+                " resume between two epochs yields the rest of the pass, and the undisturbed run"
+                " begins a new one; a run.loader may be left by break"
+            )
         is_unused, self.on_first_batch = self.on_first_batch is not None, None
         return is_unused
 
@@ -112,6 +124,24 @@ def _call_at_iter(source: Any, call: Callable[[], None]) -> None:
         return batches
 
     source.__class__ = type(kind.__name__, (kind,), {"__iter__": __iter__})
+
+
+class _Holder:
+    """An object with an attribute to which nothing else refers."""
+
+    def __init__(self) -> None:
+        self._iterator = object()
+
+
+def is_left_amid_pass(source: Any) -> bool:
+    """Return whether a StatefulDataLoader was asked for some batches and not for all, and nothing
+    but the loader refers to the iteration any more. A script that goes on with one in its next
+    epoch, as by ``cycle(loader)``, keeps it."""
+    if not getattr(getattr(source, "_iterator", None), "_num_yielded", 0):
+        return False
+    is_finished = getattr(source._iterator, "_finished", True)  # a plain DataLoader has no state
+    holder = _Holder()
+    return not is_finished and getrefcount(source._iterator) <= getrefcount(holder._iterator)
 
 
 def _length_of(loader: DataLoader[Any]) -> int | None:

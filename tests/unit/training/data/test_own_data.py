@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders, is_own_loader_open
@@ -142,3 +143,36 @@ def test_the_batches_that_are_left_are_counted_where_they_can_be() -> None:
         own = StatefulLoaders({"loader": loader}, position, LoneControl())
         assert own.has_left(1) is is_last
         assert not own.has_left(0)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")  # which torchdata calls
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_that_an_epoch_leaves_is_warned_of(
+    workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resume between two epochs would yield its rest; what the script keeps goes on rightly."""
+    loader = StatefulDataLoader(NoisyNumbers(), 4, num_workers=workers)
+    own = StatefulLoaders({"loader": loader}, Position(), LoneControl())
+    own.clear()  # before a batch
+    list(loader)
+    own.clear()
+    kept = iter(loader)
+    next(kept)
+    own.clear()
+    assert not capsys.readouterr().err
+    del kept
+    for _ in range(2):
+        for _ in enumerate(loader):
+            break
+        own.clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "an epoch has ended amid a pass of loader" in line
+
+
+def test_a_plain_loader_has_no_pass_to_go_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = DataLoader(NoisyNumbers(), 4, num_workers=1, persistent_workers=True)
+    own = StatefulLoaders({"loader": loader}, Position(), LoneControl())
+    for _ in loader:
+        break
+    own.clear()
+    assert not capsys.readouterr().err
