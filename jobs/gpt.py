@@ -328,6 +328,16 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def write_curve(run: Run, path: Path, losses: list[tuple[float, int]], norm: float) -> None:
+    """Add a line to a file: a step's number, its loss and its gradient norm. `losses` has this
+    rank's sums over the samples of each micro-batch, and their numbers of samples."""
+    sums, counts = zip(*losses, strict=True)
+    loss_sum, count = run.sum(sum(sums), sum(counts))
+    if run.rank == 0:
+        with open(path, "a") as file:
+            print(run.position.step + 1, loss_sum / count, norm, file=file)
+
+
 def main() -> None:
     """Train by the options of the command line, then print a text that the model draws."""
     args = parse_args()
@@ -352,6 +362,7 @@ def main() -> None:
         optimizer, lambda step: cosine(step, args.warm_up, total)
     )
     run.track(model=tracked, optimizer=optimizer, scheduler=scheduler)
+    losses: list[tuple[float, int]] = []  # of this step's micro-batches
     for epoch in run.epochs(args.epochs):
         for inputs, targets in batches:
             if args.parallel == "pp":
@@ -362,11 +373,11 @@ def main() -> None:
                 run.backward(loss)
             lr = scheduler.get_last_lr()[0]
             norm = run.update(optimizer, clip_norm=args.clip, scheduler=scheduler)
-            if args.curve and run.ends_step:
-                loss_sum, count = run.sum(loss.item() * len(inputs), len(inputs))
-                if run.rank == 0:
-                    with open(args.curve, "a") as file:
-                        print(run.position.step + 1, loss_sum / count, float(norm or 0), file=file)
+            if args.curve:
+                losses.append((loss.item() * len(inputs), len(inputs)))
+                if run.ends_step:
+                    write_curve(run, args.curve, losses, float(norm or 0))
+                    losses.clear()
             run.step(loss=loss, norm=norm, lr=lr)
         score = validate(run, model, test_set, args.batch_size)
         run.print(f"epoch {epoch}  step {run.position.step}  test {score:.4f}")

@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -34,19 +35,19 @@ from hpc_ddp.training.devices import is_number
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.signals import SIGNALS
 
-if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning" in sys.modules:
-    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-else:  # the same library by its older name: a Trainer takes callbacks of its own package only
-    from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
+# The library has two names. A Trainer of either one takes this callback, but only the package that
+# the script imports may be there; it may be imported behind this module.
+_IS_OLDER = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
+if TYPE_CHECKING or not (_IS_OLDER or find_spec("lightning") is None):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    from pytorch_lightning import Callback, LightningModule, Trainer
 
-# They load a checkpoint of their own over the run's.
-FINDERS = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+# Names of classes of either package. These load a checkpoint of their own over the run's.
+FINDERS = {"LearningRateFinder", "BatchSizeFinder"}
 # At the start of an epoch they set what their checkpoint does not have; a second call changes
 # nothing.
-SET_AT_EPOCH_START = (
-    callbacks.GradientAccumulationScheduler,
-    callbacks.StochasticWeightAveraging,
-)
+SET_AT_EPOCH_START = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
 FILE = "lightning.ckpt"
 FROZEN = "hpc_ddp_frozen"  # in a checkpoint
 MOST_ARGS = 4  # of Trainer.fit, without ckpt_path
@@ -126,9 +127,21 @@ class StopCallback(Callback):
         return None if folder is None else str(folder / FILE)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise UsageError for a callback that loads a checkpoint of its own over the run's."""
+        """Raise UsageError for a callback that loads a checkpoint of its own over the run's, and
+        for saves that a thread writes: the run has to know when a file is whole. Convert the module
+        where Lightning would do so behind the restore, which would round the weights."""
+        writer = getattr(trainer.strategy, "checkpoint_io", None)
+        while writer is not None and not _is_one_of(writer, {"AsyncCheckpointIO"}):
+            writer = getattr(writer, "checkpoint_io", None)  # the one that it wraps
+        if writer is not None:
+            raise UsageError(
+                "the Trainer has an AsyncCheckpointIO, which still writes a save that is published",
+                hint="remove it from the plugins",
+            )
+        if stage == "fit" and trainer.precision_plugin.precision == "64-true":
+            trainer.precision_plugin.convert_module(pl_module)
         for callback in vars(trainer)["callbacks"]:
-            if isinstance(callback, FINDERS):
+            if _is_one_of(callback, FINDERS):
                 name = type(callback).__name__
                 raise UsageError(
                     f"a {name} is among the callbacks, and loads its own checkpoint over the run's",
@@ -231,7 +244,7 @@ class StopCallback(Callback):
             epoch=trainer.current_epoch,
             total_steps=self._total_steps,
             samples=batch_size * trainer.world_size * trainer.accumulate_grad_batches,
-            wait_for_all=batch_idx + 2 == trainer.num_training_batches,
+            wait_for_all=_is_before_long_step(trainer, batch_idx),
             loss=loss if is_number(loss) else None,  # or images, with manual optimization
         )
 
@@ -333,7 +346,7 @@ def _start_epoch_again(trainer: Trainer, start_epoch: Callable[[], None]) -> Non
     del vars(trainer.fit_loop)["on_advance_start"]
     start_epoch()
     for callback in vars(trainer)["callbacks"]:
-        if isinstance(callback, SET_AT_EPOCH_START):
+        if _is_one_of(callback, SET_AT_EPOCH_START):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
@@ -366,3 +379,22 @@ def _load_states(loop: Any, load_states: Callable[[], None]) -> None:
     for sampler in _samplers_of(loop):
         set_epoch(sampler, loop.epoch_progress.current.processed)
     load_states()
+
+
+def _is_one_of(callback: object, names: Set[str]) -> bool:
+    """Return whether an object is of a class with one of the `names`, or of one derived from it."""
+    return any(kind.__name__ in names for kind in type(callback).__mro__)
+
+
+def _is_before_long_step(trainer: Trainer, batch_idx: int) -> bool:
+    """Return whether the step behind the batch `batch_idx` of an epoch ends the epoch, or has a
+    validation behind it: a stop at that step would come only after the validation."""
+    batches = trainer.accumulate_grad_batches  # of the next step
+    if batch_idx + 1 + batches >= trainer.num_training_batches:
+        return True
+    every = getattr(trainer, "val_check_batch", None)
+    if not isinstance(every, int) or every < 1:  # infinity: at the epoch's end
+        return False
+    over_epochs = trainer.check_val_every_n_epoch is None
+    done = 1 + (trainer.fit_loop.total_batch_idx if over_epochs else batch_idx)
+    return (done + batches) // every > done // every

@@ -192,14 +192,15 @@ class StopPoint(Member):
         RuntimeError
             a peer is gone
         UsageError
-            the first value of its name is no number, or the journal uses the name itself; or as
-            `begin`
+            the first value of its name is no number, or the journal uses the name itself; a model
+            is in a ``join`` of DDP's; or as `begin`
         HpcDdpError
             as `begin`, at the first call
         RuntimeError, ValueError, TypeError
             on rank 0, perhaps some steps later: a later value of a name is no scalar
         """
         self.begin()
+        self._buckets.check_steps_are_even()
         self._timer.end_step()
         self.position.step = self.position.step + 1 if number is None else number
         self.position.epoch = epoch

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from hpc_ddp.core.checkpoints import published, step_of, verify
 from hpc_ddp.core.run_folder import RunFolder
 from tests.devices import DEVICE
 
+REPO = Path(__file__).parents[2]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 if DEVICE != "cuda":
     OFFLINE["ACCELERATE_USE_CPU"] = "1"
@@ -498,3 +502,48 @@ def test_signals_are_ordinary_ones_behind_a_fit_without_a_launcher(
     started = launch(crew, "lightning", ranks=0, **local)
     assert started.wait() == [0], started.output()
     assert "SIGTERM is ended by 0" in started.output()  # SIG_DFL
+
+
+ORDER = """
+from types import SimpleNamespace as Holder
+import hpc_ddp.integrations.lightning as ours  # as isort has it: above the library
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import LearningRateFinder, StochasticWeightAveraging
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
+from hpc_ddp.core.errors import UsageError
+
+assert ours._is_one_of(StochasticWeightAveraging(0.1), ours.SET_AT_EPOCH_START)
+for options in ({"callbacks": [LearningRateFinder()]}, {"plugins": [AsyncCheckpointIO()]}):
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+    try:
+        ours.StopCallback.setup(None, trainer, None, "fit")
+    except UsageError as error:
+        print(error.message)
+
+def long_steps(accumulate=1, check=float("inf"), every=1, before=0):
+    loop = Holder(total_batch_idx=0)
+    trainer = Holder(accumulate_grad_batches=accumulate, num_training_batches=8, fit_loop=loop)
+    trainer.val_check_batch, trainer.check_val_every_n_epoch = check, every
+    batches = []
+    for batch in range(accumulate - 1, 8, accumulate):
+        loop.total_batch_idx = before + batch
+        batches += [batch] * ours._is_before_long_step(trainer, batch)
+    return batches
+
+print(long_steps(), long_steps(2), long_steps(2, check=4), end=" ")
+print(long_steps(check=5, every=None, before=8))
+"""
+
+
+def test_lightning_is_known_by_both_names_and_its_validations_are_foreseen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ORDER)
+    env = {**os.environ, **OFFLINE, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    finder, writer, steps = done.stdout.splitlines()
+    assert "a LearningRateFinder is among the callbacks" in finder
+    assert "an AsyncCheckpointIO" in writer
+    # The step behind each of these batches ends with a validation, or the epoch.
+    assert steps == "[6, 7] [5, 7] [1, 5, 7] [0, 5, 6, 7]"

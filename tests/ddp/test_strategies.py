@@ -111,12 +111,9 @@ def test_each_way_goes_on_as_another(trial: Trial) -> None:
     assert all(entry.cuts for entry in layout)
     counts = list(map(len, layouts_of(replicated)))  # of both replicas
     assert (len(counts), sum(counts), min(counts) > 40) == (2, len(layout), True)
-    # With two batches in a step, of which the pipeline cuts each; the loss is that of the second.
+    # With two batches in a step, of which the pipeline cuts each.
     halves = trial.run("b", "fsdp x tp", "pp", at=2, extra=("--accumulate", "2"))
-    steps_and_norms = [0, 2]
-    torch.testing.assert_close(
-        curve(halves)[:, steps_and_norms], curve(one)[:, steps_and_norms], rtol=0, atol=2e-5
-    )
+    torch.testing.assert_close(curve(halves), curve(one), rtol=0, atol=2e-5)
 
 
 @pytest.mark.more

@@ -42,18 +42,19 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         self.dataset, self._plan, self._seed = dataset, plan, seed
         self._position, self._collate = position, collate
         self.seeds = SampleSeeds(dataset, collate)
+        self._worker: Any = None  # this loader worker, as torch has it; None in the rank itself
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this worker's pairs of micro-batch and collated samples, to the end of the epoch.
 
-        The data set sees no loader worker: torch's ``get_worker_info`` is None from here on. Errors
-        of the data set and of `collate` come through.
+        The data set sees no loader worker: torch's ``get_worker_info`` is None from here on, but in
+        `collate`. Errors of the data set and of `collate` come through.
         """
         worker = get_worker_info()
         turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         self.seeds.warns &= turn == 0
         # The data set must not see the worker: many then yield only a part of themselves.
-        torch_worker._worker_info = None
+        torch_worker._worker_info, self._worker = None, worker
         number = count()
         for block, samples, ends_epoch in self._blocks():
             for micro_batch in self._plan.pieces(block, ends_epoch):
@@ -122,7 +123,11 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
             places = micro_batch.places
             seed = order.derive(self._seed, self._position.epoch, places[0], len(places))
             rng.seed_all(seed)
-            return self._collate([samples[place] for place in places])
+            torch_worker._worker_info = self._worker  # a collator of Transformers asks for it
+            try:
+                return self._collate([samples[place] for place in places])
+            finally:
+                torch_worker._worker_info = None
 
 
 def set_epoch(stream: Any, epoch: int) -> None:

@@ -258,6 +258,10 @@ class BucketOrders:
         if _packs_anew(ddp) and not packing.fix(ddp, order):
             packing.note_arrivals(ddp)
 
+    def check_steps_are_even(self) -> None:
+        """Raise as the function of this name does for the models."""
+        check_steps_are_even(self._models)
+
     def clear(self) -> None:
         """Forget the models: others will be added in their place."""
         self._models.clear()
@@ -290,9 +294,9 @@ def check_steps_are_even(models: Iterable[Any]) -> None:
         config = getattr(model, "_join_config", None)
         if config is not None and config.enable:
             raise UsageError(
-                "run.step was called with a model in model.join(), in which ranks may have other"
-                " numbers of steps; accepted: as many on all ranks",
-                hint="run.loader(…) gives each rank as many batches",
+                "a step ends with a model in model.join(), in which ranks may have other numbers of"
+                " steps; accepted: as many on all ranks",
+                hint="run.loader, or Accelerate's even_batches=True: as many batches on each rank",
             )
 
 

@@ -133,6 +133,10 @@ class Average(AveragedModel):
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
+        for part, copied in zip(model.modules(), self.module.modules(), strict=True):
+            # A function, as of torch.compile or of a CUDA graph, that knows the model alone.
+            if "forward" in vars(copied) and copied.forward is vars(part).get("forward"):
+                del vars(copied)["forward"]
         self._decay = decay
         self._begun_on = _device_of(model)
 

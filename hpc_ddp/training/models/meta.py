@@ -74,9 +74,10 @@ def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _lacks_numbers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor still has a number with which `_allocate` has filled it."""
+    """Return whether a tensor still has a number with which `_allocate` has filled it. The largest
+    whole number may be one of the module's own, so all of a tensor has to be."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.detach().isnan().any())
     if tensor.dtype is torch.bool:
         return bool((tensor.view(torch.uint8) == NEITHER).any())
-    return bool((tensor == torch.iinfo(tensor.dtype).max).any())
+    return tensor.numel() > 0 and bool((tensor == torch.iinfo(tensor.dtype).max).all())

@@ -156,6 +156,16 @@ def test_a_worker_without_a_device_opens_none(monkeypatch: pytest.MonkeyPatch) -
     assert not questions
 
 
+def test_a_step_within_a_join_is_refused(run: RunFolder, exits: list[Any]) -> None:
+    """As in Accelerate's join_uneven_inputs: the ranks would wait for each other at a save."""
+    stop = make()
+    stop.step()
+    model = SimpleNamespace(_join_config=SimpleNamespace(enable=True))
+    vars(stop._buckets)["_models"] = [model]
+    with pytest.raises(UsageError, match=r"a step ends with a model in model\.join\(\)"):
+        stop.step()
+
+
 def test_a_notice_stops_once_it_is_saved(run: RunFolder, exits: list[Any]) -> None:
     stop = make()
     stop.begin()

@@ -73,9 +73,14 @@ def test_a_loader_worker_makes_its_share_and_hides_itself(monkeypatch: pytest.Mo
             for number in range(9):
                 yield number, get_worker_info() is None
 
-    monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(id=1, num_workers=2))
-    walk = list(IterableBatches(Sees(), BatchPlan(2, 0, 1), 1, Position(), list))
-    assert [batch for _, batch in walk] == [[(2, True), (3, True)], [(6, True), (7, True)]]
+    def collate(batch: list[Any]) -> tuple[list[Any], Any]:
+        return batch, get_worker_info()  # by which Transformers' collators seed a generator
+
+    worker: Any = SimpleNamespace(id=1, num_workers=2)
+    monkeypatch.setattr(torch_worker, "_worker_info", worker)
+    walk = list(IterableBatches(Sees(), BatchPlan(2, 0, 1), 1, Position(), collate))
+    batches = [[(2, True), (3, True)], [(6, True), (7, True)]]
+    assert [content for _, content in walk] == [(batch, worker) for batch in batches]
 
 
 class RecordedStream(IterableDataset[int]):

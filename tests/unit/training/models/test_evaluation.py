@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,19 @@ def test_the_average_follows_weights_and_statistics() -> None:
         assert torch.allclose(value, before[name] + added), name
     with pytest.raises(UsageError, match=r"decay is 1\.5"):
         averaged(model, 1.5)
+
+
+def test_an_average_has_no_forward_of_its_model() -> None:
+    """A compiled forward, or a CUDA graph's, is a function, which a copy of the model shares."""
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
+    plain: Any = net.forward
+    vars(net)["forward"] = lambda inputs: plain(inputs)
+    ema = averaged(net, 0.5)
+    for model, number in ((net, 1.0), (ema.module, 2.0)):
+        nn.init.constant_(next(model.parameters()), number)
+    ema.eval()
+    assert ema(torch.ones(1)).item() == 2.0
+    assert "forward" in vars(net)
 
 
 def test_complex_weights_are_averaged() -> None:

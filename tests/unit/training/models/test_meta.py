@@ -57,6 +57,20 @@ def test_a_buffer_that_nothing_fills_is_named(missing: str) -> None:
         materialize(model, CPU, fill_others)
 
 
+def test_a_table_may_have_the_largest_number() -> None:
+    """As bytes have 255, and weights of 8 bits that are scaled by their largest one 127."""
+
+    def fill_bytes(module: nn.Module) -> None:
+        for buffer in module.buffers(recurse=False):
+            buffer.copy_(torch.arange(256))
+
+    with torch.device("meta"):
+        model = nn.Module()
+        model.register_buffer("bytes", torch.zeros(256, dtype=torch.uint8))
+    materialize(model, CPU, fill_bytes)
+    assert model.get_buffer("bytes").tolist() == [*range(256)]
+
+
 def test_a_module_that_is_not_on_meta_stays_as_it_is() -> None:
     layer = nn.Linear(2, 2)
     before = layer.weight.clone()
