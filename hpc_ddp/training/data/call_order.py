@@ -38,6 +38,7 @@ class CallOrder:
         self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
         self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
         self._is_left_by_break = False  # and not by an exception
+        self._has_other_thread = False  # asked for a batch
         self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
         self._is_abandoned = False  # whether an attempt before has left that loop for good
         self._outer_error = OuterError()  # of `start`, or of the last loop
@@ -165,8 +166,9 @@ class CallOrder:
             )
 
     def check_batch(self) -> None:
-        """Refuse a batch outside of a loop; the loader asks before each one but its first, by which
-        a script may look at the data."""
+        """Refuse a batch outside of a loop, and note one of another thread; the loader asks before
+        each one but its first, by which a script may look at the data."""
+        self._has_other_thread |= self._site is not None and not self._site.is_of_thread()
         if not self.loop:
             raise UsageError(
                 "the training loader was iterated outside run.epochs",
@@ -183,8 +185,14 @@ class CallOrder:
             )
 
     def check_step(self, is_trained: bool) -> None:
-        """Refuse ``run.step`` outside of a loop, and where `is_trained`: the present batch has had
-        its step, or there is none yet."""
+        """Refuse ``run.step`` outside of a loop, with batches of another thread, and where
+        `is_trained`: the present batch has had its step, or there is none yet."""
+        if self._has_other_thread:
+            raise UsageError(
+                "run.loader is iterated in another thread, ahead of the steps: a checkpoint would"
+                " leave out batches; accepted: in the loop's own thread",
+                hint="iterate it directly, and run.loader(…, num_workers=4, prefetch_factor=4)",
+            )
         if not self.loop:
             raise UsageError(
                 "run.step was called outside of run.epochs and run.steps",

@@ -31,13 +31,17 @@ class LoopSite:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def is_of_thread(self) -> bool:
+        """Return whether the loop is one of this thread."""
+        return self._thread == threading.get_ident()
+
     def is_left(self) -> bool:
         """Return whether the script has left the ``for`` that asks for the loop's elements, by the
         line that it is at now. A ``for`` in a generator does not count, as in a progress bar's, but
         its caller's. False where nothing shows it: another thread, a ``next``, a script that can't
         be read or was changed."""
         loop = next(iter(self._loops()), None)
-        if loop is None or self._thread != threading.get_ident():
+        if loop is None or not self.is_of_thread():
             return False
         code, lines = loop
         frame: FrameType | None = sys._getframe(1)

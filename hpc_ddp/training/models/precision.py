@@ -105,11 +105,15 @@ class Precision:
         flags: list[torch.Tensor] = []
         if self._scaler and private:  # else the rank with the overflow alone would skip the step
             flag_of_device = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
-            flags = list(flag_of_device.values())
-            if not flags:  # the other ranks have some
-                flags = [torch.zeros((), dtype=torch.float32, device=self._device)]
-            for flag in flags:
-                dist.all_reduce(flag, dist.ReduceOp.MAX)
+            # One on this rank's device, whatever devices its parameters are on: NCCL takes no
+            # other, and each rank has to send as many.
+            worst = torch.zeros((), dtype=torch.float32, device=self._device)
+            for flag in flag_of_device.values():
+                worst = torch.maximum(worst, flag.to(self._device))
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            for flag in flag_of_device.values():
+                flag.copy_(worst)
+            flags = [worst]
         if clip_norm is not None:
             norm = clip_(parameters, clip_norm, self._dims, self._device, private)
         if is_idle:  # the scaler refuses it

@@ -137,6 +137,22 @@ def test_where_nothing_shows_it_the_loop_goes_on(tmp_path: Path, text: str) -> N
     assert play(tmp_path, text).places == [False]
 
 
+def test_batches_of_another_thread_are_refused(tmp_path: Path) -> None:
+    """A thread that fetches ahead would save in the midst of a step, for a later position."""
+    text = """
+        from threading import Thread
+        for step in run.steps(2):
+            run.calls.check_batch()
+            run.calls.check_step(False)
+            fetcher = Thread(target=run.calls.check_batch)
+            fetcher.start()
+            fetcher.join()
+            run.calls.check_step(False)
+    """
+    with pytest.raises(UsageError, match="iterated in another thread"):
+        play(tmp_path, text)
+
+
 def test_a_script_that_was_changed_shows_nothing(tmp_path: Path) -> None:
     text = f"""
         from pathlib import Path
