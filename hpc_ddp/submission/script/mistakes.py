@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -77,7 +78,9 @@ def _not_here(spec: JobSpec) -> Iterator[str]:
     if spec.module and not spec.module_file:
         if Path(spec.chdir, top).is_dir():
             yield f"there is {top}/ in {spec.chdir}, but no module {spec.script}"
-        elif spec.python == installed_python() and not (has_more or find_spec(top)):
+        elif spec.python == installed_python() and not (
+            has_more or top in sys.modules or find_spec(top)
+        ):
             yield f"there is no module {top}, neither in {spec.chdir} nor in {spec.python}"
     if spec.no_python and not has_more and "$" not in spec.script:
         path = spec.script if "/" not in spec.script else os.path.join(spec.chdir, spec.script)
