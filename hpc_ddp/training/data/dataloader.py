@@ -150,7 +150,8 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
         guard = rng.untouched() if get_worker_info() is None else nullcontext()
         with guard:
             block = partial(self._batch, epoch, indices)
-            return micro_batch, self.seeds.fetch(epoch, block, repeat=block)
+            repeat = partial(self._sample, epoch, indices[-1])
+            return micro_batch, self.seeds.fetch(epoch, block, repeat)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         """Return the collated samples of an epoch at some indices; changes the global

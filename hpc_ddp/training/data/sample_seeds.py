@@ -64,8 +64,8 @@ class SampleSeeds:
         itself makes some, and `repeat` is given, `block` is called again, now with their seeds.
 
         At the first call of all, with `warns`, warn of state that a resume would lose: a generator
-        that `block` has changed, or a stream's own count of its epochs. `repeat` fetches samples of
-        the block again, its last one among them: a generator that is then in the same state is
+        that `block` has changed, or a stream's own count of its epochs. `repeat` fetches the
+        block's last sample again: a generator of the data set that is then in the same state is
         seeded, not lost.
         """
         if epoch == self._epoch:
@@ -98,7 +98,8 @@ class SampleSeeds:
         transforms, self._generators = find_generators(self._dataset)
         of_collate = find_generators(self._collate, "collate_fn")
         transforms |= of_collate[0]
-        self._generators |= of_collate[1]
+        if get_worker_info():  # else the script may track it
+            self._generators |= of_collate[1]
         firsts: dict[tuple[bytes, ...], str] = {}
         self._seeders = []
         for place, transform in transforms.items():
@@ -122,8 +123,10 @@ class SampleSeeds:
             repeat()
         after = _states_of(self._generators)
         for place in sorted(changed):
-            if not repeat or after.get(place) != states[place]:  # else each sample seeds it
-                source = "collate_fn" if place.startswith("collate_fn") else "the data set"
+            is_of_collate = place.startswith("collate_fn")  # which `repeat` does not call
+            # Else each sample seeds it.
+            if is_of_collate or not repeat or after.get(place) != states[place]:
+                source = "collate_fn" if is_of_collate else "the data set"
                 say(
                     f"WARNING: {source} draws from a generator of its own, {place}: after a resume"
                     " it draws other numbers; take torch's, numpy's or python's global one, which"

@@ -193,16 +193,30 @@ class Masks:
 
 
 def test_a_collate_fn_is_looked_through_too(printed: list[str]) -> None:
-    """Its transforms are seeded for each batch, and it is warned of its generator."""
+    """Its transforms are seeded for each batch. Its generator is the rank's, which may track it,
+    and no more numbers are drawn from it than the script draws."""
     draws = []
     for done in (0, 2):
-        position = Position(samples=done)
-        options: dict[str, Any] = {"collate_fn": Masks(), "warn": printed.append}
+        position, masks = Position(samples=done), Masks()
+        options: dict[str, Any] = {"collate_fn": masks, "warn": printed.append}
         loader = make_loader(Mapped(), BatchPlan(2, 0, 1), position=position, **options)
         draws.append([[draw for _, _, draw in batch] for batch in loader])
+        alone = random.Random(42)
+        for _ in range(sum(map(len, draws[-1]))):
+            alone.random()
+        assert masks.generator is not None
+        assert masks.generator.getstate() == alone.getstate()
     assert draws[1] == draws[0][1:]
-    assert len(printed) == 2
-    assert "collate_fn draws from a generator of its own, collate_fn.generator" in printed[0]
+    assert printed == []
+
+
+def test_a_generator_of_a_collate_fn_in_a_worker_is_warned_of(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Each worker has a copy, whose state no checkpoint has."""
+    list(make_loader(Mapped(), collate_fn=Masks(), num_workers=1, warn=lambda text: None))
+    place = "collate_fn draws from a generator of its own, collate_fn.generator"
+    assert place in capfd.readouterr().err
 
 
 class Split(Mapped):
