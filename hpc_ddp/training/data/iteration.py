@@ -113,9 +113,10 @@ def instruction_of(frame: FrameType) -> str:
 
 def instruction_at(code: CodeType, offset: int) -> str:
     """Return the name of the instruction at an offset of a bytecode."""
-    while dis.opname[code.co_code[offset]] == "CACHE":  # of the instruction before
+    instructions = code.co_code  # a copy, each time
+    while dis.opname[instructions[offset]] == "CACHE":  # of the instruction before
         offset -= 2
-    return dis.opname[code.co_code[offset]]
+    return dis.opname[instructions[offset]]
 
 
 def is_generator(code: CodeType) -> bool:

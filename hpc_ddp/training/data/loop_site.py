@@ -40,7 +40,7 @@ class LoopSite:
         line that it is at now. A ``for`` in a generator does not count, as in a progress bar's, but
         its caller's. False where nothing shows it: another thread, a ``next``, a script that can't
         be read or was changed."""
-        loop = next(iter(self._loops()), None)
+        loop = next(self._loops(), None)
         if loop is None or not self.is_of_thread():
             return False
         code, lines = loop

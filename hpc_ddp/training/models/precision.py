@@ -102,7 +102,7 @@ class Precision:
         is_idle = all(parameter.grad is None for parameter in parameters)  # as a GAN's, at first
         if self._scaler and not is_idle and (private or clip_norm is not None):
             self._scaler.unscale_(optimizer)
-        flags: list[torch.Tensor] = []
+        worst: torch.Tensor | None = None
         if self._scaler and private:  # else the rank with the overflow alone would skip the step
             flag_of_device = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
             # One on this rank's device, whatever devices its parameters are on: NCCL takes no
@@ -113,12 +113,11 @@ class Precision:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             for flag in flag_of_device.values():
                 flag.copy_(worst)
-            flags = [worst]
         if clip_norm is not None:
             norm = clip_(parameters, clip_norm, self._dims, self._device, private)
         if is_idle:  # the scaler refuses it
             optimizer.step()
-            is_stepped = scheduler is None or not any(flag.item() for flag in flags)
+            is_stepped = scheduler is None or worst is None or not worst.item()
         else:
             is_stepped = self._step(optimizer, is_asked=scheduler is not None)
         if is_stepped and scheduler is not None:
