@@ -271,7 +271,8 @@ class Run(ModelSetup):
         self._own_data.warn_of_step()
         if self._is_unchecked:  # the first step of a loop that this attempt has begun
             self._is_unchecked = False
-            warn_of_untracked(self._manager.objects.values(), self._say)
+            drawn = self._manager.generators.take_drawn()
+            warn_of_untracked(self._manager.objects.values(), self._say, generators=drawn)
         check_steps_are_even(self._wrapped)
         self._gradients.end_step()
         self._timer.end_step()
@@ -280,10 +281,9 @@ class Run(ModelSetup):
         self.position.epoch_steps += 1
         self._watchdog.step_done()
         self._measure({name: gathered(value) for name, value in values.items()})
-        is_next_to_last = self._calls.loop == "epochs" and self._epoch.has_left(1)
-        decision = self._consensus.step_done(self.position.step, wait_for_all=is_next_to_last)
+        waits = self._calls.loop == "epochs" and self._epoch.has_left(1)  # in the next to last one
+        self._add_decision(self._consensus.step_done(self.position.step, wait_for_all=waits))
         self._watch_weights(self._consensus.exchanges)
-        self._add_decision(decision)
         self._timer.start_step()
         if self._acts_in_step:
             self._act()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import pickle
 import random
 import sys
 import zlib
@@ -21,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training.data.order import derive
 from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.generators import bytes_of
 
 T = TypeVar("T")
 MOST_OBJECTS = 2000  # that are looked at
@@ -182,7 +182,7 @@ def changes_of(dataset: Any, attributes: Mapping[str, Any]) -> list[str]:
 
 def _states_of(generators: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the states of some generators, by place, as bytes to compare."""
-    return {place: pickle.dumps(rng.raw_state(entry)) for place, entry in generators.items()}
+    return {place: bytes_of(generator) for place, generator in generators.items()}
 
 
 def find_generators(thing: Any, name: str = "dataset") -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +29,8 @@ class Generators:
         self._stored: dict[str, Any] | None = None  # global ones, until they are put back
         self._later: dict[str, dict[str, Any]] = {}  # tracked ones, in the same way
         self._at_epoch: dict[str, Any] = {}  # all, as of the epoch's begin
+        # The script's, by name, each with its seed and state at the loop's begin.
+        self._of_script: dict[str, tuple[Any, int | None, bytes]] = {}
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Note the generators among the tracked objects."""
@@ -52,6 +58,8 @@ class Generators:
         """
         if not is_over:  # first for generators that the checkpoint lacks, as one of a run on CPUs
             rng.seed_all(seed, self._devices)
+            generators = find_script_generators().items()
+            self._of_script = {n: (g, _seed_of(g), bytes_of(g)) for n, g in generators}
         if not is_checkpoints or self._stored is None:
             return
         if is_over or not (is_in_epoch and self._at_epoch):
@@ -59,6 +67,16 @@ class Generators:
             return
         self._later = self._states_of_tracked()
         self._restore(self._at_epoch["global"], self._at_epoch["tracked"])
+
+    def take_drawn(self) -> dict[str, Any]:
+        """Return the script's generators that the loop has drawn from so far, by the name of a
+        variable; none at a second call. One that the loop has seeded anew is left out."""
+        noted, self._of_script = self._of_script.items(), {}
+        return {
+            name: generator
+            for name, (generator, seed, state) in noted
+            if bytes_of(generator) != state and _seed_of(generator) == seed
+        }
 
     def begin_epoch(self) -> None:
         """Note the present states of all generators as those of the begin of an epoch."""
@@ -99,3 +117,31 @@ class Generators:
 
     def _states_of_tracked(self) -> dict[str, dict[str, Any]]:
         return {name: generator.state_dict() for name, generator in self._tracked.items()}
+
+
+def find_script_generators() -> dict[str, Any]:
+    """Return the generators in variables of the script, by name: those that are local or global in
+    a function that is running, or an attribute of its ``self``. Global generators of a library are
+    left out."""
+    names: dict[int, tuple[str, Any]] = {}  # one for each generator
+    frame: FrameType | None = sys._getframe(1)
+    while frame:
+        if not str(frame.f_globals.get("__name__")).startswith("hpc_ddp."):
+            attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
+            for scope in (frame.f_globals, frame.f_locals, attributes):
+                names |= {id(g): (n, g) for n, g in list(scope.items()) if rng.is_generator(g)}
+        frame = frame.f_back
+    numpy: Any = sys.modules.get("numpy.random.mtrand")
+    for general in (torch.default_generator, random.__dict__["_inst"], getattr(numpy, "_rand", 0)):
+        names.pop(id(general), None)
+    return dict(names.values())
+
+
+def _seed_of(generator: Any) -> int | None:
+    """Return the seed that a generator of torch was given last; None for another library's."""
+    return generator.initial_seed() if isinstance(generator, torch.Generator) else None
+
+
+def bytes_of(generator: Any) -> bytes:
+    """Return a generator's state as bytes to compare."""
+    return pickle.dumps(rng.raw_state(generator))

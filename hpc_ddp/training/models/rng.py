@@ -128,15 +128,11 @@ class GeneratorState:
 
 def is_generator(thing: Any) -> bool:
     """Return whether an object is a random generator of torch, numpy or python whose state can be
-    read."""
-    if isinstance(thing, torch.Generator):
-        return True
-    if isinstance(thing, random.Random):
-        return not isinstance(thing, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(
-        thing, (numpy.random.Generator, numpy.random.RandomState)
-    )
+    read. Its type decides, since a proxy that is asked for its class may raise an error."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy := sys.modules.get("numpy"):
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    return issubclass(type(thing), kinds) and not isinstance(thing, random.SystemRandom)
 
 
 def raw_state(generator: Any) -> Any:

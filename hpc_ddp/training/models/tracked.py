@@ -188,18 +188,25 @@ def add_hook_tables(optimizer: Optimizer) -> None:
 
 
 def warn_of_untracked(
-    objects: Iterable[Any], warn: Callable[[str], None], remedy: str = "name it in run.track(…)"
+    objects: Iterable[Any],
+    warn: Callable[[str], None],
+    remedy: str = "name it in run.track(…)",
+    generators: Mapping[str, Any] | None = None,
 ) -> None:
     """Call `warn` with a text, which ends in `remedy`, for each object that is neither among the
     tracked `objects` nor within one, so that a resume begins it anew: schedulers of a tracked
-    optimizer, optimizers with a state for a tracked model, averages of models, and enabled scalers
-    of gradients. Called after a step; it looks at all objects of the process, as `find_living`
-    does."""
+    optimizer, optimizers with a state for a tracked model, averages of models, enabled scalers of
+    gradients, and `generators`, random ones that were drawn from, by the name of a variable. Called
+    after a step; it looks at all objects of the process, as `find_living` does."""
     within = list(_objects_within(objects))
+    numbers = set(map(id, within))
+    drawn = (generators or {}).items()
+    nouns = [f"a random generator, {name}" for name, one in drawn if id(one) not in numbers]
     if any(_find_untracked(within)):
         gc.collect()  # one that the script has replaced may wait for it
-        for noun in _find_untracked(within):
-            warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
+        nouns += _find_untracked(within)
+    for noun in nouns:
+        warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
 
 
 def warn_of_stateless(objects: Mapping[str, Any], warn: Callable[[str], None]) -> None:
