@@ -15,13 +15,14 @@ from hpc_ddp.core.journal.events import Finished
 from hpc_ddp.training.checkpoint.rank_comparison import check_facts
 from hpc_ddp.training.data.call_order import check_tracked
 from hpc_ddp.training.data.loader import Loader
+from hpc_ddp.training.data.loop_site import LoopSite
 from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.models.ddp import check_steps_are_even
-from hpc_ddp.training.models.dtensor import gathered, step_apart
+from hpc_ddp.training.models.dtensor import gathered
 from hpc_ddp.training.models.setup import ModelSetup
-from hpc_ddp.training.models.tracked import GradientWatch, add_hook_tables, warn_of_untracked
+from hpc_ddp.training.models.tracked import GradientWatch, warn_of_untracked
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
@@ -134,13 +135,10 @@ class Run(ModelSetup):
         if self._loader is None:
             self._epoch = StatefulLoaders(objects, self.position, self._control, is_resumed)
         is_own = self._loader is None and not per_rank
-        self._gradients = GradientWatch(objects.values(), self._say)
         self._own_data = OwnData(is_own and self.position.step > 0, self._say)
-        for tracked in objects.values():
-            if isinstance(tracked, torch.optim.Optimizer):
-                add_hook_tables(tracked)
-                step_apart(tracked)
-                tracked.register_step_pre_hook(self._check_ends_step)
+        self._gradients = GradientWatch(
+            objects.values(), self._say, lambda: self._calls.check_update(self.ends_step)
+        )
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -153,17 +151,18 @@ class Run(ModelSetup):
         no int; OSError where `tensorboard` can't be written.
         """
         self._act()  # as the last loop decided: it was left by break
-        with self._calls.in_loop("epochs", total, self._has_tracked, self.position) as is_over:
+        loop = self._calls.in_loop("epochs", total, self._has_tracked, self.position)
+        with loop as (is_over, site):
             if not is_over and self._loader is not None and self._loader.is_epoch_done:
                 self.position.begin_epoch()
             self._begin_loop(is_over)
-            if not is_over:
-                self._own_data.warn_of_epoch(self.position)
+            self._own_data.warn_of_epoch(self.position, is_over)
             while not is_over and self.position.epoch < total:
                 self._consensus.restart_step()
                 self._timer.start_step()
                 self._manager.generators.begin_epoch()
                 yield self.position.epoch
+                self._go_on(site)
                 self.position.begin_epoch()
                 if self._epoch.clear():  # without a batch
                     self._manager.generators.restore_step_states()
@@ -181,12 +180,14 @@ class Run(ModelSetup):
         UsageError for a body without a `step`.
         """
         self._act()
-        with self._calls.in_loop("steps", total, self._has_tracked, self.position) as is_over:
+        loop = self._calls.in_loop("steps", total, self._has_tracked, self.position)
+        with loop as (is_over, site):
             self._begin_loop(is_over)
             while not is_over and self.position.step < total:
                 self._no_loader.is_trained = False
                 first = self.position.step
                 yield first
+                self._go_on(site)
                 self._calls.check_body(self.position.step > first or not self.ends_step)
                 self._act()
 
@@ -347,11 +348,6 @@ class Run(ModelSetup):
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Raise UsageError amid accumulating; called before each tracked optimizer's step."""
-        self._calls.check_update(self.ends_step)
-        self._gradients.has_updated = True
-
     def _note_early_exit(self) -> None:
         """At an exit without an exception, journal and print that no `finish` has ended a loop."""
         if self._calls.has_looped and not (self._over or self._hook.is_forked):
@@ -381,6 +377,10 @@ class Run(ModelSetup):
         after a tracked loader's last batch, for the reason in `_end_batch`, but for a best one."""
         has_own = self._loader is None and self._calls.loop == "epochs"
         return has_own and (self._calls.judged_at is not None or not self._epoch.has_left(0))
+
+    def _go_on(self, site: LoopSite) -> None:  # a loop that was taken for left is saved as not
+        if self._calls.go_on(site, self.position):
+            self._add_decision(Decision(save=True))
 
     def _add_decision(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)

@@ -180,14 +180,16 @@ def _load(name: str, plain: Any, content: Any, step: int) -> None:
 def _load_module(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
     """Load a state dict into the module `name`. Entries that the module saves but does not load, as
     those of weights in 4 bits, must be equal to its present ones: raise HpcDdpError if they differ,
-    or if the module expects an entry that `state` lacks. A class with a ``load_state_dict`` of its
-    own decides by itself, and its errors come through."""
+    or if the module expects an entry that `state` lacks. One that it leaves out of its own state,
+    as frozen weights that the script loads, may be missing. A class with a ``load_state_dict`` of
+    its own decides by itself, and its errors come through."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
         module.load_state_dict(state)
         return
     missing, unexpected = module.load_state_dict(state, strict=False)
-    if unexpected:
+    if missing or unexpected:
         current = module.state_dict()
+        missing = [key for key in missing if key in current]
         missing += [key for key in unexpected if not _is_equal(current.get(key), state[key])]
     if missing:
         raise HpcDdpError(f"{name}: the model does not load {', '.join(missing[: states.SHOWN])}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -38,7 +39,7 @@ class CallOrder:
         self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
         self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
         self._is_left_by_break = False  # and not by an exception
-        self._has_other_thread = False  # asked for a batch
+        self._thread: int | None = None  # that has asked for the last batch
         self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
         self._is_abandoned = False  # whether an attempt before has left that loop for good
         self._outer_error = OuterError()  # of `start`, or of the last loop
@@ -46,10 +47,10 @@ class CallOrder:
     @contextmanager
     def in_loop(
         self, loop: Kind, total: int, is_tracked: bool, position: Position
-    ) -> Iterator[bool]:
+    ) -> Iterator[tuple[bool, LoopSite]]:
         """A context for the body of ``run.epochs`` or ``run.steps``, a loop of `total` epochs or
-        steps. Gives whether nothing of the loop is left: it is done, or an attempt before left it
-        by ``break``.
+        steps. Gives whether nothing of the loop is left (it is done, or an attempt before left it
+        by ``break``), and its place for `go_on`.
 
         Notes the loop, here and in `position`, and at its end whether the script left it by
         ``break``. Prints a line for a loop that was left, and a warning for a second one of the
@@ -90,9 +91,9 @@ class CallOrder:
         self.loop, self._kind, self.total = loop, loop, total
         self._outer_error = OuterError()
         try:
-            yield is_over
+            yield is_over, site
         except GeneratorExit:
-            if self._site is site:
+            if self._site is site and self.loop:  # else `is_outside` has noted it
                 self._note_break(_is_at_break())
             raise
         finally:
@@ -118,6 +119,22 @@ class CallOrder:
             self._note_break(by_break=True)
             self.loop = None
         return self.loop is None
+
+    def go_on(self, site: LoopSite, position: Position) -> bool:
+        """Called when the script has asked the loop at `site` for another element. Return whether
+        the loop was taken for left, as one in parts is between them (``islice(loop, 100)``): it is
+        not any more, here and in `position`. Raise UsageError if a later loop has begun."""
+        if self._site is not site:
+            raise UsageError(
+                "a loop of the run was asked for more after a later one had begun",
+                hint="one `for` over run.epochs or run.steps, and the next one behind it",
+            )
+        if self.loop:
+            return False
+        self.loop, position.is_behind = self._kind, False
+        for loops in (self._broken, position.abandoned):
+            loops.pop(self.number, None)
+        return True
 
     def _note_break(self, by_break: bool) -> None:
         """Note that the script has left the loop before its end: `by_break`, or by an exception."""
@@ -166,9 +183,9 @@ class CallOrder:
             )
 
     def check_batch(self) -> None:
-        """Refuse a batch outside of a loop, and note one of another thread; the loader asks before
-        each one but its first, by which a script may look at the data."""
-        self._has_other_thread |= self._site is not None and not self._site.is_of_thread()
+        """Refuse a batch outside of a loop, and note its thread; the loader asks before each one
+        but its first, by which a script may look at the data."""
+        self._thread = threading.get_ident()
         if not self.loop:
             raise UsageError(
                 "the training loader was iterated outside run.epochs",
@@ -187,10 +204,10 @@ class CallOrder:
     def check_step(self, is_trained: bool) -> None:
         """Refuse ``run.step`` outside of a loop, with batches of another thread, and where
         `is_trained`: the present batch has had its step, or there is none yet."""
-        if self._has_other_thread:
+        if self._thread not in (None, threading.get_ident()):
             raise UsageError(
                 "run.loader is iterated in another thread, ahead of the steps: a checkpoint would"
-                " leave out batches; accepted: in the loop's own thread",
+                " leave out batches; accepted: in the thread that calls run.step",
                 hint="iterate it directly, and run.loader(…, num_workers=4, prefetch_factor=4)",
             )
         if not self.loop:

@@ -31,31 +31,30 @@ class LoopSite:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def is_of_thread(self) -> bool:
-        """Return whether the loop is one of this thread."""
-        return self._thread == threading.get_ident()
-
     def is_left(self) -> bool:
         """Return whether the script has left the ``for`` that asks for the loop's elements, by the
         line that it is at now. A ``for`` in a generator does not count, as in a progress bar's, but
         its caller's. False where nothing shows it: another thread, a ``next``, a script that can't
-        be read or was changed."""
+        be read or was changed. No finalizer may call it, since Python can't parse amid parsing."""
         loop = next(self._loops(), None)
-        if loop is None or not self.is_of_thread():
+        if loop is None or self._thread != threading.get_ident():
             return False
-        code, lines = loop
+        code, offset, lines = loop
         frame: FrameType | None = sys._getframe(1)
-        while frame and not (frame.f_code is code and frame.f_lineno in lines):
+        # At the offset itself the ``for`` asks another loop, as in a second call of a function.
+        while frame and not (
+            frame.f_code is code and frame.f_lasti != offset and frame.f_lineno in lines
+        ):
             frame = frame.f_back
         return frame is None
 
-    def _loops(self) -> Iterator[tuple[CodeType, range]]:
-        """Yield, for each call that is at a ``for``, its code and the lines of the ``for``, the
-        script's first."""
+    def _loops(self) -> Iterator[tuple[CodeType, int, range]]:
+        """Yield, for each call that is at a ``for``, its code, its bytecode offset and the lines of
+        the ``for``, the script's first."""
         for code, offset in self._calls:
             is_at_for = instruction_at(code, offset) == "FOR_ITER"
             if is_at_for and not is_generator(code) and (lines := _lines_of_loop(code, offset)):
-                yield code, lines
+                yield code, offset, lines
 
 
 def _lines_of_loop(code: CodeType, offset: int) -> range:

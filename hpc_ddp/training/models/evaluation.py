@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from types import CellType
 from typing import Any
 
 import torch
@@ -123,6 +124,16 @@ def averaged(model: torch.nn.Module, decay: float) -> Average:
     return Average(model, decay)
 
 
+def _is_bound_to(function: Any, module: torch.nn.Module) -> bool:
+    """Return whether a function is a method of `module`, or a closure over it or such a method."""
+    cells = getattr(function, "__closure__", None) or ()
+    kept = [cell.cell_contents for cell in cells if cell != CellType()]
+    kept.append(getattr(function, "__wrapped__", None))
+    is_method = getattr(function, "__self__", None) is module
+    is_bound = is_method or any(part is module for part in kept)
+    return is_bound or any(_is_bound_to(part, module) for part in kept if callable(part))
+
+
 class Average(AveragedModel):
     """torch's averaged model, with its count on the CPU: so an update does not wait for a device.
 
@@ -134,9 +145,9 @@ class Average(AveragedModel):
         """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
         for part, copied in zip(model.modules(), self.module.modules(), strict=True):
-            # A function, as of torch.compile or of a CUDA graph, that knows the model alone.
-            if "forward" in vars(copied) and copied.forward is vars(part).get("forward"):
-                del vars(copied)["forward"]
+            # As that of torch.compile or of a CUDA graph, which a copy of the model shares.
+            if _is_bound_to(vars(part).get("forward"), part):
+                vars(copied).pop("forward", None)
         self._decay = decay
         self._begun_on = _device_of(model)
 

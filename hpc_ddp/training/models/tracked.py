@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.optimizer_state import params_of
 from hpc_ddp.training.checkpoint.state import labels_of, untracked_parameters, unwrap
+from hpc_ddp.training.models.dtensor import step_apart
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
 
@@ -63,15 +64,17 @@ def check_models(
     Raises
     ------
     UsageError
-        a model is sharded by a class of `LOCAL_SHARDS`; an optimizer has a parameter twice, trains
-        a model that is not tracked, has another optimizer that is not tracked, or trains, in a
-        stage, a tensor of no tracked object
+        a model is sharded by a class of `LOCAL_SHARDS`, or leaves weights that are trained out of
+        its state; an optimizer has a parameter twice, trains a model that is not tracked, has
+        another optimizer that is not tracked, or trains, in a stage, a tensor of no tracked object
     HpcDdpError
         the state of an object can't be saved
     """
     tracked = [unwrap(thing) for thing in objects.values()]
     _check_shards(objects)
     stored = labels_of(objects)
+    for optimizer in (thing for thing in tracked if isinstance(thing, Optimizer)):
+        _check_left_out(objects, set(map(id, parameters_of(optimizer))))
     of_wrapped = {id(weight) for model in wrapped for weight in model.parameters()} - stored.keys()
     for optimizer in (thing for thing in tracked if isinstance(thing, Optimizer)):
         _check_repeated(optimizer, stored)
@@ -127,6 +130,25 @@ def _check_shards(objects: Mapping[str, Any]) -> None:
                     " model: norms and checkpoints would be wrong; accepted: run.fully_shard",
                     hint="run.fully_shard(model, model.blocks), or a StopPoint beside the"
                     " library's own checkpoints (docs/other-libraries.md)",
+                )
+
+
+def _check_left_out(objects: Mapping[str, Any], trained: Collection[int]) -> None:
+    """Raise UsageError for a model whose state dict leaves out one of the `trained` parameters, by
+    their ids; it may have another name there, or be converted."""
+    for name, model in objects.items():
+        plain = unwrap(model)
+        if getattr(type(plain), "state_dict", None) is not torch.nn.Module.state_dict:
+            continue  # a class with one of its own may arrange its weights as it likes
+        entries = plain.state_dict(keep_vars=True)
+        kept = {*entries, *map(id, entries.values())}
+        for key, weight in plain.named_parameters():
+            is_trained = id(weight) in trained and weight.requires_grad
+            if is_trained and kept.isdisjoint((key, id(weight))):
+                raise UsageError(
+                    f"the state_dict of {name} leaves out {key}, which is trained: a resume would"
+                    " begin it anew; accepted: a model that leaves out frozen weights alone",
+                    hint=f"requires_grad_(False) for {key}, or no hook that drops it",
                 )
 
 
@@ -228,18 +250,32 @@ _EARLY = 64
 class GradientWatch:
     """Warns, once, of gradients that a script accumulates by hand over ``run.step``: one of the
     first `_EARLY` steps has gradients and no optimizer's update, after a step that had one.
-    `has_updated` is set, from outside, at each update. Optimizers among the tracked `objects` that
-    are ``capturable`` are left out: their updates may be replays of a CUDA graph, which are not
-    seen."""
+    Optimizers among the tracked `objects` that are ``capturable`` are left out: their updates may
+    be replays of a CUDA graph, which are not seen. `check` is called before each update, which it
+    may refuse by an error. All of them are hooked for updates of mixed groups (`step_apart`)."""
 
-    def __init__(self, objects: Iterable[Any] = (), warn: Callable[[str], None] = print) -> None:
-        optimizers = (thing for thing in objects if isinstance(thing, Optimizer))
+    def __init__(
+        self,
+        objects: Iterable[Any] = (),
+        warn: Callable[[str], None] = print,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._optimizers = [
             one for one in optimizers if not any(g.get("capturable") for g in one.param_groups)
         ]
         self._warn, self._steps_left = warn, _EARLY if self._optimizers else 0
+        self._check = check
         self.has_updated = False  # an optimizer, in this step
         self._had_update = False  # in a step before
+        for optimizer in optimizers:
+            add_hook_tables(optimizer)
+            step_apart(optimizer)
+            optimizer.register_step_pre_hook(self._note_update)
+
+    def _note_update(self, *_: Any) -> None:
+        self._check()
+        self.has_updated = True
 
     def weights_step(self, step: int) -> int | None:
         """Return the step whose weights the models have, after `step` steps that have ended; None

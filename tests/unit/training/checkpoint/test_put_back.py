@@ -614,6 +614,21 @@ def test_entries_that_a_model_writes_and_does_not_load_have_to_be_equal(tmp_path
         load_state(tmp_path, result, {"m": fresh})
 
 
+def test_what_a_model_leaves_out_of_its_state_stays(tmp_path: Path) -> None:
+    def drop(model: Any, entries: Any, prefix: str, metadata: Any) -> None:
+        del entries[f"{prefix}weight"]
+
+    model, fresh = [(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
+    for frozen in (model[0], fresh[0]):
+        hooked: Any = frozen.requires_grad_(False)
+        hooked.register_state_dict_post_hook(drop)
+    before = fresh[0].weight.clone()
+    stored = state.collect({"m": nn.Sequential(*model)})
+    load_state(tmp_path, stored, {"m": nn.Sequential(*fresh)})
+    assert torch.equal(fresh[0].weight, before)
+    assert torch.equal(fresh[1].weight, model[1].weight)
+
+
 @pytest.mark.parametrize(
     ("make", "draw"),
     [

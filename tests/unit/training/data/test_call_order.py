@@ -91,7 +91,7 @@ def test_only_an_error_that_came_after_the_loop_began_ends_the_script() -> None:
 
 
 def loop(calls: CallOrder, position: Position, total: int) -> Iterator[bool]:
-    with calls.in_loop("steps", total, True, position) as is_over:
+    with calls.in_loop("steps", total, True, position) as (is_over, _):
         yield is_over
 
 
@@ -132,7 +132,7 @@ def test_a_loop_of_another_number_or_kind_is_not_the_one_that_was_abandoned() ->
     for _ in loop(first, position, 9):
         break
     first.abandon(position)
-    with second.in_loop("epochs", 9, True, position) as is_over:
+    with second.in_loop("epochs", 9, True, position) as (is_over, _):
         assert not is_over
     assert list(loop(CallOrder(), position, 8)) == [False]
 

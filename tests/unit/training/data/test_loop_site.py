@@ -18,11 +18,16 @@ class Run:
     """A run's loop, with the frames that `Run.steps` has."""
 
     def __init__(self) -> None:
-        self.calls, self.position, self.places = CallOrder(), Position(), list[bool]()
+        self.lines: list[str] = []
+        self.calls, self.position = CallOrder(self.lines.append), Position()
+        self.places: list[bool] = []
+        self.resumed = 0  # how often a loop that was taken for left has gone on
 
     def steps(self, total: int) -> Iterator[int]:
-        with self.calls.in_loop("steps", total, True, self.position):
-            yield from range(total)
+        with self.calls.in_loop("steps", total, True, self.position) as (_, site):
+            for step in range(total):
+                yield step
+                self.resumed += self.calls.go_on(site, self.position)
 
     def note(self) -> None:
         """Note whether the script is outside of a loop by now."""
@@ -36,7 +41,9 @@ class Bar:
         self.iterable = iterable
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.iterable
+        # By `yield from` it would close what it iterates over.
+        for step in self.iterable:  # noqa: UP028
+            yield step
 
 
 def play(folder: Path, text: str) -> Run:
@@ -102,6 +109,67 @@ def test_a_second_loop_may_follow_and_outlives_the_first_generator(tmp_path: Pat
     assert play(tmp_path, text).places == [False] * 4 + [True]
 
 
+def test_a_function_may_run_its_loop_again(tmp_path: Path) -> None:
+    text = """
+        bars = []
+        def fit(total):
+            bars.append(Bar(run.steps(total)))
+            for step in bars[-1]:
+                run.note()
+                if step == 1:
+                    break
+        fit(4)
+        fit(7)
+        run.note()
+    """
+    assert play(tmp_path, text).places == [False] * 4 + [True]
+
+
+def test_a_loop_in_parts_goes_on(tmp_path: Path) -> None:
+    """Between two parts nothing shows whether another one will come."""
+    text = """
+        from itertools import islice
+        loop = run.steps(6)
+        for _ in range(3):
+            for step in islice(loop, 2):
+                run.note()
+            run.note()
+            run.calls.abandon(run.position)
+        for step in loop:
+            run.note()
+    """
+    run = play(tmp_path, text)
+    assert run.places == [False, False, True] * 3
+    assert (run.resumed, run.position.abandoned) == (3, {})
+    assert run.calls.loop is None
+
+
+def test_a_kept_loop_that_is_replaced_was_left_by_break(tmp_path: Path) -> None:
+    text = """
+        for _ in range(2):
+            bar = Bar(run.steps(9))
+            for step in bar:
+                break
+            run.note()  # as run.load_best
+        for step in run.steps(9):
+            pass
+    """
+    run = play(tmp_path, text)
+    assert run.places == [True, True]
+    assert [line.partition(":")[0] for line in run.lines] == ["WARNING"]
+
+
+def test_a_loop_does_not_go_on_behind_a_later_one(tmp_path: Path) -> None:
+    text = """
+        first, second = run.steps(6), run.steps(8)
+        for loop in (first, second, first):
+            for step in loop:
+                break
+    """
+    with pytest.raises(UsageError, match="asked for more after a later one had begun"):
+        play(tmp_path, text)
+
+
 def test_within_the_loop_it_is_not_left(tmp_path: Path) -> None:
     text = """
         def trainer():
@@ -149,6 +217,16 @@ def test_batches_of_another_thread_are_refused(tmp_path: Path) -> None:
             fetcher.join()
             run.calls.check_step(False)
     """
+    in_step = """
+        from concurrent.futures import ThreadPoolExecutor
+        def train():
+            run.calls.check_batch()
+            run.calls.check_step(False)
+        with ThreadPoolExecutor(1) as pool:
+            for step in run.steps(2):
+                pool.submit(train).result()
+    """
+    play(tmp_path, in_step)
     with pytest.raises(UsageError, match="iterated in another thread"):
         play(tmp_path, text)
 

@@ -83,6 +83,16 @@ def test_an_average_has_no_forward_of_its_model() -> None:
     ema.eval()
     assert ema(torch.ones(1)).item() == 2.0
     assert "forward" in vars(net)
+    vars(net)["forward"] = torch.compile(net.forward, backend="eager")
+    assert "forward" not in vars(averaged(net, 0.5).module)
+
+
+def test_an_average_keeps_a_forward_that_is_no_models() -> None:
+    """As scripts cut off a head."""
+    net: Any = nn.Sequential(nn.Linear(1, 1))
+    net[0].forward = lambda inputs: inputs
+    ema = averaged(net, 0.5)
+    assert ema(torch.full((1,), 7.0)).item() == 7.0
 
 
 def test_complex_weights_are_averaged() -> None:

@@ -83,6 +83,21 @@ def test_an_optimizer_without_its_model_is_refused() -> None:
         check_models({"alone": alone}, [], is_stage=True)
 
 
+def test_trained_weights_that_a_model_leaves_out_of_its_state_are_refused() -> None:
+    """Frozen ones may be left out, as by adapters beside a base model."""
+
+    def drop(model: Any, entries: Any, prefix: str, metadata: Any) -> None:
+        del entries[f"{prefix}weight"]
+
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].register_state_dict_post_hook(drop)
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(UsageError, match=r"state_dict of net leaves out 0\.weight, which is train"):
+        check_models({"opt": optimizer, "net": net}, [])
+    net[0].requires_grad_(False)
+    check_models({"opt": optimizer, "net": net}, [])
+
+
 def untracked(*objects: Any) -> list[str]:
     lines: list[str] = []
     warn_of_untracked(objects, lines.append)
