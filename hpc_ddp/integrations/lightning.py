@@ -133,7 +133,7 @@ class StopCallback(Callback):
         writer = getattr(trainer.strategy, "checkpoint_io", None)
         while writer is not None and not _is_one_of(writer, {"AsyncCheckpointIO"}):
             writer = getattr(writer, "checkpoint_io", None)  # the one that it wraps
-        if writer is not None:
+        if stage == "fit" and writer is not None:
             raise UsageError(
                 "the Trainer has an AsyncCheckpointIO, which still writes a save that is published",
                 hint="remove it from the plugins",

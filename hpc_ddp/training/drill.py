@@ -70,11 +70,12 @@ class DrilledRun(Run):
         self._tracked |= objects
 
     def _begin_loop(self, is_over: bool) -> None:
-        """Begin the loop, and record its start. After a resume within an epoch that comes with the
-        first batch, since generators are as of the epoch's begin before it."""
+        """Begin the loop, and record its start, unless it is over: then generators are those of a
+        later one. After a resume within an epoch the start comes with the first batch, since
+        generators are as of the epoch's begin before it."""
         super()._begin_loop(is_over)
         self._began = time.monotonic()
-        if self._epoch.on_first_batch is None:
+        if self._epoch.on_first_batch is None and not is_over:
             self._record("start", self.position.step, {})
 
     def _restore_step_states(self) -> Callable[[], None]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.trained import parameters_of
 
@@ -68,8 +69,14 @@ def by_label(
     and with the optimizer's class under `KIND`. State of no parameter (MADGRAD counts steps so) is
     under `OF_NO_PARAMETER`, and the `untracked` parameters (`untracked_of`) are under `PARAMETERS`.
 
-    The numbers depend on which parameters a rank has; the names do not.
+    The numbers depend on which parameters a rank has; the names do not. Raise UsageError for a
+    state dict of another form.
     """
+    if not {"state", "param_groups"} <= state.keys():
+        raise UsageError(
+            f"the state_dict of a {type(optimizer).__name__} has {', '.join(map(str, state))};"
+            " accepted by run.track: an optimizer's with state and param_groups"
+        )
     names = dict(enumerate(params_of(optimizer, labels)))
     groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
     extra = {key: entry for key, entry in state["state"].items() if key not in names}

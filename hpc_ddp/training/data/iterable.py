@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
@@ -80,15 +81,21 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     def _open(self) -> Iterator[Any]:
         """Return an iterator over the stream from the current position on, after a call of its
         ``set_epoch``. In a stream without ``skip`` the samples before the position are read and
-        dropped."""
+        dropped. Raise UsageError for a ``skip`` that returns no rest."""
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self.dataset
-        skips = start > 0 and hasattr(stream, "skip")
+        skips = start > 0 and callable(getattr(stream, "skip", None))
         with rng.untouched():
             self.seeds.seed(order.derive(self._seed, epoch))
             set_epoch(stream, epoch)
             if skips:
                 stream = stream.skip(start)
+                if not hasattr(stream, "__iter__"):
+                    raise UsageError(
+                        f"{type(self.dataset).__name__}.skip({start}) has returned {stream!r:.80};"
+                        " accepted: the rest of the data set, to iterate over",
+                        hint="return it there, or give the method another name",
+                    )
                 set_epoch(stream, epoch)  # Hugging Face's returns one that has forgotten it
             source: Iterator[Any] = iter(stream)
             for number in range(0 if skips else start):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import sys
 import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-from hpc_ddp.training.data.iteration import instruction_at, is_generator
+from hpc_ddp.training.data.iteration import instruction_at
+
+# Flags of a code whose frame may be suspended.
+SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class LoopSite:
@@ -36,7 +40,7 @@ class LoopSite:
         line that it is at now. A ``for`` in a generator does not count, as in a progress bar's, but
         its caller's. False where nothing shows it: another thread, a ``next``, a script that can't
         be read or was changed. No finalizer may call it, since Python can't parse amid parsing."""
-        loop = next(self._loops(), None)
+        loop = self._loop()
         if loop is None or self._thread != threading.get_ident():
             return False
         code, offset, lines = loop
@@ -48,13 +52,14 @@ class LoopSite:
             frame = frame.f_back
         return frame is None
 
-    def _loops(self) -> Iterator[tuple[CodeType, int, range]]:
-        """Yield, for each call that is at a ``for``, its code, its bytecode offset and the lines of
-        the ``for``, the script's first."""
+    def _loop(self) -> tuple[CodeType, int, range] | None:
+        """Return the code, the bytecode offset and the lines of the ``for``: that of the script's
+        last call that is at one, and that can't be suspended, as generators and coroutines are."""
         for code, offset in self._calls:
-            is_at_for = instruction_at(code, offset) == "FOR_ITER"
-            if is_at_for and not is_generator(code) and (lines := _lines_of_loop(code, offset)):
-                yield code, offset, lines
+            is_at_for = instruction_at(code, offset) == "FOR_ITER" and not code.co_flags & SUSPENDED
+            if is_at_for and (lines := _lines_of_loop(code, offset)):
+                return code, offset, lines
+        return None
 
 
 def _lines_of_loop(code: CodeType, offset: int) -> range:

@@ -99,8 +99,8 @@ class SampleSeeds:
         of_collate = find_generators(self._collate, "collate_fn")
         transforms |= of_collate[0]
         if get_worker_info():  # else the script may track it
-            others = set(map(id, self._generators.values()))
-            self._generators |= {n: g for n, g in of_collate[1].items() if id(g) not in others}
+            ids = set(map(id, self._generators.values()))
+            self._generators |= {n: g for n, g in of_collate[1].items() if id(g) not in ids}
         firsts: dict[tuple[bytes, ...], str] = {}
         self._seeders = []
         for place, transform in transforms.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import CellType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from hpc_ddp.training.checkpoint.state import ignored_by_ddp
 from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded, reshard
 
 TOGETHER = 1 << 26  # bytes of a broadcast of several buffers
+BOUND = (FunctionType, MethodType)  # may be bound to a module
 
 
 @contextmanager
@@ -127,11 +128,11 @@ def averaged(model: torch.nn.Module, decay: float) -> Average:
 def _is_bound_to(function: Any, module: torch.nn.Module) -> bool:
     """Return whether a function is a method of `module`, or a closure over it or such a method."""
     cells = getattr(function, "__closure__", None) or ()
-    kept = [cell.cell_contents for cell in cells if cell != CellType()]
-    kept.append(getattr(function, "__wrapped__", None))
-    is_method = getattr(function, "__self__", None) is module
-    is_bound = is_method or any(part is module for part in kept)
-    return is_bound or any(_is_bound_to(part, module) for part in kept if callable(part))
+    parts = [cell.cell_contents for cell in cells if cell != CellType()]
+    parts += [getattr(function, name, None) for name in ("__self__", "__wrapped__")]
+    if any(part is module for part in parts):
+        return True
+    return any(_is_bound_to(part, module) for part in parts if isinstance(part, BOUND))
 
 
 class Average(AveragedModel):

@@ -141,10 +141,10 @@ def _check_left_out(objects: Mapping[str, Any], trained: Collection[int]) -> Non
         if getattr(type(plain), "state_dict", None) is not torch.nn.Module.state_dict:
             continue  # a class with one of its own may arrange its weights as it likes
         entries = plain.state_dict(keep_vars=True)
-        kept = {*entries, *map(id, entries.values())}
+        names_and_ids = {*entries, *map(id, entries.values())}
         for key, weight in plain.named_parameters():
             is_trained = id(weight) in trained and weight.requires_grad
-            if is_trained and kept.isdisjoint((key, id(weight))):
+            if is_trained and names_and_ids.isdisjoint((key, id(weight))):
                 raise UsageError(
                     f"the state_dict of {name} leaves out {key}, which is trained: a resume would"
                     " begin it anew; accepted: a model that leaves out frozen weights alone",

@@ -110,6 +110,17 @@ class Mean(nn.Module):
         destination[prefix + "total"] = self.total
 
 
+def test_an_optimizer_whose_state_has_another_form_is_refused() -> None:
+    class Lookahead(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"fast_state": {}, "slow_state": {}, "param_groups": []}
+
+    net = torch.nn.Linear(1, 1)
+    objects = {"net": net, "opt": Lookahead(net.parameters())}
+    with pytest.raises(UsageError, match=r"state_dict of a Lookahead has fast_state, slow_state"):
+        state.collect(objects)
+
+
 def test_a_sparse_buffer_is_saved_in_no_checkpoint() -> None:
     """A graph's matrix, which the script makes anew; a persistent one is refused."""
     net = nn.Linear(2, 2)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import rng
@@ -117,6 +118,16 @@ def test_a_stream_is_cut_like_a_data_set(
             walk = list(IterableBatches(dataset, cut, 0, position, list))
             assert [share for share, _ in walk] == expected
             assert [batch for _, batch in walk] == [list(share.places) for share in expected]
+
+
+def test_what_is_called_skip_has_to_be_one() -> None:
+    lines: Any = RecordedStream(100)
+    lines.skip = 1  # of lines in each file
+    plan, position = BatchPlan(8, 0, 1), Position(samples=16)
+    assert next(iter(IterableBatches(lines, plan, 0, position, list)))[1] == list(range(16, 24))
+    lines.skip = lambda n: None
+    with pytest.raises(UsageError, match=r"RecordedStream\.skip\(16\) has returned None; accepted"):
+        next(iter(IterableBatches(lines, plan, 0, position, list)))
 
 
 def test_a_stream_is_read_one_global_batch_ahead_and_no_further() -> None:

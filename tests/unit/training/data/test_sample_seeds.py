@@ -219,6 +219,30 @@ def test_a_generator_of_a_collate_fn_in_a_worker_is_warned_of(
     assert place in capfd.readouterr().err
 
 
+class Collating(Mapped):
+    """A data set that each sample draws from a generator of, which it seeds, and with its own
+    ``collate_fn``, a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(0)
+
+    def __getitem__(self, index: int) -> Any:
+        self.generator.seed(index)
+        return self.generator.random()
+
+    def collate(self, samples: list[Any]) -> list[Any]:
+        return samples
+
+
+def test_a_generator_that_each_sample_seeds_is_in_no_collate_fn(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    data = Collating()
+    list(make_loader(data, collate_fn=data.collate, num_workers=1, warn=lambda text: None))
+    assert "WARNING" not in capfd.readouterr().err
+
+
 class Split(Mapped):
     """A data set whose split comes of its seed, and whose transforms hide in functions."""
 
