@@ -29,5 +29,13 @@ from hpc_ddp.training.checkpoint.save import SupersededError
 from hpc_ddp.training.models.ddp import compile_for_resume
 from hpc_ddp.training.process.start import start
 from hpc_ddp.training.run import Run
+from hpc_ddp.training.stops.signals import ignore_notices
 
-__all__ = ["Run", "SupersededError", "UsageError", "compile_for_resume", "start"]
+__all__ = [
+    "Run",
+    "SupersededError",
+    "UsageError",
+    "compile_for_resume",
+    "ignore_notices",
+    "start",
+]

@@ -213,11 +213,9 @@ class Worker(Member):
     def rank_0_first(self) -> Iterator[None]:
         """Run the block on rank 0, then on the others: for a download, or a cache on a shared disk.
         All ranks enter. After an error on rank 0 the launcher ends the others, too."""
-        if self.rank > 0:
-            self.barrier()
-        yield
-        if self.rank == 0:
-            self.barrier()
+        with process_group.first_alone(self._control, beat):
+            yield
+        beat()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:

@@ -115,11 +115,11 @@ class LibraryCheckpoints(Checkpoints):
                 set_folder_mode(folder, 0o700 | mode & 0o755)
         return outcome
 
-    def _complete(
-        self, plan: Plan, draft: Path, content: Content, answers: list[Any]
+    def _write_index(
+        self, plan: Plan, draft: Path, content: Content, answers: Sequence[Any]
     ) -> dict[str, list[FileFacts]]:
-        """Return the facts on all files of a draft, by name, from the ranks' answers; write no
-        index."""
+        """Write none. Return the facts on all files of a draft, by name, from the ranks' answers:
+        a dictionary of each rank."""
         return {name: [facts] for answer in answers for name, facts in answer.items()}
 
     def _prepare(self, content: Content) -> tuple[Claim, Any]:

@@ -254,9 +254,10 @@ def _is_constant(entry: Any) -> bool:
 def _with_types(
     loaded: Any, stored: Any, constants: Container[object] | None, key: object = None
 ) -> Any:
-    """Return a state that torch has `loaded`, with the `stored` tensors in place of those that
-    torch has converted. torch gives each tensor but the count ``step`` its parameter's type and
-    device, by which averages in fp32 of weights in bf16 would lose bits.
+    """Return a state that torch has `loaded`, with the `stored` tensors and texts in place of those
+    that torch has converted. torch gives each tensor but the count ``step`` its parameter's type
+    and device, by which averages in fp32 of weights in bf16 would lose bits; of a text it makes
+    that of a generator.
 
     `constants` are the keys of numbers that stay on the CPU; None: all numbers do. The keys are
     needed for a parameter that is one number, since its averages are numbers, too. `key` is the
@@ -274,4 +275,4 @@ def _with_types(
     if type(stored) is type(loaded) and type(stored) in (list, tuple):
         pairs = zip(loaded, stored, strict=True)
         return type(stored)(_with_types(*pair, constants, key) for pair in pairs)
-    return loaded
+    return stored if isinstance(stored, (str, bytes)) else loaded

@@ -43,7 +43,7 @@ def put_back(
     stage: bool = False,
     added: Sequence[str] = (),
 ) -> None:
-    """Load the checkpoint of step `step` into the objects, by their names in ``run.track``.
+    """Load a checkpoint into the objects, by their names in ``run.track``. Errors name its `step`.
 
     `tree` has their stored states without tensors, which `reader` reads. A sharded object reads its
     own part of each tensor, however the tensor was stored. With `stage` each model is a part of the

@@ -130,16 +130,17 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 def start_checksums(
     tensors: Mapping[str, torch.Tensor],
-    kind: Callable[[torch.Tensor], torch.Tensor] = checksum,
+    sum_up: Callable[[torch.Tensor], torch.Tensor] = checksum,
 ) -> Callable[[], dict[str, int]]:
-    """Begin to sum up tensors by `kind`, in the devices' current streams; return a function that
-    waits for the sums and returns them by name, {} without tensors.
+    """Begin to sum up tensors, in the devices' current streams; return a function that waits for
+    the sums and returns them by name, {} without tensors.
 
-    The training may go on and change the tensors meanwhile, and another thread may wait.
+    `sum_up` returns a scalar of 64 bits on the device of its tensor. The training may go on and
+    change the tensors meanwhile, and another thread may wait.
     """
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        sums.setdefault(tensor.device, {})[name] = kind(tensor)
+        sums.setdefault(tensor.device, {})[name] = sum_up(tensor)
     stacks = [(list(sums_of), torch.stack(list(sums_of.values()))) for sums_of in sums.values()]
     marks = [devices.mark(device) for device in sums if devices.is_accelerator(device)]
 

@@ -26,7 +26,7 @@ from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import schedule
 from hpc_ddp.training.checkpoint.rank_comparison import find_misfit
-from hpc_ddp.training.checkpoint.rank_part import Content, payload_of, write_payload
+from hpc_ddp.training.checkpoint.rank_part import Content, Written, payload_of, write_payload
 from hpc_ddp.training.checkpoint.restore import Restorer, non_finite_error
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.storage import disk
@@ -291,7 +291,7 @@ class Checkpoints(Restorer):
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
-        files = self._complete(plan, draft, content, answers)
+        files = self._write_index(plan, draft, content, answers)
         facts = {
             "format": checkpoints.FORMAT,
             "step": content.step,
@@ -308,11 +308,11 @@ class Checkpoints(Restorer):
         disk.publish(draft, self._attempt)
         return Outcome(sum(part.size for parts in files.values() for part in parts))
 
-    def _complete(
-        self, plan: Plan, draft: Path, content: Content, answers: list[Any]
+    def _write_index(
+        self, plan: Plan, draft: Path, content: Content, answers: Sequence[Written]
     ) -> dict[str, list[FileFacts]]:
-        """On rank 0: write the index of a draft; return the facts on all its files' parts, by file
-        name. Raise OSError if the disk refuses."""
+        """On rank 0: write the index of a draft, by what the ranks have written; return the facts
+        on all its files' parts, by file name. Raise OSError if the disk refuses."""
         files: dict[str, list[FileFacts]] = {}
         layouts: dict[int, Layout] = {}
         for rank, (part, written) in enumerate(zip(plan.parts, answers, strict=True)):

@@ -159,7 +159,8 @@ class CallOrder:
         return self.number > 0
 
     def total_steps(self, loader: Loader | None) -> int | None:
-        """Return the steps of the whole loop, None where the length of an epoch is not known."""
+        """Return the step at which the loop will end, counted from the run's first one; None where
+        the length of an epoch is not known."""
         if self.loop == "steps":
             return self.total
         return None if loader is None else loader.total_steps(self.total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -91,28 +91,20 @@ class Precision:
         scheduler, if there is one and the optimizer's step was not skipped.
 
         It is a collective with `clip_norm` and parameters over several ranks. With parameters of
-        which each rank has its own it is one with `clip_norm` or fp16.
+        which each rank has its own it is one with `clip_norm` or fp16. With fp16 it waits for the
+        device, as its scaler does.
         """
         norm, parameters = None, parameters_of(optimizer)
         private = self._private_parameters(optimizer, parameters)
         if self._scaler and id(optimizer) in self._updated:  # twice in a step: a GAN's critic
-            self._lost_overflow = self._lost_overflow or any(flag.item() for flag in self._flags)
-            self._scaler.update(self._scaler.get_scale())
-            self._updated.clear()
+            self._begin_second_update(self._scaler)
         is_idle = all(parameter.grad is None for parameter in parameters)  # as a GAN's, at first
         if self._scaler and not is_idle and (private or clip_norm is not None):
             self._scaler.unscale_(optimizer)
         worst: torch.Tensor | None = None
         if self._scaler and private:  # else the rank with the overflow alone would skip the step
-            flag_of_device = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
-            # One on this rank's device, whatever devices its parameters are on: NCCL takes no
-            # other, and each rank has to send as many.
-            worst = torch.zeros((), dtype=torch.float32, device=self._device)
-            for flag in flag_of_device.values():
-                worst = torch.maximum(worst, flag.to(self._device))
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            for flag in flag_of_device.values():
-                flag.copy_(worst)
+            flags = {} if is_idle else self._scaler._found_inf_per_device(optimizer)
+            worst = self._share_overflow(flags.values())
         if clip_norm is not None:
             norm = clip_(parameters, clip_norm, self._dims, self._device, private)
         if is_idle:  # the scaler refuses it
@@ -125,6 +117,26 @@ class Precision:
         optimizer.zero_grad(set_to_none=True)
         self._left_scaled = self._left_scaled and is_idle
         return norm
+
+    def _begin_second_update(self, scaler: torch.amp.GradScaler) -> None:
+        """Let `scaler` take another update in this step, and keep whether the one before had an
+        overflow, for which it waits for the device."""
+        self._lost_overflow = self._lost_overflow or any(flag.item() for flag in self._flags)
+        scaler.update(scaler.get_scale())
+        self._updated.clear()
+
+    def _share_overflow(self, flags: Collection[torch.Tensor]) -> torch.Tensor:
+        """Set each rank's `flags` of an overflow, scalars that are 0 or 1, to the maximum over all
+        ranks; return it, a scalar. All ranks call it, also those without flags."""
+        # One on this rank's device, whatever devices its parameters are on: NCCL takes no other,
+        # and each rank has to send as many.
+        worst = torch.zeros((), dtype=torch.float32, device=self._device)
+        for flag in flags:
+            worst = torch.maximum(worst, flag.to(self._device))
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        for flag in flags:
+            flag.copy_(worst)
+        return worst
 
     def _private_parameters(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ TEARDOWN_S = 10.0  # the longest wait for the end of the process group
 WAKE_S = 1.0  # so often a Ctrl-C is noticed
 TIMEOUT_S = 1800.0  # torch's own for gloo
 SHOWN = 8  # ranks, in an error
+REPORT_S = 60.0  # between rank 0's reports that it is still at work
 READ_S = 2.0  # in which other ranks read that error from a store of rank 0
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
 
@@ -89,20 +90,21 @@ def join(
             f"MPI knows of {dist.get_world_size()} processes, and {info.world_size} were started",
             hint="leave out the backend: torchrun's workers are none of MPI's",
         )
-    _name_ranks(device, info.world_size)
+    _set_global_ranks(device, info.world_size)
     return open_control(info, timeout)
 
 
-def _name_ranks(device: torch.device, world_size: int) -> None:
-    """Set the ranks of the default group in the options of its backend.
+def _set_global_ranks(device: torch.device, world_size: int) -> None:
+    """Set `global_ranks_in_group` of the default group's backend to 0, 1, … `world_size` - 1. Do
+    nothing where the backend has no such option, or has set it.
 
-    Up to torch 2.13 (2.15 is cured) NCCL's options have them for the first group of a process only.
-    A mesh that splits a later group, as of a second `start`, ends the process by SIGSEGV
+    Up to torch 2.13 (2.15 is cured) NCCL sets it for the first group of a process only. A mesh that
+    splits a later group, as of a second `start`, ends the process by SIGSEGV
     (pytorch/pytorch#191952).
     """
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
     with suppress(RuntimeError, AttributeError):  # a backend without options; 2.9 lacks the name
-        if not getattr(backend.options, "global_ranks_in_group", [0]):
+        if not backend.options.global_ranks_in_group:
             backend.options.global_ranks_in_group = list(range(world_size))
 
 
@@ -193,10 +195,37 @@ def on_first(control: Control, act: Callable[[], T]) -> T:
     return result
 
 
+@contextmanager
+def first_alone(control: Control, wake: Callable[[], object]) -> Iterator[None]:
+    """A context that rank 0 enters at once, and the others when its block has ended, however long
+    that takes. All ranks enter; `wake` is called on the others every `REPORT_S`. After an error of
+    the block the others wait on. Raise RuntimeError if a peer is gone."""
+    if control.rank > 0:
+        while control.from_first(None):
+            wake()
+        yield
+        return
+    is_over = threading.Event()
+
+    def report() -> None:
+        """Have the others begin another wait, before theirs comes to its limit."""
+        while not is_over.wait(REPORT_S):
+            control.from_first(True)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+    thread.join()
+    control.from_first(False)
+
+
 def meet(control: Control) -> bool:
-    """Wait for all ranks, however long their own work takes, such as the plots that rank 0 alone
-    draws; return whether all came: False where one is gone. Every rank must call it. Signals are
-    handled meanwhile."""
+    """Wait for all ranks, up to the limit of `control`; return whether all came: False where one is
+    gone, or is still at work of its own, as plots that rank 0 alone draws. Every rank must call it.
+    Signals are handled meanwhile."""
     errors: list[RuntimeError] = []
 
     def wait() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from hpc_ddp.training.stops.compile_workers import start_compile_workers
-from hpc_ddp.training.stops.signals import ignore_in_loader
+from hpc_ddp.training.stops.signals import ignore_notices
 
 # The modules in which the loaders look up `_worker_loop`.
 _MODULES = (
@@ -45,8 +45,8 @@ class _DeafLoop(NamedTuple):
 
     def __call__(self, *args: Any) -> None:
         """Run the module's own loop with `args`; in a process of its own first call
-        `ignore_in_loader`."""
+        `ignore_notices`."""
         if multiprocessing.parent_process() is not None:  # else it is a thread of the rank
-            ignore_in_loader()
+            ignore_notices()
         loop = _LOOPS.get(self.module) or importlib.import_module(self.module)._worker_loop
         loop(*args)

@@ -223,9 +223,10 @@ def _give_back() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def ignore_in_loader() -> None:
-    """Have this process, a loader worker, ignore the signals of a notice: the rank needs its
-    batches until it stops.
+def ignore_notices() -> None:
+    """Have this process, which a rank has forked, ignore the signals of a notice: the rank needs
+    it until the rank itself stops. Loader workers call it; a script does for its own processes,
+    such as environments (``Pool(4, initializer=ignore_notices)``).
 
     Start a thread that ends the process at a SIGTERM of its parent: multiprocessing sends one to
     end a worker, and then waits without limit. Programs that the worker starts outlive a notice,

@@ -45,15 +45,6 @@ def test_whether_a_run_is_resumed_is_known_behind_track() -> None:
         Run.resumed.__get__(run)
 
 
-def test_rank_0_is_first() -> None:
-    for rank, expected in enumerate((["block", "barrier"], ["barrier", "block"])):
-        calls: list[str] = []
-        run: Any = SimpleNamespace(rank=rank, barrier=lambda calls=calls: calls.append("barrier"))
-        with Run.rank_0_first(run):
-            calls.append("block")
-        assert calls == expected
-
-
 def test_a_part_of_a_model_that_is_called_stage_is_no_pipelines() -> None:
     run: Any = SimpleNamespace(device=CPU, _dims=ParallelDims(), untimed=contextlib.nullcontext)
     model = torch.nn.Module()

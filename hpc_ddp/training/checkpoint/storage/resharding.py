@@ -39,6 +39,15 @@ class UnreadableError(DiskError):
     """A data file can't be read; its content may be good."""
 
 
+class _Place(NamedTuple):
+    """Where a tensor is: in the layout with the number `layout`, whose entry `number` it is. `part`
+    is the index of the one part that has it; None: of all parts with this layout."""
+
+    layout: int
+    number: int
+    part: int | None = None
+
+
 class Part(NamedTuple):
     """The tensors that one rank has written into a file, from byte `offset` on: those of the layout
     with the number `layout`, cut for the rank with these `coordinates`. `rank` is the writer."""
@@ -114,10 +123,9 @@ class Reader:
         self._layouts, self._parts = layouts, parts
         self._files: dict[Path, FileIO] = {}
         weakref.finalize(self, _close, self._files)
-        # Of each tensor: the number of a layout, the place in it, and the part if one is meant.
-        self._places: dict[str, list[tuple[int, int, int | None]]] = {}
+        self._places: dict[str, list[_Place]] = {}  # by a tensor's name
         self._offsets: dict[int, list[int]] = {}  # of a part's boxes
-        self._writers: dict[tuple[int, Shape], dict[Shape, int]] = {}  # parts by layout and axes
+        self._indices: dict[tuple[int, Shape], dict[Shape, int]] = {}  # results of `_parts_by`
         self.sharing: Sharing | None = None
         self.devices: Sequence[torch.device] = (CPU,)
         self._of_ranks: set[str] = set()
@@ -127,13 +135,13 @@ class Reader:
                 if is_own:
                     self._of_ranks.add(name)
                 else:
-                    self._places.setdefault(name, []).append((number, place, None))
+                    self._places.setdefault(name, []).append(_Place(number, place))
         for index, part in enumerate(parts):
             if index in parts_of_rank:
                 for place, entry in enumerate(layouts[part.layout]):
                     name, is_own = split_own(entry.name)
                     if is_own:
-                        self._places[name] = [(part.layout, place, index)]
+                        self._places[name] = [_Place(part.layout, place, index)]
         self.of_other_ranks = self._of_ranks - self._places.keys()
 
     def close_files(self) -> None:
@@ -157,8 +165,8 @@ class Reader:
 
         Raise KeyError for a name that is not stored for this rank.
         """
-        layout, place, _ = self._places[name][0]
-        entry = self._layouts[layout][place]
+        place = self._places[name][0]
+        entry = self._layouts[place.layout][place.number]
         return torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta")
 
     def read(self, name: str, template: torch.Tensor | None = None) -> torch.Tensor:
@@ -226,27 +234,29 @@ class Reader:
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[int, StoredShard]]:
         """Yield each stored box of a tensor that may have some of `box`, after the index of the
         part that has the stored one."""
-        for number, place, writer in self._places[name]:
-            entry = self._layouts[number][place]
+        for place in self._places[name]:
+            entry = self._layouts[place.layout][place.number]
             axes = tuple(cut.axis for cut in entry.cuts)
-            for places, (start, size) in cells(entry, box):
-                index = self._parts_by(number, axes).get(places) if writer is None else writer
+            for coordinates, (start, size) in cells(entry, box):
+                index = place.part
+                if index is None:
+                    index = self._parts_by(place.layout, axes).get(coordinates)
                 if index is not None:
                     part = self._parts[index]
-                    offset = part.offset + self._offsets_in(index)[place]
+                    offset = part.offset + self._offsets_in(index)[place.number]
                     yield index, StoredShard(name, entry.dtype, entry.shape, start, size, offset)
 
     def _parts_by(self, layout: int, axes: Shape) -> dict[Shape, int]:
         """Return the indices of the parts whose layout has the number `layout`, by their
         coordinates on `axes`, which are indices of coordinates."""
         key = layout, axes
-        if key not in self._writers:
-            self._writers[key] = {
+        if key not in self._indices:
+            self._indices[key] = {
                 tuple(part.coordinates[axis] for axis in axes): index
                 for index, part in enumerate(self._parts)
                 if part.layout == layout
             }
-        return self._writers[key]
+        return self._indices[key]
 
     def _offsets_in(self, index: int) -> list[int]:
         """Return at which byte of the part with the number `index` each of its boxes begins."""

@@ -154,6 +154,15 @@ def test_a_state_that_is_there_gets_the_numbers() -> None:
     assert all(torch.equal(loaded[key], second[key]) for key in tensors)
 
 
+def test_a_text_in_an_optimizers_state_is_loaded_as_it_is() -> None:
+    """torch makes a generator of it, and a text of that."""
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    before, after = (torch.optim.SGD([weight]) for weight in weights)
+    before.state[weights[0]] = {"kind": "adam", "keys": ["a", "bc"]}
+    optimizer_state.load(after, {**before.state_dict(), optimizer_state.PARAMETERS: {}})
+    assert after.state[weights[1]] == {"kind": "adam", "keys": ["a", "bc"]}
+
+
 def test_views_in_an_optimizers_settings_stay_views() -> None:
     """As the buffers of Muon, in which each rank's update arrives."""
 

@@ -7,6 +7,7 @@ import io
 import os
 import threading
 from datetime import timedelta
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ def meet_in(monkeypatch: pytest.MonkeyPatch, store: HashStore) -> None:
     PrefixStore("default_pg", store).set("default", "of torch")
     monkeypatch.setattr(process_group, "rendezvous", lambda url, timeout: iter([(store, 1, 2)]))
     monkeypatch.setattr(process_group, "_compare_devices", lambda store, info, device: None)
-    monkeypatch.setattr(process_group, "_name_ranks", lambda device, world_size: None)
+    monkeypatch.setattr(process_group, "_set_global_ranks", lambda device, world_size: None)
 
 
 @pytest.mark.parametrize(
@@ -375,8 +376,49 @@ def test_the_group_of_a_library_is_left_standing(monkeypatch: pytest.MonkeyPatch
     assert calls == ["all are here"]
 
 
+class PairControl(LoneControl):
+    """One of two ranks, which are threads: rank 0 sends messages to the other."""
+
+    def __init__(self, rank: int, messages: Queue[Any]) -> None:
+        super().__init__()
+        self.rank, self._messages = rank, messages
+
+    def from_first(self, message: Any) -> Any:
+        if self.rank == 0:
+            self._messages.put(message)
+            return message
+        return self._messages.get(timeout=60)
+
+
+def test_the_others_wait_for_rank_0_beyond_the_limit_of_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_group, "REPORT_S", 0.001)
+    messages, order, wakes = Queue[Any](), list[int](), Queue[None]()
+
+    def enter_second() -> None:
+        with process_group.first_alone(PairControl(1, messages), lambda: wakes.put(None)):
+            order.append(1)
+
+    second = threading.Thread(target=enter_second)
+    second.start()
+    with process_group.first_alone(PairControl(0, messages), lambda: None):
+        for _ in range(3):
+            wakes.get(timeout=60)
+        order.append(0)
+    second.join(60)
+    assert order == [0, 1]
+
+
+def test_after_an_error_of_rank_0_no_other_goes_on() -> None:
+    messages = Queue[Any]()
+    with pytest.raises(KeyError), process_group.first_alone(PairControl(0, messages), int):
+        raise KeyError
+    assert messages.empty()
+
+
 def test_a_backend_may_lack_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch 2.9 each but Gloo and NCCL does: MPI, and those of other vendors."""
     world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
-    process_group._name_ranks(torch.device("cpu"), 2)
+    process_group._set_global_ranks(torch.device("cpu"), 2)

@@ -325,7 +325,7 @@ def test_a_loader_worker_survives_signals_to_the_whole_step(
     monkeypatch.setattr(threading, "Thread", partial(Thread, threads))
     monkeypatch.setattr(subprocess.Popen, "terminate", subprocess.Popen.terminate)
     try:
-        signals.ignore_in_loader()
+        signals.ignore_notices()
         assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
     finally:
         for number, handler in before.items():
