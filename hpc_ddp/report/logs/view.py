@@ -153,17 +153,23 @@ class MergedView:
     def _find_attempts(self) -> None:
         """Add the attempts that have begun since the last call; of an array those of all tasks.
 
-        Raise UsageError for a run, but not for an array, that has attempts and none of the query's
-        number; raise OSError where a run's folder can't be read.
+        Raise UsageError where there are attempts, and none has the query's number; raise OSError
+        where a run's folder can't be read.
         """
         number = self._query.attempt
+        numbers: set[int] = set()
         for run in self._run.tasks() or [self._run]:
             for attempt in run.attempts():
+                numbers.add(attempt.number)
                 if number in (None, attempt.number):
                     group = AttemptLogs(run, attempt, not self._query.raw)
                     self._groups.setdefault(attempt.path, group)
-        if number is not None and not self._groups:
-            log_files(self._run, 0, number)  # raises, with the attempts that exist
+        if numbers and not self._groups:
+            raise UsageError(
+                f"run {self._run.path} has no attempt {number}"
+                f"; attempts: {', '.join(map(str, sorted(numbers)))}",
+                hint=f"hpc-ddp logs {self._run.quoted} --attempt {max(numbers)}",
+            )
 
     def _has_several_ranks(self, group: AttemptLogs) -> bool:
         """Return whether a rank besides 0 has printed a line that is shown, by the beginnings of

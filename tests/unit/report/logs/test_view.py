@@ -96,7 +96,7 @@ def test_attempts_follow_each_other_with_how_they_ended(logs: Logs, capfd: Any) 
     assert lines[2].endswith(": preempted, at step 4; it goes on")
     assert lines[3].startswith("--- attempt 1 began ")
     assert shown(logs, capfd, attempt=1)[1:] == ["y"]
-    with pytest.raises(UsageError, match="no log of rank 0 in attempt 2; ranks: 0; attempts: 0, 1"):
+    with pytest.raises(UsageError, match="has no attempt 2; attempts: 0, 1"):
         shown(logs, capfd, attempt=2)
 
 
@@ -128,6 +128,18 @@ def test_tasks_of_an_array_are_told_apart(tmp_path: Path, capfd: Any) -> None:
     lines = shown(array, capfd)
     assert lines[0].startswith("--- task 0, attempt 0 began")
     assert [line for line in lines if "of 1" in line] == ["task 1 all ranks | of 1"]
+
+
+def test_attempt_that_no_task_of_an_array_has_is_refused_with_the_existing_ones(
+    tmp_path: Path,
+) -> None:
+    for index in range(2):
+        Logs(tmp_path, f"run/task-{index}").attempt(index)
+    array = Logs(tmp_path).run
+    array.job_json.write_text('{"array": "0-1"}')
+    with pytest.raises(UsageError, match="has no attempt 7; attempts: 0, 1") as error:
+        show(array, LogQuery(attempt=7))
+    assert str(error.value.hint).endswith("run --attempt 1")
 
 
 def test_following_continues_over_attempts(logs: Logs, capfd: Any, monkeypatch: Any) -> None:
