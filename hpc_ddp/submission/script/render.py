@@ -208,7 +208,13 @@ class Rendering:
         words = (*self._spec.srun, *entry.srun, *entry.command)
         names = [name for word in words for name in names_in(word, expand)]
         of_sbatch = [name for word in entry.sbatch for name in names_in(word, expand)]
-        if bad := next((n for n in names if is_of_worker(n)), None) or next(iter(of_sbatch), None):
+        if of_sbatch:
+            raise UsageError(
+                f"the options of sbatch can't have ${of_sbatch[0]}: sbatch fills in no variable of"
+                " --expand; accepted: an image and container options without variables",
+                hint=f"write the value in place of ${of_sbatch[0]}",
+            )
+        if bad := next((name for name in names if is_of_worker(name)), None):
             raise UsageError(
                 f"the image, the container and the options of srun can't have ${bad}: it is not"
                 " known before the step starts; accepted: a variable of the batch script",

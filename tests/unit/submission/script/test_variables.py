@@ -212,6 +212,12 @@ def test_what_the_batch_script_cant_know_is_refused(values: dict[str, Any]) -> N
         _rendering(expand=("RANK", "HOSTNAME", "ID"), **values)
 
 
+def test_variable_in_an_option_of_sbatch_is_refused_without_a_word_of_the_step() -> None:
+    with pytest.raises(UsageError, match="sbatch fills in no variable") as error:
+        _rendering(expand=("SLURM_JOB_ID",), image="a-$SLURM_JOB_ID", container_tool="shifter")
+    assert error.value.hint == "write the value in place of $SLURM_JOB_ID"
+
+
 def test_a_name_is_a_name() -> None:
     with pytest.raises(UsageError, match="not a name of an environment variable"):
         JobSpec("t.py", expand=("$ID",))
