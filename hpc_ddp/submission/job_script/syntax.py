@@ -232,15 +232,23 @@ def sets_anything(text: str) -> bool:
 
 def names_needed(text: str, name: str) -> set[str]:
     """Return the variables and functions that a statement's `text` may need; some other words may
-    be among them. The variable `name`, to which it assigns, counts only if the text uses it."""
+    be among them.
+
+    `name` is the variable that the statement sets or exports, '' for none. It counts only if the
+    text uses it: by its value, or as the bare word of ``export A``.
+
+    - ``A=$B`` with "A": {"B"}
+    - ``A=$A:x`` with "A": {"A"}, and ``A``, of ``export A``, with "A": {"A"}
+    - ``trap 'f' EXIT`` with "": {"f"}, which may be a function
+    """
     is_trap = text.startswith("trap")  # it runs its text
     text = re.sub("[\"']" if is_trap else r"(?<!\\)'[^']*'", " ", text)
     before = r"(?:trap(?:\s+--)?|then|do|else|elif|if|while|until|time)\b"
     called = re.findall(rf"(?:^|[;&|({{`!\n]|\b{before})\s*(?!{before})([A-Za-z_]\w*)", text)
     exported = text.split()[2:] if text.startswith("export -f") else []
     names = {*names_in(text), *called, *exported}
-    is_own = name not in ("", text) and not re.search(rf"\$\{{?{name}\b", text)
-    return names - {name} if is_own else names
+    uses_name = name == text or re.search(rf"\$\{{?{name}\b", text)
+    return names if uses_name else names - {name}
 
 
 def names_in(code: str) -> list[str]:
