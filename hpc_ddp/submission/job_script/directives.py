@@ -1,4 +1,4 @@
-"""The ``#SBATCH`` lines of a job script, as settings."""
+"""The ``#SBATCH`` lines of a job script, as settings, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
 from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.launch import FLAGS, is_of_pyxis, option_name
+from hpc_ddp.submission.job_script.launch import FLAGS, Launch, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
@@ -214,8 +214,8 @@ def sizes(directives: Directives) -> dict[str, int]:
     tasks, per_node = directives.number("ntasks"), directives.number("ntasks-per-node")
     nodes = int(least) if least.isdecimal() and most in ("", least) else None
     options = {name: operand for name, (operand, _) in directives.options.items()}
-    gpus, of_task = read_gpus(options, ("gpus",)), read_gpus(options, ("gpus-per-task",))
-    gpus_here = read_gpus(options, ("gpus-per-node", "gres"))
+    gpus, of_task = _read_gpus(options, ("gpus",)), _read_gpus(options, ("gpus-per-task",))
+    gpus_here = _read_gpus(options, ("gpus-per-node", "gres"))
     if nodes is None and tasks and per_node:
         nodes = -(-tasks // per_node)
     if nodes is None and gpus and gpus_here:
@@ -241,6 +241,11 @@ def tasks_of_node(numbers: Mapping[str, int]) -> int:
     return -(-numbers.get("SLURM_NTASKS", 1) // numbers.get("SLURM_NNODES", 1))
 
 
+def has_range_of_nodes(directives: Directives, numbers: Mapping[str, int]) -> bool:
+    """Return whether ``--nodes`` is there and has no one number. `numbers` are as from `sizes`."""
+    return "SLURM_NNODES" not in numbers and "nodes" in directives.options
+
+
 def not_set(directives: Directives) -> set[str]:
     """Return the variables on the sizes of a job that Slurm does not set in this one, whose script
     lacks the options for them."""
@@ -251,13 +256,13 @@ def not_set(directives: Directives) -> set[str]:
     }
 
 
-def read_gpus(options: Mapping[str, str], names: tuple[str, ...] = GPUS) -> int:
+def _read_gpus(options: Mapping[str, str], names: tuple[str, ...] = GPUS) -> int:
     """Return the number of GPUs in the first of the options `names` that is among the `options`,
     values by sbatch's long name; 0 without one."""
     return next((_request(options, name)[1] for name in names if name in options), 0)
 
 
-def gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | None:
+def _gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | None:
     """Return the settings ``gpus-per-node``, `count` GPUs of the type that the options name, and
     ``gpu-request``, the option that asks for them; None where no option asks for GPUs."""
     for name in GPUS:
@@ -275,3 +280,49 @@ def _request(options: Mapping[str, str], name: str) -> tuple[str, int]:
     request = options.get(name, "")
     gpus = gpus_of(request if name == "gres" else f"gpu:{request}")
     return gpus[0] if gpus else ("", 0)
+
+
+def tasks_of_launch(launch: Launch, numbers: Mapping[str, int]) -> int:
+    """Return the number of tasks on a node: from the launch's tasks in all, else from its tasks on
+    a node, as Slurm does, else the job's, else 1. `numbers` are as from `sizes`."""
+    of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
+    return of_launch or launch.tasks_per_node or tasks_of_node(numbers)
+
+
+def take_other_gres(result: Conversion, directives: Directives) -> None:
+    """Put a ``gres`` that asks for more than GPUs, as for a local disk, into `result` as it is;
+    hpc-ddp then asks for no GPUs by itself, if it has some."""
+    request, line = directives.options.get("gres", ("", 0))
+    has_more = any(not gpus_of(part) for part in request.split(","))
+    if request and has_more and result.group(line)[0] == TAKEN:
+        result.append("sbatch", f"--gres={request}", line)
+        if gpus_of(request) and "gpus-per-node" in result.values:
+            result.values["gpu-request"] = "none", line
+
+
+def take_gpus(
+    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
+) -> int:
+    """Return the number of a node's GPUs, from the directives, else from the launch; 0 without one.
+    Put it into `result`. If there are GPUs, options by which a container gets them are removed from
+    the launch's settings, since hpc-ddp gives them."""
+    count = numbers.get("SLURM_GPUS_ON_NODE", 0)
+    wanted = {name: operand for name, (operand, _) in directives.options.items()}
+    wanted = wanted if count else launch.gpus
+    count = count or _read_gpus(wanted, ("gpus-per-node", "gres"))
+    count = count or _read_gpus(wanted, ("gpus-per-task",)) * tasks_of_launch(launch, numbers)
+    if not (count and (request := _gpu_request(wanted, count))):
+        return count
+    at = directives.line(*GPUS) or launch.line
+    result.values["gpus-per-node"] = request[0], at
+    if request[1] != "gpus-per-node":
+        result.values["gpu-request"] = request[1], at
+    for name in {"gpus-per-node", "gres"} & directives.options.keys():
+        if _read_gpus(wanted, (name,)) not in (0, count):
+            at, text = directives.line(name), f"--{name}={wanted[name]} beside {count} GPUs"
+            result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
+    options = launch.settings.get("container-options", [])
+    for word in [word for word in options if word.text in ("--nv", "--rocm")]:
+        options.remove(word)
+        launch.mark(word.line, OURS, f"exec {word.text}")
+    return count

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
 from hpc_ddp.submission.job_script.conversion import (
     LOST,
@@ -18,10 +17,11 @@ from hpc_ddp.submission.job_script.conversion import (
     Conversion,
 )
 from hpc_ddp.submission.job_script.directives import (
-    GPUS,
     Directives,
-    gpu_request,
-    read_gpus,
+    has_range_of_nodes,
+    take_gpus,
+    take_other_gres,
+    tasks_of_launch,
     tasks_of_node,
 )
 from hpc_ddp.submission.job_script.launch import Launch, Statement, accelerate_variable, is_of_pyxis
@@ -60,8 +60,9 @@ def take(
     """
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
-    gpus = _take_gpus(launch, result, directives, reader.scope.numbers)
-    _take_other_gres(result, directives)
+    numbers = reader.scope.numbers
+    gpus = take_gpus(launch, result, directives, numbers)
+    take_other_gres(result, directives)
     writer = _make_writer(result, reader)
     if launch.program and writer.refuse(launch.program, "script", launch.line):
         launch.program, launch.args = None, []
@@ -76,7 +77,10 @@ def take(
     _take_marks(launch, result)
     if config := launch.options.get("config-file", (None, 0))[0]:
         _take_yaml(launch, config, result, cwd)
-    _take_sizes(launch, result, directives, reader.scope.numbers, gpus)
+    _take_nodes(launch, result, directives, numbers)
+    _take_workers(launch, result, directives, numbers, gpus)
+    _take_step_launcher(launch, result, directives, numbers, gpus)
+    _take_cpus(launch, result, directives, numbers)
 
 
 def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
@@ -302,74 +306,36 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
     launch.processes = launch.processes or (count if isinstance(count, int) else None)
 
 
-def _tasks_of_node(launch: Launch, numbers: Mapping[str, int]) -> int:
-    """Return the number of tasks on a node: from the launch's tasks in all, else from its tasks on
-    a node, as Slurm does, else the job's, else 1. `numbers` are as from `sizes`."""
-    of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
-    return of_launch or launch.tasks_per_node or tasks_of_node(numbers)
-
-
-def _take_other_gres(result: Conversion, directives: Directives) -> None:
-    """Put a ``gres`` that asks for more than GPUs, as for a local disk, into `result` as it is;
-    hpc-ddp then asks for no GPUs by itself, if it has some."""
-    request, line = directives.options.get("gres", ("", 0))
-    has_more = any(not gpus_of(part) for part in request.split(","))
-    if request and has_more and result.group(line)[0] == TAKEN:
-        result.append("sbatch", f"--gres={request}", line)
-        if gpus_of(request) and "gpus-per-node" in result.values:
-            result.values["gpu-request"] = "none", line
-
-
-def _take_gpus(
+def _take_nodes(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
-) -> int:
-    """Return the number of a node's GPUs, from the directives, else from the launch; 0 without one.
-    Put it into `result`. If there are GPUs, options by which a container gets them are removed from
-    the launch's settings, since hpc-ddp gives them."""
-    count = numbers.get("SLURM_GPUS_ON_NODE", 0)
-    wanted = {name: operand for name, (operand, _) in directives.options.items()}
-    wanted = wanted if count else launch.gpus
-    count = count or read_gpus(wanted, ("gpus-per-node", "gres"))
-    count = count or read_gpus(wanted, ("gpus-per-task",)) * _tasks_of_node(launch, numbers)
-    if not (count and (request := gpu_request(wanted, count))):
-        return count
-    at = directives.line(*GPUS) or launch.line
-    result.values["gpus-per-node"] = request[0], at
-    if request[1] != "gpus-per-node":
-        result.values["gpu-request"] = request[1], at
-    for name in {"gpus-per-node", "gres"} & directives.options.keys():
-        if read_gpus(wanted, (name,)) not in (0, count):
-            at, text = directives.line(name), f"--{name}={wanted[name]} beside {count} GPUs"
-            result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
-    options = launch.settings.get("container-options", [])
-    for word in [word for word in options if word.text in ("--nv", "--rocm")]:
-        options.remove(word)
-        launch.mark(word.line, OURS, f"exec {word.text}")
-    return count
-
-
-def _take_sizes(
-    launch: Launch, result: Conversion, directives: Directives, numbers: dict[str, int], gpus: int
 ) -> None:
-    """Put the numbers of nodes, CPUs and workers into `result`, with their lines: from the
-    directives (`numbers`, as from `sizes`), else from the launch; without workers as many as a node
-    has `gpus`. Put in also the command that starts the tasks, unless that is srun and a launcher of
-    workers runs in them."""
-    line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes
-    is_range = "SLURM_NNODES" not in numbers and "nodes" in directives.options
-    at = directives.line("nodes", "ntasks") or line
+    """Put the number of nodes into `result`: from the directives, as a range where it is one, else
+    from the launch, else 1 with a note. `numbers` are as from `sizes`."""
+    nodes = numbers.get("SLURM_NNODES") or launch.nodes
+    is_range = has_range_of_nodes(directives, numbers)
+    at = directives.line("nodes", "ntasks") or launch.line
     result.values.setdefault("nodes", (directives.get("nodes") if is_range else nodes or 1, at))
     if not is_range and not nodes:
         result.notes.append((0, "the script has no number of nodes: 1 is taken; --nodes N"))
-    workers = _tasks_of_node(launch, numbers) if launch.step else 1
-    of_job = 0 if launch.tasks_per_node else numbers.get("SLURM_NTASKS", 0)
-    tasks = launch.tasks or of_job
-    if launch.step and not launch.kind and tasks % (nodes or 1):
-        text = f"{tasks} tasks on {nodes} nodes: each node has as many: nproc-per-node = N"
-        named_at = line if launch.tasks else directives.line("ntasks") or line
-        result.mark(named_at, named_at, LOST, text)
+
+
+def _take_workers(
+    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int],
+    gpus: int,
+) -> None:  # fmt: skip
+    """Put the number of workers on a node into `result`, unless it is the number of its `gpus`.
+
+    It is the launcher's number or, without a launcher of workers, the tasks that srun or mpirun
+    starts. A number of workers that is not known, and a launcher that several tasks of a node would
+    start, become notes; the line of tasks that differ between nodes is lost. `numbers` are as from
+    `sizes`."""
+    line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes or 1
     if launch.kind:
-        workers = launch.workers or (launch.processes or 0) // (nodes or 1) or gpus or 1
+        workers = launch.workers or (launch.processes or 0) // nodes or gpus or 1
+    else:
+        workers = tasks_of_launch(launch, numbers) if launch.step else 1
+    if launch.step and not launch.kind:
+        _mark_uneven_tasks(launch, result, directives, numbers)
     if launch.kind == "torchrun" and launch.workers is None and not gpus:
         result.notes.append((line, "the number of workers is not known here: --nproc-per-node N"))
     if launch.step and launch.kind and not (launch.tasks or launch.in_loop):
@@ -378,20 +344,51 @@ def _take_sizes(
         result.notes += [(line, text)] if count > 1 else []
     if workers != (gpus or 1):
         result.values["nproc-per-node"] = workers, line
+
+
+def _mark_uneven_tasks(
+    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
+) -> None:
+    """Mark the line with the number of tasks as lost where the nodes can't have equally many."""
+    nodes = numbers.get("SLURM_NNODES") or launch.nodes
+    of_job = 0 if launch.tasks_per_node else numbers.get("SLURM_NTASKS", 0)
+    tasks = launch.tasks or of_job
+    if tasks % (nodes or 1):
+        text = f"{tasks} tasks on {nodes} nodes: each node has as many: nproc-per-node = N"
+        at = (0 if launch.tasks else directives.line("ntasks")) or launch.line
+        result.mark(at, at, LOST, text)
+
+
+def _take_step_launcher(
+    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int],
+    gpus: int,
+) -> None:  # fmt: skip
+    """Put the command that starts the tasks into `result`, unless that is srun and a launcher of
+    workers runs in them. A program without any launcher becomes one of srun, with a note where the
+    node has several `gpus`. `numbers` are as from `sizes`."""
     # A program of its own is no child of torchrun's agent, whose variables its children would get.
-    is_alone = bool(launch.program) and not (launch.kind or is_range)
+    has_range = has_range_of_nodes(directives, numbers)
+    is_alone = bool(launch.program) and not (launch.kind or has_range)
     step = launch.step or ("srun" if is_alone else "")
     if is_alone and not launch.step and gpus > 1 and "no-python" not in launch.settings:
         text = "plain Python: one process; for a worker on each GPU drop launcher, nproc-per-node"
-        result.notes.append((line, text))
+        result.notes.append((launch.line, text))
     if step and not (launch.kind and step == "srun"):
-        result.values["step-launcher" if launch.kind else "launcher"] = step, line
+        result.values["step-launcher" if launch.kind else "launcher"] = step, launch.line
+
+
+def _take_cpus(
+    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
+) -> None:
+    """Put the number of CPUs into `result`, from the directives, else from the launch: of a task,
+    or of a node where several tasks of the job become one launcher of workers. The launch's line is
+    lost where both have a number and they differ. `numbers` are as from `sizes`."""
     if cpus := directives.number("cpus-per-task"):
         wide = tasks_of_node(numbers) if launch.kind else 1
         key = "cpus-per-task" if wide == 1 else "cpus-per-node"
         result.values[key] = cpus * wide, directives.line("cpus-per-task")
         if launch.cpus not in (None, cpus):
             text = f"srun --cpus-per-task={launch.cpus} beside {cpus} of the job: cpus-per-task = N"
-            result.mark(line, line, LOST, text)
+            result.mark(launch.line, launch.line, LOST, text)
     elif launch.cpus:
-        result.values["cpus-per-task"] = launch.cpus, line
+        result.values["cpus-per-task"] = launch.cpus, launch.line
