@@ -61,7 +61,7 @@ def read_ends(attempt: AttemptFolder) -> tuple[list[RecordedFailure], dict[int, 
     hang_places: dict[int, str] = {}
     for name, _, files in read_small_below(attempt.path, _is_of_the_end):
         node = attempt.node(name)
-        failures += _failures(node, files)
+        failures += _read_failures(node, files)
         hang_places |= _hang_places_in(node, files)
     return failures, hang_places
 
@@ -84,16 +84,21 @@ def _record(node: NodeFolder, name: str, small: SmallFile | None) -> dict[str, A
     return parse_object(small.content) if small else read_json(node.path / name)
 
 
-def _failures(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> list[RecordedFailure]:
-    """Return the failures in those of a node's files that are records; damaged ones are left
-    out."""
+def _read_failures(
+    node: NodeFolder, files: Mapping[str, SmallFile | None]
+) -> list[RecordedFailure]:
+    """Return the failures in those of a node's files that are records (``record*.json``); damaged
+    ones are left out. `files` are by name; None stands for one to read from disk, as `_record`
+    does."""
     failures = []
     for name, small in files.items():
         entries = None
         if name.startswith("record") and name.endswith(".json"):
             with suppress(ValueError):
                 entries = _record(node, name, small).get("failures")
-        for entry in entries if isinstance(entries, list) else []:
+        if not isinstance(entries, list):
+            continue
+        for entry in entries:
             if isinstance(entry, dict):
                 with suppress(ValueError):
                     recorded = read_fields(fields(RecordedFailure), entry)
