@@ -99,7 +99,7 @@ class FixedRendezvous:
         self._write(f"{JOINED}/{self.rank}", JOINED)
         if self.rank == 0:
             self._wait_for_others(end)
-            self._decide(BEGUN)
+            self._propose_outcome(BEGUN)
         self._wait_for_outcome(end)
         store = PrefixStore(f"torch.rendezvous.{self.id}.{self.round}", self.store)
         self.joined_round, self.round = self.round, self.round + 1
@@ -121,7 +121,7 @@ class FixedRendezvous:
     def set_closed(self) -> None:
         """Write that there is to be no next round, unless it has begun: each node that joins it
         ends."""
-        self._decide(CLOSED)
+        self._propose_outcome(CLOSED)
 
     def shutdown(self) -> bool:
         """Close the rendezvous, as `set_closed`; return whether that was written to the store,
@@ -171,9 +171,9 @@ class FixedRendezvous:
         return RendezvousTimeoutError(f"{text} within {self.join_s:.0f} s")
 
     def _store_of_workers(self, store: Any) -> Any:
-        """Return torch's ``RendezvousStoreInfo``: host and port of the store by which the workers
-        make their process group. Where they use their agents', the first node's agent opens it
-        here. The other nodes learn host and port from `store`, the round's own."""
+        """Open the store by which the workers make their process group, on the first node where
+        they use their agents'; return its host and port, as torch's ``RendezvousStoreInfo``. The
+        other nodes learn these from `store`, the round's own."""
         from torch._C._distributed_c10d import TCPStore
         from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
@@ -195,8 +195,9 @@ class FixedRendezvous:
     def _write(self, name: str, word: str) -> None:
         self._call(self.store.set, self._key(name), self._signature(name, word))
 
-    def _decide(self, word: str) -> None:
-        """Write `word` as the outcome of the next round, unless a node has already written one."""
+    def _propose_outcome(self, word: str) -> None:
+        """Write `word`, `BEGUN` or `CLOSED`, as the outcome of the next round, unless a node has
+        already written one: the outcome may then be the other word."""
         self._call(
             self.store.compare_set, self._key("outcome"), "", self._signature("outcome", word)
         )
