@@ -248,12 +248,10 @@ class Supervisor:
         return "" if name == self.launch.name else name
 
     def _give_notice(self, source: str, child: subprocess.Popen[bytes]) -> None:
-        """Tell the workers that the attempt must end soon; where none has started yet, kill the
-        child.
-
-        Only the first call has an effect, and none after a tear-down. `source`, a signal's name or
-        a `NoticeSource`, is journalled. Without workers a time limit is passed on to all
-        supervisors."""
+        """Keep `source`, a signal's name or a `NoticeSource`, as this supervisor's notice, write it
+        for the node's workers and into the journal, and signal them: their time to end runs. Where
+        none has started yet, kill `child`; a time limit then also becomes the attempt's notice, for
+        all supervisors. Only the first call has an effect, and none after a tear-down."""
         if self.notice or self.torn_down:
             return
         self.local_notice.write(source=source)
