@@ -108,8 +108,8 @@ class Queue:
         return {id: job for id, job in (self.jobs or {}).items() if job.state not in OVER}
 
     def _jobs_of(self, job: JobRef) -> Mapping[str, QueuedJob] | None:
-        """Return the user's jobs by id on the cluster of `job` ('': this one), which is asked the
-        first time only; None where it can't be asked."""
+        """Ask the cluster of `job` ('': this one), the first time only, and return the user's jobs
+        there by id; None where it can't be asked."""
         name = job.cluster_name
         if self.jobs is None or not name or name == JobRef("", self.cluster).cluster_name:
             return self.jobs

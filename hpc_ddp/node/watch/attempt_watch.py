@@ -49,9 +49,10 @@ class AttemptWatch:
         return self.links.is_whole and (self._folder is None or self._folder.works)
 
     def is_due(self) -> bool:
-        """Return whether to read ``notice``, ``failed`` and ``end-time`` now: after a wake-up, and
-        where the last True is `LOOK_EVERY_S` ago. While `is_quiet` that pause is far longer, but
-        not in the first `QUICK_S` after a wake-up."""
+        """Begin a new pause after a wake-up, and where the last pause is over. Return whether one
+        has begun: ``notice``, ``failed`` and ``end-time`` are to be read now. A pause lasts
+        `LOOK_EVERY_S`, and far longer while `is_quiet`, but not in the first `QUICK_S` after a
+        wake-up."""
         now = time.monotonic()
         if self._is_woken():
             self._quick_until = now + QUICK_S
@@ -62,8 +63,8 @@ class AttemptWatch:
         return True
 
     def _is_woken(self) -> bool:
-        """Return whether a peer or Linux has told of a change since the last call. Where Linux has
-        told of one, or has lost events, this wakes the peers."""
+        """Take what a peer or Linux has told since the last call, and wake the peers where Linux
+        has told of a change or has lost events. Return whether there is any change."""
         is_woken = self.links.take_wake()
         if self._folder and self._folder.works:
             names = self._folder.changes()
@@ -73,8 +74,9 @@ class AttemptWatch:
         return is_woken
 
     def is_fence_due(self) -> bool:
-        """Return whether to look now if a later attempt has begun: True at most once in
-        `FENCE_EVERY_S`, and less often while the peers on other nodes are all connected.
+        """Begin a new pause where the last one is over; return whether it was: whether to look now
+        if a later attempt has begun. A pause lasts `FENCE_EVERY_S`, and longer while the peers on
+        other nodes are all connected.
 
         Where a later attempt runs, behind a cut link or beside a dead slurmd, peers of this attempt
         are gone. A job of one node has no such sign. Nor have nodes that have lost the controller

@@ -94,7 +94,8 @@ class Growth:
         self.note()
 
     def _changed_names(self) -> set[str] | None:
-        """Return the names of files that have changed; None where they are not known.
+        """Take the changes that Linux has told of, and return the names of the files that have
+        changed; None where they are not known.
 
         Each `CHECK_EVERY_S` the sizes of the known logs are compared, too. If a log has grown and
         Linux has not told of it, as on a special file system, the watch is ended: later calls
@@ -133,10 +134,10 @@ class Growth:
         return [self._node.path / name for name in sorted(names) if fnmatch(name, self._pattern)]
 
     def _all_logs(self) -> list[Path]:
-        """Return all known logs of the supervisor's ranks. This lists the folder for new logs at
-        each call until there is one, and at the `LIST_EVERY` calls after the newest, since other
-        workers may start seconds later; after that at each `LIST_EVERY`-th call. Raises OSError if
-        the disk fails."""
+        """Add new logs of the supervisor's ranks to the known ones, and return all. The folder is
+        listed at each call until there is a log, and at the `LIST_EVERY` calls after the newest,
+        since other workers may start seconds later; after that at each `LIST_EVERY`-th call. Raise
+        OSError if the disk fails."""
         since = self._looks_since_new
         self._looks_since_new += 1
         if not self._logs or since < LIST_EVERY or since % LIST_EVERY == 0:

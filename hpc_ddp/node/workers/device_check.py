@@ -30,8 +30,8 @@ class Trial:
     result: str | None = None  # of `failure`, once the process has ended
 
     def failure(self) -> str:
-        """Return why a fork can't use the accelerator; '' if it can, or if there is none. Waits for
-        the fork's end; kills it after `TRIAL_S`."""
+        """Wait for the fork's end, or kill it after `TRIAL_S`. Return why a fork can't use the
+        accelerator; '' if it can, or if there is none."""
         if self.result is None:
             self.result = self._wait()
         return self.result

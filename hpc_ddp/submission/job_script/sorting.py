@@ -343,8 +343,8 @@ class Sorter:
         values["chdir"] = place, line
 
     def _assignment(self, statement: Statement, index: int) -> tuple[str, str, str]:
-        """Return group, key or reason, and line of an assignment, as `_sort`. A used variable goes
-        to ``env`` where it can, the name of a used secret or shell's variable to ``env-names``."""
+        """Put a used variable into ``env`` where it can be there, the name of a used secret or
+        shell's variable into ``env-names``; return group, key or reason, and line, as `_sort`."""
         name, assigned, line = statement.name, statement.assigned, statement.lines[0]
         content = assigned.text if isinstance(assigned, Word) else ""
         is_only_there = name in self._in_launch & self._commands and not statement.inside

@@ -224,8 +224,8 @@ class Reader:
                 statement.output, statement.text = statement.output or output, source(node)
 
     def _name_outer_code(self, word: Word, node: Node) -> Word:
-        """Return the text of ``bash -c`` with a variable ``VALUE_n`` for each part that only the
-        batch script can expand, and append the assignment of each such variable."""
+        """Append the assignment of a variable ``VALUE_n`` for each part of a text of ``bash -c``
+        that only the batch script can expand; return the text with these variables."""
         parts = list(word.parts)
         for index, part in enumerate(parts):
             is_ours = is_of_hpc_ddp(part.name) and part.name in self.scope.values
