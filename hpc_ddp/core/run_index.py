@@ -73,11 +73,11 @@ def _link(root: Path, job: JobRef) -> Path:
     return _index_of(root) / (job.cluster or UNKNOWN) / job.id
 
 
-def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> RunFolder:
+def find_run(root: Path, text: str, ask_cluster: Callable[[], str] = str) -> RunFolder:
     """Return the run that a person means by `text`. That is the first that exists of: a run's
     folder; the run of a job id; of a run id; the newest run of a name.
 
-    A job id counts on the cluster that `own_cluster` returns ('': unknown), which is called only
+    A job id counts on the cluster that `ask_cluster` returns ('': unknown), which is called only
     where a job of some run has that id; its errors pass through. `root` is the folder of all runs.
     A folder in the working directory comes first, whichever user made it. It is read as data;
     `file_owners.check_executable` keeps what is in it from being started. Links of other users
@@ -97,7 +97,7 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
     if text and not set(text) & {"/", "\0"}:
         name = glob.escape(text)
         of_job = _runs_of_job(root, text)
-        cluster = own_cluster() if of_job else ""
+        cluster = ask_cluster() if of_job else ""
         candidates += [
             *_of_cluster(of_job, cluster),
             *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`

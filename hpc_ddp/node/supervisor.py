@@ -318,10 +318,10 @@ class Supervisor:
             self._wait_for_peers()
         return 1 if self.launch.peers else 0
 
-    def _write(self, write: Callable[[], object]) -> None:
-        """Call `write`, `patiently` for a minute; an OSError that stays is printed, not raised."""
+    def _write(self, write_file: Callable[[], object]) -> None:
+        """Call `write_file`, `patiently` for a minute; print an OSError that stays."""
         try:
-            patiently(write)
+            patiently(write_file)
         except OSError as error:  # the verdict will count this supervisor among the silent ones
             say(f"{self.launch.name} can't record how it ended: {error}")
 

@@ -79,9 +79,9 @@ def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _optional(form: Callable[[float], str], amount: float | None) -> str | None:
-    """Return the text that `form` makes of an amount; None for None."""
-    return None if amount is None else form(amount)
+def _optional(format_amount: Callable[[float], str], amount: float | None) -> str | None:
+    """Return the text that `format_amount` makes of an amount; None for None."""
+    return None if amount is None else format_amount(amount)
 
 
 def _free(count: float) -> str:

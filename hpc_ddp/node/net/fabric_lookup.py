@@ -63,7 +63,7 @@ class Port(NamedTuple):
     active: bool
 
 
-def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found:
+def look(root: Path = ROOT, can_load: Callable[[str], bool] | None = None) -> Found:
     """Return the interconnect of this node: the first one of the module's table that is there, with
     its devices and its trouble. Files that can't be read count as absent.
 
@@ -71,7 +71,7 @@ def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found
     ----------
     root
         the folder that has ``sys`` and ``dev``
-    loads
+    can_load
         tells whether a shared library, by its name, can be loaded (default: loads it here)
     """
     ports = _ports(root / "sys/class/infiniband")
@@ -89,7 +89,7 @@ def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found
     if name in ("", "roce") and idle:
         trouble = f"no InfiniBand port is active ({', '.join(idle)})"
     elif name in ("infiniband", "roce"):
-        trouble = _trouble_of_verbs(root, loads or _loads)
+        trouble = _trouble_of_verbs(root, can_load or _can_load)
     return Found(name, tuple(dict.fromkeys(kinds.get(name, ()))), trouble)
 
 
@@ -149,7 +149,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _loads(library: str) -> bool:
+def _can_load(library: str) -> bool:
     """Return whether the dynamic linker can load a library by its name; this process then has
     it."""
     try:
@@ -159,16 +159,16 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _trouble_of_verbs(root: Path, loads: Callable[[str], bool]) -> str:
+def _trouble_of_verbs(root: Path, can_load: Callable[[str], bool]) -> str:
     """Return why verbs can't be used here, '' if they can: a container may lack their devices or
     library.
 
-    `root` and `loads` are those of `look`.
+    `root` and `can_load` are those of `look`.
     """
     devices = [path for path in _entries(root / "dev/infiniband") if path.name.startswith("uverbs")]
     if not any(os.access(path, os.R_OK | os.W_OK) for path in devices):
         return "they can't be opened: there is no /dev/infiniband/uverbs* that we may use"
-    return "" if loads(VERBS) else f"{VERBS} can't be loaded, without which NCCL can't use them"
+    return "" if can_load(VERBS) else f"{VERBS} can't be loaded, without which NCCL can't use them"
 
 
 def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:

@@ -61,7 +61,7 @@ class Dialogue:
 
     Parameters
     ----------
-    notice
+    read_notice
         returns a word once the attempt is asked to end, '' before
     log
         the file for all lines that are no messages; without its folder they are dropped
@@ -71,13 +71,13 @@ class Dialogue:
         self,
         nodes: Sequence[str],
         commands: Sequence[Command],
-        notice: Callable[[], str],
+        read_notice: Callable[[], str],
         log: Path,
     ) -> None:
         """Start the commands, and for each a thread that reads its output. Raises OSError if a
         command can't be started."""
         self.reports: Reports = {node: NodeReport() for node in nodes}
-        self._nodes, self._notice = nodes, notice
+        self._nodes, self._read_notice = nodes, read_notice
         # A command's node (None: all nodes) and a line of its output, None at its end.
         self._lines: queue.Queue[tuple[str | None, str | None]] = queue.Queue()
         self._log = log if log.parent.is_dir() else None
@@ -137,7 +137,7 @@ class Dialogue:
         while waiting and time.monotonic() < progress_at + limit_s:
             with contextlib.suppress(queue.Empty):
                 self._handle_line(*self._lines.get(timeout=0.2))
-            if word := self._notice():
+            if word := self._read_notice():
                 raise NoticeError(word)
             pending = {node for node in waiting if self._is_pending(node, stage)}
             if pending < waiting:

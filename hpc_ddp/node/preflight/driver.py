@@ -58,13 +58,16 @@ NEEDED_BYTES = 100 << 20  # in the run folder, as long as the size of a checkpoi
 
 
 def examine(
-    run: RunFolder, nodes: Sequence[str], commands: Sequence[Command], notice: Callable[[], str]
+    run: RunFolder,
+    nodes: Sequence[str],
+    commands: Sequence[Command],
+    read_notice: Callable[[], str],
 ) -> dict[str, Any]:
     """Test all nodes by `commands`, whose processes end with the test; return the fields of the
     event `preflight`. A second test follows where the first has found a `DOUBTFUL` fault.
 
-    `notice` returns '' until the attempt is asked to end, then a word: the outcome is then not ok,
-    and blames no node. Where Slurm can't start the task of a node, the test of all nodes ends
+    `read_notice` returns '' until the attempt is asked to end, then a word: the outcome is then not
+    ok, and blames no node. Where Slurm can't start the task of a node, the test of all nodes ends
     early. The environment of the first command names the attempt. Printed lines that are no
     messages go to the attempt's ``preflight.log``.
 
@@ -77,7 +80,7 @@ def examine(
     log = env.attempt_folder.path / "preflight.log"
 
     def ask(again: bool) -> Reports:
-        dialogue = Dialogue(nodes, commands, notice, log)
+        dialogue = Dialogue(nodes, commands, read_notice, log)
         return _ask(dialogue, spec, run, again, start_limit(spec, env))
 
     try:

@@ -149,18 +149,18 @@ def read_statuses(
     root: Path,
     runs: Sequence[RunFolder],
     queue: Queue,
-    count: Callable[[], None] = lambda: None,
+    count_run: Callable[[], None] = lambda: None,
 ) -> list[Status]:
     """Return the status of each run, in their order; that of a run that can't be read is
     `unreadable`. Nothing is raised for it.
 
-    `count` is called after each run. The cache in `root` is read and written.
+    `count_run` is called after each run. The cache in `root` is read and written.
     """
     cache = StatusCache(root, queue)
     statuses = []
     for run in runs:
         statuses.append(_read_status(cache, run))
-        count()
+        count_run()
     cache.save()
     return statuses
 

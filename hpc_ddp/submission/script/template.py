@@ -87,14 +87,14 @@ def _load(user_template: str | None) -> jinja2.Template:
     return _guarded(checked, user_template)
 
 
-def _guarded(work: Callable[[], T], user_template: str | None) -> T:
-    """Return the result of `work`, which loads or renders a template.
+def _guarded(use_template: Callable[[], T], user_template: str | None) -> T:
+    """Return the result of `use_template`, which loads or renders a template.
 
-    Turn any exception of `work` into a UsageError, with file and line where they are known. Without
+    Turn any exception of it into a UsageError, with file and line where they are known. Without
     a user's template the fault is ours, and the exception is raised as it is.
     """
     try:
-        return work()
+        return use_template()
     except UsageError:
         raise
     except Exception as error:  # a template can do anything

@@ -156,11 +156,11 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
         operators' file
     """
 
-    def usable(read: Callable[[], T], default: T) -> T:
-        """Return what `read` returns. Unless `is_strict`, print a UsageError or OSError of `read`
-        as a warning, and return `default`."""
+    def usable(read_part: Callable[[], T], default: T) -> T:
+        """Return what `read_part` returns. Unless `is_strict`, print its UsageError or OSError as a
+        warning, and return `default`."""
         try:
-            return read()
+            return read_part()
         except (UsageError, OSError) as error:
             if is_strict:
                 raise

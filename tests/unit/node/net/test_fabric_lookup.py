@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.node.net.fabric_lookup import VERBS, Found, _loads, look, settings
+from hpc_ddp.node.net.fabric_lookup import VERBS, Found, _can_load, look, settings
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 from unit.node.fakes import write_lib
 
@@ -33,7 +33,7 @@ def _verbs(root: Path) -> None:
 
 
 def _look(root: Path) -> Found:
-    return look(root, loads=lambda library: library == VERBS)
+    return look(root, can_load=lambda library: library == VERBS)
 
 
 # --- what is seen --------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_a_container_without_device_files_is_reported(tmp_path: Path) -> None:
     _card(tmp_path, "mlx5_0", "InfiniBand")
     assert "there is no /dev/infiniband/uverbs*" in _look(tmp_path).trouble
     _verbs(tmp_path)
-    assert VERBS in look(tmp_path, loads=lambda _: False).trouble
-    assert look(tmp_path, loads=lambda _: False).name == "infiniband"
+    assert VERBS in look(tmp_path, can_load=lambda _: False).trouble
+    assert look(tmp_path, can_load=lambda _: False).name == "infiniband"
 
 
 def test_this_machines_fabric_is_recognised() -> None:
@@ -111,8 +111,8 @@ def test_this_machines_fabric_is_recognised() -> None:
 
 
 def test_a_library_is_tried_for_real() -> None:
-    assert _loads("libc.so.6")
-    assert _loads("libno-such-library.so") is False
+    assert _can_load("libc.so.6")
+    assert _can_load("libno-such-library.so") is False
 
 
 # --- what is set ---------------------------------------------------------------------------
