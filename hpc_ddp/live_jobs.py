@@ -308,10 +308,11 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     own_job = JobRef.of(os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME"))
     queue = read_queue()
     is_silent = queue.jobs is None and shutil.which("squeue") is not None
-    for part in (run, *run.tasks()) if is_forced and not is_silent else ():
-        for job in part.jobs(part.events()):
-            if queue.life(job, part) is Life.UNKNOWN:
-                part.journal("submit").write(Dismissed(job.id, job.cluster or None))
+    if is_forced and not is_silent:
+        for part in (run, *run.tasks()):
+            for job in part.jobs(part.events()):
+                if queue.life(job, part) is Life.UNKNOWN:
+                    part.journal("submit").write(Dismissed(job.id, job.cluster or None))
     work = describe_work(run, queue, besides=own_job, guesses=False)
     if work is None:
         return

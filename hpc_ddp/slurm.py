@@ -201,7 +201,8 @@ def _find_submitted(
     for cluster in [*clusters] * LOOKS:
         time.sleep(LOOK_PAUSE_S)
         argv = ["squeue", "--me", "--noheader", columns, "--states=all"]
-        argv += [f"--clusters={cluster}"] if cluster else []
+        if cluster:
+            argv.append(f"--clusters={cluster}")
         try:
             table = _run_patiently(argv, give_up)
         except HpcDdpError as error:  # the job may be there all the same

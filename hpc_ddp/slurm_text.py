@@ -350,7 +350,8 @@ def parse_records(text: str) -> list[dict[str, str]]:
         row: dict[str, str] = {}
         for name, value in _PAIR.findall(line):
             row.setdefault(name, value)
-        rows += [row] if row else []
+        if row:
+            rows.append(row)
     return rows
 
 

@@ -58,7 +58,8 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
                 with suppress(OSError):  # another user's that is closed
                     run_ids = [run for run in os.listdir(name) if _PLAIN.fullmatch(run)]
                 ids |= dict.fromkeys(run_ids, name.name)
-                names |= {name.name: max(run_ids)} if run_ids else {}
+                if run_ids:
+                    names[name.name] = max(run_ids)
     offered = sorted(names, key=lambda name: names[name], reverse=True)
     run_names = [CompletionItem(name, help="the newest of that name") for name in offered]
     run_names += [CompletionItem(id, help=ids[id]) for id in sorted(ids, reverse=True)]

@@ -150,7 +150,8 @@ class RunFolder:
         if not self.is_task:
             return paths
         of_array = RunFolder(self.whole).logs / f"slurm-{self.index}.out"
-        paths += [of_array] if of_array.exists() else []
+        if of_array.exists():
+            paths.append(of_array)
         return sorted(paths, key=lambda path: path.stat().st_mtime)
 
     @property

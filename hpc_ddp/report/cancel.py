@@ -109,9 +109,10 @@ def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> lis
     not to requeue them; that it refuses this is passed over. Raise HpcDdpError where Slurm gives no
     answer or does not cancel them, and OSError as `Queue.find`.
     """
-    for job in jobs if not is_marked else ():
-        with suppress(HpcDdpError):
-            slurm.forbid_requeue(job)
+    if not is_marked:
+        for job in jobs:
+            with suppress(HpcDdpError):
+                slurm.forbid_requeue(job)
     slurm.cancel(jobs)
     for _ in range(LOOKS):
         queue = Queue(slurm.queue())
@@ -157,14 +158,17 @@ def _live_jobs(
         queued = queue.find(job, run)
         if queued and queue.life(job, run) is not Life.OVER:
             if _is_allocation(run):
-                targets += [] if _has_stopped(run) else [job]
+                if not _has_stopped(run):
+                    targets.append(job)
             elif _is_of_run(paths, job, queued):
                 targets.append(job)
             else:
                 unclear.append(f"job {job.id} is live, and perhaps not of this run ({queued.name})")
         elif queue.life(job, run) is Life.UNKNOWN and not job.is_among(ended):
             unclear.append(f"job {job.id} of cluster {job.cluster}, which can't be asked from here")
-    for job_id, queued in {} if run.is_task else queue.live.items():
+    if run.is_task:
+        return targets, unclear
+    for job_id, queued in queue.live.items():
         job = JobRef(job_id)
         if not job.is_among(targets) and (
             queued.script in paths.scripts

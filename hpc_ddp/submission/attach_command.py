@@ -82,7 +82,8 @@ def command(
     start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
     step = ["srun", *slurm.at_cluster(job), f"--jobid={job.id}", "--overlap"]
     step += [f"--nodelist={pid_file.parent.name}", "--nodes=1", "--ntasks=1"]
-    step += ["--pty"] if terminal else []
+    if terminal:
+        step.append("--pty")
     values = {**os.environ, "SLURM_JOB_ID": job.id}
     try:
         entered = [fill(word, spec.expand, values) for word in (*entry.srun, *entry.command)]

@@ -177,7 +177,9 @@ class ProcessTree:
 def _processes() -> Iterator[tuple[int, int, int]]:
     """Yield for each process its id, its parent's id, and the mask of the signals that it handles
     or ignores. Yields nothing where there is no /proc."""
-    for process in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+    if not os.path.isdir("/proc"):
+        return
+    for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{process}/status", errors="replace") as file:
             fields = dict(re.findall(r"^(PPid|SigCgt|SigIgn):\s*(\w+)$", file.read(), re.M))
             mask = int(fields["SigCgt"], 16) | int(fields["SigIgn"], 16)

@@ -140,7 +140,8 @@ def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count
             bad += [round(100 * across(point.step), 1) for point in segment.points]
             points += [(point.step, measured(point.number)) for point in segment.points[:count]]
     notes = ["logarithmic"] if up.is_log else []
-    notes += [f"×: {len(bad):,} NaN or infinite"] if bad else []
+    if bad:
+        notes.append(f"×: {len(bad):,} NaN or infinite")
     last = measured(curve.points[-1].number)
     return Chart(
         name=curve.name,

@@ -65,7 +65,8 @@ class DrillResult:
             "broken": f"{name} does NOT go on. {self.why}",
         }[self.verdict]
         lines += ["", verdict]
-        lines += [f"hint: {self.hint}"] if self.hint else []
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
         (of_shell, "taken as unset: if your shell has one, write it"),
     ):
         names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
-        result.notes += [(0, f"{', '.join(names)}: {reason}")] if names else []
+        if names:
+            result.notes.append((0, f"{', '.join(names)}: {reason}"))
 
 
 def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
@@ -104,10 +105,11 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             reason = "is another one where the run goes on in a new job: $HPC_DDP_RUN stays"
             result.notes.append((line, f"${named[0]} {reason}"))
     lines += [entry for entry in arguments if "$SLURM_CPUS" in entry[0]]
-    for text, line in lines if has_tasks else ():
-        for name in sorted({match[0] for match in _OF_TASKS.finditer(text)} & numbers.keys()):
-            reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node: write it"
-            result.notes.append((line, f"${name} is {reason}"))
+    if has_tasks:
+        for text, line in lines:
+            for name in sorted({match[0] for match in _OF_TASKS.finditer(text)} & numbers.keys()):
+                reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node"
+                result.notes.append((line, f"${name} is {reason}: write it"))
     for text, line in lines:
         if drawn := _DRAWN.search(text):
             word = (drawn[1] or drawn[0]).strip("${")
@@ -176,9 +178,11 @@ def convert(
     program.take(statement, result, directives, reader, cwd, folder)
     take_tasks(directives, result, (text, _program_text(result, folder)))
     missing = converter.check(environ)
-    for key in {"setup", "teardown"} & result.lists.keys() if arguments else ():
-        if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line, _ in result.lists[key]):
-            result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
+    if arguments:
+        for key in {"setup", "teardown"} & result.lists.keys():
+            lines = [line for line, _ in result.lists[key]]
+            if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line in lines):
+                result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
     _add_notes(result, scope, missing)
     _note_values(result, numbers)
     for line, mark in reader.resolved.items():

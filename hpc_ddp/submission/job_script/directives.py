@@ -100,7 +100,9 @@ def read_directives(text: str) -> Directives:
             result.marks[number], is_first = (LOST, _NEXT), False
         elif not is_first:
             result.marks[number] = LOST, _OF_ANOTHER
-        for name, operand in pairs if is_first else ():
+        if not is_first:
+            continue
+        for name, operand in pairs:
             if name in result.options:
                 result.replaced.append(
                     (result.options[name][1], f"line {number} replaces --{name}")

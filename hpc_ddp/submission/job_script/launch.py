@@ -183,8 +183,9 @@ class Launch:
             if use == "lost":
                 self.mark(word.line, LOST, f"{launcher} {word.text}: see {launcher}'s own page")
             elif use == "env":
-                for pair in separated(operand, ",") if operand else ():
-                    self.set_variable(pair)
+                if operand:
+                    for pair in separated(operand, ","):
+                        self.set_variable(pair)
             elif kind in "=!":
                 self.settings[key] = [operand if operand and kind == "=" else word]
             elif kind in "+&%":
@@ -221,8 +222,9 @@ class Launch:
         for key in ("step", "nodes", "tasks", "tasks_per_node", "cpus"):
             setattr(self, key, getattr(self, key) or getattr(outer, key))
         unset = {name: place for name, place in outer.unset.items() if name not in self.env}
-        for name, (line, _) in unset.items() if not outer.step else ():
-            self.mark(line, LOST, f'env -u {name} before a script: setup = ["unset {name}"]')
+        if not outer.step:
+            for name, (line, _) in unset.items():
+                self.mark(line, LOST, f'env -u {name} before a script: setup = ["unset {name}"]')
         self.unset = (unset if outer.step else {}) | self.unset
         self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env
         self.node_words |= outer.node_words

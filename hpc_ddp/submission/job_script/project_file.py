@@ -70,7 +70,9 @@ def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
             names = {name for name, _ in as_pairs([e for e, _ in entries if key != "setup"])}
             if remaining := [entry for entry in entries if entry[0] not in setting]:
                 conversion.lists[key] = remaining
-            for entry in setting if key != "setup" else ():
+            if key == "setup":
+                continue
+            for entry in setting:
                 ((name, text),) = as_pairs([entry])
                 if key == "sbatch" and conversion.values.get(name, ("",))[0] == text:
                     del conversion.values[name]  # the site has it as a raw option

@@ -275,8 +275,9 @@ class Scope:
         if text in ("$#", "${#}") and self.arguments is not None:
             yield Part(str(len(self.arguments)))
         elif name.isdigit() and self.arguments is not None and (is_given or not match[3]):  # type: ignore[index]
-            for word in self.arguments[int(name) - 1 : int(name)] if name != "0" else ():
-                yield from word.parts
+            if name != "0":
+                for word in self.arguments[int(name) - 1 : int(name)]:
+                    yield from word.parts
         elif isinstance(assigned, list) and (array or not match or not match[3]):
             words = assigned if array or is_all else assigned[:1]
             for index, word in enumerate(words):
@@ -393,6 +394,7 @@ def separated(word: Word, separator: str, only_split: bool = False) -> list[Word
             groups[-1].append(part)
             continue
         for index, piece in enumerate(re.split(separator, part.text)):
-            groups += [[]] if index else []
+            if index:
+                groups.append([])
             groups[-1] += [Part(piece)] if piece else []
     return [Word(tuple(group), word.line) for group in groups if group]

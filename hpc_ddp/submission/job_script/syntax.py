@@ -101,9 +101,10 @@ def _with_whole_words(root: Node, code: bytes) -> bytes:
         is_end = re.search(rb"(?<!\\)\s$", code[max(0, node.end_byte - 2) : node.end_byte])
         if broken and node.parent.type not in _IN_TEXT and not is_end:
             breaks[broken.end()] = min(broken.start(), breaks.get(broken.end(), len(code)))
-    for end, start in () if edits else breaks.items():
-        lines = code[start:end].count(b"\\\n")
-        edits[start, end] = code[start:end].replace(b"\\\n", b"") + b" " + b"\\\n" * lines
+    if not edits:
+        for end, start in breaks.items():
+            lines = code[start:end].count(b"\\\n")
+            edits[start, end] = code[start:end].replace(b"\\\n", b"") + b" " + b"\\\n" * lines
     for (start, end), new in sorted(edits.items(), reverse=True):
         code = code[:start] + new + code[end:]
     return code

@@ -30,7 +30,8 @@ def find_mistakes(spec: JobSpec) -> list[str]:
             if not spec.no_python:
                 source = file.read_bytes()
                 compile(source, str(file), "exec", dont_inherit=True)
-                mistakes += [] if source.strip() else [f"{file} is empty"]
+                if not source.strip():
+                    mistakes.append(f"{file} is empty")
     except SyntaxError as error:  # the job's Python may be a newer one
         mistakes.append(f"{file}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError):

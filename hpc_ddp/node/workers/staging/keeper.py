@@ -238,8 +238,9 @@ def is_enough(
     if not packed or are_many or not mirror.written.isdisjoint(packed):
         return False
     now = Mirror(mirror.roots, mirror.written)
-    for path in packed if checks_files else ():
-        now.add(path)
+    if checks_files:
+        for path in packed:
+            now.add(path)
     count = checks_files and sum(now.files.get(path) != pair for path, pair in packed.items())
     if count and NEAR in os.environ:
         say(f"this attempt runs {count} files as they were before; a requeue takes the new ones")
