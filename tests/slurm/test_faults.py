@@ -297,13 +297,16 @@ class Soak:
     def _steps(self, lot: Lot) -> Iterator[str]:
         """Check that each attempt went on from the newest checkpoint but for the ones damaged."""
         saved: list[tuple[float, int]] = []
+        set_aside: set[int] = set()  # damaged ones, which no later attempt sees
         for attempt in lot.job.run.attempts():
             here = [e for e in raw_events(lot.job.run.path) if e["attempt"] == attempt.number]
             began = min((e["time"] for e in here if e["event"] == "started"), default=0.0)
             restored = next((e for e in here if e["event"] == "restored"), None)
             first = next((e["step"] for e in here if e["event"] == "first_step"), None)
-            known = max((step for when, step in saved if when < began), default=0)
+            steps = {step for when, step in saved if when < began} - set_aside
+            known = max(steps, default=0)
             passed = restored["passed_over"] if restored else []
+            set_aside |= {step_of(Path(name.partition(":")[0])) for name in passed}
             if passed and not {name.partition(":")[0] for name in passed} <= lot.damaged:
                 yield f"{lot.name}.{attempt.number} passed over {passed}"
             step = restored["step"] if restored else 0
