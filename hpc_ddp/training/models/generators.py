@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
 import sys
@@ -13,6 +14,8 @@ import torch
 
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.rng import GeneratorState
+
+ALONE = 3  # references to a frame's dictionary: the frame's, one variable's, one argument's
 
 
 class Generators:
@@ -127,14 +130,27 @@ def find_script_generators() -> dict[str, Any]:
     frame: FrameType | None = sys._getframe(1)
     while frame:
         if not str(frame.f_globals.get("__name__")).startswith("hpc_ddp."):
-            attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
-            for scope in (frame.f_globals, frame.f_locals, attributes):
+            variables = _locals_of(frame)
+            attributes = getattr(variables.get("self"), "__dict__", {})
+            for scope in (frame.f_globals, variables, attributes):
                 names |= {id(g): (n, g) for n, g in list(scope.items()) if rng.is_generator(g)}
         frame = frame.f_back
     numpy: Any = sys.modules.get("numpy.random.mtrand")
     for general in (torch.default_generator, random.__dict__["_inst"], getattr(numpy, "_rand", 0)):
         names.pop(id(general), None)
     return dict(names.values())
+
+
+def _locals_of(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of a frame, by name. Up to Python 3.12 the frame itself keeps what
+    it returns of a function, so that outputs of the model would live as long as the function: that
+    is emptied, unless the script has it, too, from ``locals()``."""
+    variables: Any = frame.f_locals
+    copied = dict(variables)
+    is_of_function = isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_of_function and sys.getrefcount(variables) == ALONE:
+        variables.clear()
+    return copied
 
 
 def _seed_of(generator: Any) -> int | None:
@@ -144,4 +160,7 @@ def _seed_of(generator: Any) -> int | None:
 
 def bytes_of(generator: Any) -> bytes:
     """Return a generator's state as bytes to compare."""
-    return pickle.dumps(rng.raw_state(generator))
+    state = rng.raw_state(generator)
+    if isinstance(state, torch.Tensor):  # pickled, it would have its address
+        return bytes(state.tolist())
+    return pickle.dumps(state)

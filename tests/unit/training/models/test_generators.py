@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from hpc_ddp.training.models.generators import Generators, find_script_generators
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.generators import Generators, bytes_of, find_script_generators
 from hpc_ddp.training.models.tracked import warn_of_untracked
 
 noise = torch.Generator()  # of a script's module
@@ -41,6 +45,31 @@ def test_generators_in_variables_of_the_script_are_found() -> None:
     generators = Trainer().train()
     assert {"masks", "local", "noise"} >= generators.keys() >= {"masks", "local"}
     assert sum(generator is noise for generator in generators.values()) == 1
+
+
+@pytest.mark.parametrize("make", [torch.Generator, random.Random, np.random.default_rng])
+def test_bytes_of_a_state_are_equal_wherever_it_lies(make: Callable[[], Any]) -> None:
+    generator = make()
+    first = bytes_of(generator)
+    states = [rng.raw_state(generator) for _ in range(3)]  # so the next one lies elsewhere
+    assert bytes_of(generator) == first
+    assert len(states) == 3
+
+
+def test_no_variable_lives_longer_for_it() -> None:
+    """An output of a model would keep the activations of a forward."""
+
+    def train() -> tuple[int, int]:
+        output = torch.ones(1)
+        reference = weakref.ref(output)
+        find_script_generators()
+        output = torch.zeros(1)
+        variables = locals()  # which the script may keep
+        find_script_generators()
+        return reference() is not None, len(variables) >= 2 and "output" in variables
+
+    assert train() == (False, True)
+    assert noise is not None  # a module's variables stay
 
 
 def test_a_generator_that_the_loop_draws_from_is_warned_of() -> None:
