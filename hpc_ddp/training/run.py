@@ -272,8 +272,7 @@ class Run(ModelSetup):
         self._own_data.warn_of_step()
         if self._is_unchecked:  # the first step of a loop that this attempt has begun
             self._is_unchecked = False
-            drawn = self._manager.generators.take_drawn()
-            warn_of_untracked(self._manager.objects.values(), self._say, generators=drawn)
+            warn_of_untracked(self._manager.objects.values(), self._say)
         check_steps_are_even(self._wrapped)
         self._gradients.end_step()
         self._timer.end_step()

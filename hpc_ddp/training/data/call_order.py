@@ -129,6 +129,8 @@ class CallOrder:
                 "a loop of the run was asked for more after a later one had begun",
                 hint="one `for` over run.epochs or run.steps, and the next one behind it",
             )
+        if self.loop == "epochs":  # which may have its batches in another thread
+            self._thread = None
         if self.loop:
             return False
         self.loop, position.is_behind = self._kind, False
@@ -205,7 +207,7 @@ class CallOrder:
     def check_step(self, is_trained: bool) -> None:
         """Refuse ``run.step`` outside of a loop, with batches of another thread, and where
         `is_trained`: the present batch has had its step, or there is none yet."""
-        if self._thread not in (None, threading.get_ident()):
+        if self._thread and not self._is_in_step():
             raise UsageError(
                 "run.loader is iterated in another thread, ahead of the steps: a checkpoint would"
                 " leave out batches; accepted: in the thread that calls run.step",
@@ -222,6 +224,11 @@ class CallOrder:
                 hint="call it once per batch, behind all optimizers' steps, and before the next"
                 " batch is fetched: run.loader fetches ahead by itself",
             )
+
+    def _is_in_step(self) -> bool:
+        """Return whether the last batch was asked for in this thread, or in that of the loop."""
+        is_loops = self._site is not None and self._site.thread == self._thread
+        return is_loops or self._thread == threading.get_ident()
 
     def check_judged(self, step: int) -> None:
         """Refuse to save the weights of `step` as the best ones where ``run.best`` has judged those

@@ -28,7 +28,7 @@ class LoopSite:
         while frame:
             self._calls.append((frame.f_code, frame.f_lasti))
             frame = frame.f_back
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
 
     def __eq__(self, site: object) -> bool:
         return isinstance(site, LoopSite) and self._calls == site._calls
@@ -41,7 +41,7 @@ class LoopSite:
         its caller's. False where nothing shows it: another thread, a ``next``, a script that can't
         be read or was changed. No finalizer may call it, since Python can't parse amid parsing."""
         loop = self._loop()
-        if loop is None or self._thread != threading.get_ident():
+        if loop is None or self.thread != threading.get_ident():
             return False
         code, offset, lines = loop
         frame: FrameType | None = sys._getframe(1)

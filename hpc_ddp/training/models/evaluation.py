@@ -127,12 +127,16 @@ def averaged(model: torch.nn.Module, decay: float) -> Average:
 
 def _is_bound_to(function: Any, module: torch.nn.Module) -> bool:
     """Return whether a function is a method of `module`, or a closure over it or such a method."""
-    cells = getattr(function, "__closure__", None) or ()
-    parts = [cell.cell_contents for cell in cells if cell != CellType()]
-    parts += [getattr(function, name, None) for name in ("__self__", "__wrapped__")]
-    if any(part is module for part in parts):
-        return True
-    return any(_is_bound_to(part, module) for part in parts if isinstance(part, BOUND))
+    functions, visited = [function], set[int]()
+    for bound in functions:  # it grows
+        visited.add(id(bound))
+        cells = getattr(bound, "__closure__", None) or ()
+        parts = [cell.cell_contents for cell in cells if cell != CellType()]
+        parts += [getattr(bound, name, None) for name in ("__self__", "__wrapped__")]
+        if any(part is module for part in parts):
+            return True
+        functions += [p for p in parts if isinstance(p, BOUND) and id(p) not in visited]
+    return False
 
 
 class Average(AveragedModel):
@@ -146,9 +150,10 @@ class Average(AveragedModel):
         """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
         for part, copied in zip(model.modules(), self.module.modules(), strict=True):
-            # As that of torch.compile or of a CUDA graph, which a copy of the model shares.
-            if _is_bound_to(vars(part).get("forward"), part):
-                vars(copied).pop("forward", None)
+            # As that of torch.compile or of a CUDA graph, which a copy shares; methods are copied.
+            forward = vars(part).get("forward")
+            if forward is vars(copied).get("forward") and _is_bound_to(forward, part):
+                del vars(copied)["forward"]
         self._decay = decay
         self._begun_on = _device_of(model)
 

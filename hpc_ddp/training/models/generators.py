@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -32,8 +33,6 @@ class Generators:
         self._stored: dict[str, Any] | None = None  # global ones, until they are put back
         self._later: dict[str, dict[str, Any]] = {}  # tracked ones, in the same way
         self._at_epoch: dict[str, Any] = {}  # all, as of the epoch's begin
-        # The script's, by name, each with its seed and state at the loop's begin.
-        self._of_script: dict[str, tuple[Any, int | None, bytes]] = {}
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Note the generators among the tracked objects."""
@@ -61,8 +60,6 @@ class Generators:
         """
         if not is_over:  # first for generators that the checkpoint lacks, as one of a run on CPUs
             rng.seed_all(seed, self._devices)
-            generators = find_script_generators().items()
-            self._of_script = {n: (g, _seed_of(g), bytes_of(g)) for n, g in generators}
         if not is_checkpoints or self._stored is None:
             return
         if is_over or not (is_in_epoch and self._at_epoch):
@@ -70,16 +67,6 @@ class Generators:
             return
         self._later = self._states_of_tracked()
         self._restore(self._at_epoch["global"], self._at_epoch["tracked"])
-
-    def take_drawn(self) -> dict[str, Any]:
-        """Return the script's generators that the loop has drawn from so far, by the name of a
-        variable; none at a second call. One that the loop has seeded anew is left out."""
-        noted, self._of_script = self._of_script.items(), {}
-        return {
-            name: generator
-            for name, (generator, seed, state) in noted
-            if bytes_of(generator) != state and _seed_of(generator) == seed
-        }
 
     def begin_epoch(self) -> None:
         """Note the present states of all generators as those of the begin of an epoch."""
@@ -122,23 +109,49 @@ class Generators:
         return {name: generator.state_dict() for name, generator in self._tracked.items()}
 
 
-def find_script_generators() -> dict[str, Any]:
-    """Return the generators in variables of the script, by name: those that are local or global in
-    a function that is running, or an attribute of its ``self``. Global generators of a library are
-    left out."""
+class DrawWatch:
+    """Finds the generators of the script that its second step draws from."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._states: list[tuple[str, Any, int | None, bytes]] = []  # as of the first step's end
+
+    def end_step(self) -> list[tuple[str, Any]]:
+        """Called by the script at the end of each step; return nothing but at the second one: the
+        generators that have another state than at the first one, each with a variable's name. One
+        of torch's that was seeded meanwhile is left out."""
+        self._steps += 1
+        if self._steps == 1:
+            pairs = find_script_generators()
+            self._states = [(n, g, _seed_of(g), bytes_of(g)) for n, g in pairs]
+            return []
+        states, self._states = self._states, []
+        return [
+            (name, generator)
+            for name, generator, seed, state in states
+            if bytes_of(generator) != state and _seed_of(generator) == seed
+        ]
+
+
+def find_script_generators() -> list[tuple[str, Any]]:
+    """Return the generators in variables of the script, each with a name: those that are local or
+    global in a function that is running, or an attribute of its ``self``. Global generators of a
+    library are left out, and what can't be looked at."""
     names: dict[int, tuple[str, Any]] = {}  # one for each generator
     frame: FrameType | None = sys._getframe(1)
     while frame:
         if not str(frame.f_globals.get("__name__")).startswith("hpc_ddp."):
-            variables = _locals_of(frame)
-            attributes = getattr(variables.get("self"), "__dict__", {})
-            for scope in (frame.f_globals, variables, attributes):
-                names |= {id(g): (n, g) for n, g in list(scope.items()) if rng.is_generator(g)}
+            with suppress(Exception):  # as of a property that raises: no reason to end a training
+                variables = _locals_of(frame)
+                attributes = getattr(variables.get("self"), "__dict__", {})
+                for scope in (frame.f_globals, variables, attributes):
+                    pairs = [(n, g) for n, g in list(scope.items()) if rng.is_generator(g)]
+                    names |= {id(g): (n, g) for n, g in pairs if bytes_of(g)}
         frame = frame.f_back
     numpy: Any = sys.modules.get("numpy.random.mtrand")
     for general in (torch.default_generator, random.__dict__["_inst"], getattr(numpy, "_rand", 0)):
         names.pop(id(general), None)
-    return dict(names.values())
+    return list(names.values())
 
 
 def _locals_of(frame: FrameType) -> dict[str, Any]:

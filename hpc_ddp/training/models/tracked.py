@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.optimizer_state import params_of
 from hpc_ddp.training.checkpoint.state import labels_of, untracked_parameters, unwrap
 from hpc_ddp.training.models.dtensor import step_apart
+from hpc_ddp.training.models.generators import DrawWatch
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
 
@@ -27,6 +28,7 @@ MOST_PARTS = 10_000  # of a level: a replay buffer may be a list
 OF_WEIGHTS = ("state", "param_groups")  # of an optimizer, an entry for each weight
 # Classes by which parameters are this rank's shards, and no DTensors, which say so.
 LOCAL_SHARDS = {"FullyShardedDataParallel", "DeepSpeedEngine"}
+REMEDY = "name it in run.track(…)"
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -73,8 +75,8 @@ def check_models(
     tracked = [unwrap(thing) for thing in objects.values()]
     _check_shards(objects)
     stored = labels_of(objects)
-    for optimizer in (thing for thing in tracked if isinstance(thing, Optimizer)):
-        _check_left_out(objects, set(map(id, parameters_of(optimizer))))
+    optimizers = (thing for thing in tracked if isinstance(thing, Optimizer))
+    _check_left_out(objects, {id(weight) for one in optimizers for weight in parameters_of(one)})
     of_wrapped = {id(weight) for model in wrapped for weight in model.parameters()} - stored.keys()
     for optimizer in (thing for thing in tracked if isinstance(thing, Optimizer)):
         _check_repeated(optimizer, stored)
@@ -133,23 +135,37 @@ def _check_shards(objects: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_left_out(objects: Mapping[str, Any], trained: Collection[int]) -> None:
-    """Raise UsageError for a model whose state dict leaves out one of the `trained` parameters, by
-    their ids; it may have another name there, or be converted."""
+def _check_left_out(objects: Mapping[str, Any], trained: Container[int]) -> None:
+    """Raise UsageError for a model whose state dict leaves out a parameter that is `trained` (its
+    id), and that no other model's has. A model with a part that arranges its state in its own way
+    is passed over, and so is one whose entries may have other names: it has no fewer of them."""
+    saved: set[int] = set()
+    lacking: dict[int, tuple[str, str]] = {}
     for name, model in objects.items():
         plain = unwrap(model)
-        if getattr(type(plain), "state_dict", None) is not torch.nn.Module.state_dict:
-            continue  # a class with one of its own may arrange its weights as it likes
-        entries = plain.state_dict(keep_vars=True)
-        names_and_ids = {*entries, *map(id, entries.values())}
-        for key, weight in plain.named_parameters():
-            is_trained = id(weight) in trained and weight.requires_grad
-            if is_trained and names_and_ids.isdisjoint((key, id(weight))):
-                raise UsageError(
-                    f"the state_dict of {name} leaves out {key}, which is trained: a resume would"
-                    " begin it anew; accepted: a model that leaves out frozen weights alone",
-                    hint=f"requires_grad_(False) for {key}, or no hook that drops it",
-                )
+        if not isinstance(plain, torch.nn.Module) or not all(
+            map(_has_plain_state, plain.modules())
+        ):
+            continue
+        entries, parameters = plain.state_dict(), dict(plain.named_parameters())
+        for key, weight in parameters.items():
+            if key in entries:
+                saved.add(id(weight))
+            elif weight.requires_grad and len(entries) < len(parameters):
+                lacking[id(weight)] = name, key
+    for number, (name, key) in lacking.items():
+        if number in trained and number not in saved:
+            raise UsageError(
+                f"the state_dict of {name} leaves out {key}, which is trained: a resume would begin"
+                " it anew; accepted: a model that leaves out frozen weights alone",
+                hint=f"requires_grad_(False) for {key}, or no hook that drops it",
+            )
+
+
+def _has_plain_state(part: torch.nn.Module) -> bool:
+    """Return whether a module has torch's own methods for its state."""
+    names = ("state_dict", "_save_to_state_dict", "get_extra_state")
+    return all(getattr(type(part), name) is getattr(torch.nn.Module, name) for name in names)
 
 
 def check_copies(
@@ -210,25 +226,22 @@ def add_hook_tables(optimizer: Optimizer) -> None:
 
 
 def warn_of_untracked(
-    objects: Iterable[Any],
-    warn: Callable[[str], None],
-    remedy: str = "name it in run.track(…)",
-    generators: Mapping[str, Any] | None = None,
+    objects: Iterable[Any], warn: Callable[[str], None], remedy: str = REMEDY
 ) -> None:
     """Call `warn` with a text, which ends in `remedy`, for each object that is neither among the
     tracked `objects` nor within one, so that a resume begins it anew: schedulers of a tracked
-    optimizer, optimizers with a state for a tracked model, averages of models, enabled scalers of
-    gradients, and `generators`, random ones that were drawn from, by the name of a variable. Called
-    after a step; it looks at all objects of the process, as `find_living` does."""
+    optimizer, optimizers with a state for a tracked model, averages of models, and enabled scalers
+    of gradients. Called after a step; it looks at all objects of the process, as `find_living`
+    does."""
     within = list(_objects_within(objects))
-    numbers = set(map(id, within))
-    drawn = (generators or {}).items()
-    nouns = [f"a random generator, {name}" for name, one in drawn if id(one) not in numbers]
     if any(_find_untracked(within)):
         gc.collect()  # one that the script has replaced may wait for it
-        nouns += _find_untracked(within)
-    for noun in nouns:
-        warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
+        for noun in _find_untracked(within):
+            warn(_untracked_text(noun, remedy))
+
+
+def _untracked_text(noun: str, remedy: str = REMEDY) -> str:
+    return f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}"
 
 
 def warn_of_stateless(objects: Mapping[str, Any], warn: Callable[[str], None]) -> None:
@@ -249,7 +262,8 @@ _EARLY = 64
 
 class GradientWatch:
     """Warns, once, of gradients that a script accumulates by hand over ``run.step``: one of the
-    first `_EARLY` steps has gradients and no optimizer's update, after a step that had one.
+    first `_EARLY` steps has gradients and no optimizer's update, after a step that had one. Warns
+    also of random generators that a step draws from and no tracked object has (`DrawWatch`).
     Optimizers among the tracked `objects` that are ``capturable`` are left out: their updates may
     be replays of a CUDA graph, which are not seen. `check` is called before each update, which it
     may refuse by an error. All of them are hooked for updates of mixed groups (`step_apart`)."""
@@ -260,7 +274,8 @@ class GradientWatch:
         warn: Callable[[str], None] = print,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+        self._objects, self._draws = list(objects), DrawWatch()
+        optimizers = [thing for thing in self._objects if isinstance(thing, Optimizer)]
         self._optimizers = [
             one for one in optimizers if not any(g.get("capturable") for g in one.param_groups)
         ]
@@ -284,7 +299,12 @@ class GradientWatch:
 
     def end_step(self) -> None:
         """Note whether the step had an update, and call `warn` if gradients are kept over it.
-        Called behind each step."""
+        Called by the script's own thread behind each step."""
+        if drawn := self._draws.end_step():
+            numbers = set(map(id, _objects_within(self._objects)))
+            for name, generator in drawn:
+                if id(generator) not in numbers:
+                    self._warn(_untracked_text(f"a random generator, {name}"))
         has_updated, self.has_updated = self.has_updated, False
         if not self._steps_left:
             return

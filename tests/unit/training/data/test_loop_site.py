@@ -225,6 +225,8 @@ def test_batches_of_another_thread_are_refused(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             for step in run.steps(2):
                 pool.submit(train).result()
+                run.calls.check_batch()
+                pool.submit(run.calls.check_step, False).result()
     """
     play(tmp_path, in_step)
     with pytest.raises(UsageError, match="iterated in another thread"):

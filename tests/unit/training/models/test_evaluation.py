@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -90,9 +91,17 @@ def test_an_average_has_no_forward_of_its_model() -> None:
 def test_an_average_keeps_a_forward_that_is_no_models() -> None:
     """As scripts cut off a head."""
     net: Any = nn.Sequential(nn.Linear(1, 1))
-    net[0].forward = lambda inputs: inputs
+
+    def repeat(inputs: Any, count: int = 0) -> Any:
+        return repeat(inputs, count - 1) if count else inputs
+
+    net[0].forward = repeat
     ema = averaged(net, 0.5)
     assert ema(torch.full((1,), 7.0)).item() == 7.0
+    net.forward = MethodType(lambda self, inputs: self[0](inputs) + 1, net)
+    ema = averaged(net, 0.5)
+    assert ema(torch.full((1,), 7.0)).item() == 8.0
+    assert getattr(ema.module.forward, "__self__", None) is ema.module
 
 
 def test_complex_weights_are_averaged() -> None:

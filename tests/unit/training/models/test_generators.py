@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hpc_ddp.training.models import rng
-from hpc_ddp.training.models.generators import Generators, bytes_of, find_script_generators
-from hpc_ddp.training.models.tracked import warn_of_untracked
+from hpc_ddp.training.models.generators import bytes_of, find_script_generators
+from hpc_ddp.training.models.tracked import GradientWatch
 
 noise = torch.Generator()  # of a script's module
 
@@ -27,24 +27,21 @@ class Proxy:
         raise RuntimeError("outside of a request")
 
 
-def begin_loop(generators: Generators) -> None:
-    generators.begin_loop(0, is_checkpoints=False, is_over=False, is_in_epoch=False)
-
-
 def test_generators_in_variables_of_the_script_are_found() -> None:
     class Trainer:
         def __init__(self) -> None:
             self.masks = np.random.default_rng(3)
             self.proxy = Proxy()
 
-        def train(self) -> dict[str, Any]:
+        def train(self) -> list[tuple[str, Any]]:
             local = random.Random(1)
             kept = local, noise, random.SystemRandom()  # a tuple is not looked into
-            return find_script_generators() if kept else {}
+            return find_script_generators() if kept else []
 
-    generators = Trainer().train()
-    assert {"masks", "local", "noise"} >= generators.keys() >= {"masks", "local"}
-    assert sum(generator is noise for generator in generators.values()) == 1
+    names, generators = zip(*Trainer().train(), strict=True)
+    assert {"masks", "local"} <= set(names)
+    assert sum(generator is noise for generator in generators) == 1
+    assert not any(isinstance(generator, random.SystemRandom) for generator in generators)
 
 
 @pytest.mark.parametrize("make", [torch.Generator, random.Random, np.random.default_rng])
@@ -72,20 +69,41 @@ def test_no_variable_lives_longer_for_it() -> None:
     assert noise is not None  # a module's variables stay
 
 
-def test_a_generator_that_the_loop_draws_from_is_warned_of() -> None:
+def watched(*rounds: Callable[[], object], tracked: Any = None) -> list[str]:
+    """Return the names in the warnings of an attempt whose steps are these calls."""
+    lines: list[str] = []
+    watch = GradientWatch([tracked], lines.append)
+    for step in rounds:
+        step()
+        watch.end_step()
+    return [line.partition(", is in")[0].rpartition(" ")[2] for line in lines]
+
+
+def test_a_generator_that_steps_draw_from_is_warned_of() -> None:
     """In a fresh process a resume would begin it anew, and draw numbers that were drawn before."""
-    generators, lines = Generators([]), list[str]()
-    idle, reseeded, ours = (torch.Generator() for _ in range(3))
+    reseeded, ours, at_epoch = (torch.Generator() for _ in range(3))
     local = np.random.RandomState(3)
-    begin_loop(generators)
-    for drawn in (noise, reseeded.manual_seed(9), ours):
-        torch.rand(1, generator=drawn)
-    local.rand()
-    assert idle.initial_seed() == noise.initial_seed()
+
+    def draw() -> None:
+        for generator in (noise, reseeded.manual_seed(len(seeds)), ours):
+            torch.rand(1, generator=generator)
+        local.rand()
+        seeds.append(0)
+
+    def begin_and_draw() -> None:
+        torch.randperm(3, generator=at_epoch)
+        draw()
+
+    seeds: list[int] = []
     owner = SimpleNamespace(state_dict=dict, generator=ours)
-    warn_of_untracked([owner], lines.append, generators=generators.take_drawn())
-    assert [line.partition(", is in")[0] for line in lines] == [
-        "WARNING: a random generator, noise",
-        "WARNING: a random generator, local",
-    ]
-    assert generators.take_drawn() == {}
+    assert watched(begin_and_draw, draw, draw, tracked=owner) == ["noise", "local"]
+    assert watched(lambda: None, lambda: None, draw) == []
+
+
+def test_what_can_not_be_looked_at_ends_no_training() -> None:
+    class Odd(random.Random):
+        def getstate(self) -> Any:
+            raise NotImplementedError
+
+    odd = Odd()
+    assert watched(odd.random, odd.random) == []

@@ -98,6 +98,25 @@ def test_trained_weights_that_a_model_leaves_out_of_its_state_are_refused() -> N
     check_models({"opt": optimizer, "net": net}, [])
 
 
+def test_weights_may_be_in_another_models_state_or_have_another_name() -> None:
+    def drop(model: Any, entries: Any, prefix: str, metadata: Any) -> None:
+        for key in [key for key in entries if key.startswith(f"{prefix}0.")]:
+            del entries[key]
+
+    def rename(model: Any, entries: Any, prefix: str, metadata: Any) -> None:
+        for key in list(entries):
+            entries[f"old.{key}"] = entries.pop(key).clone()
+
+    backbone = nn.Linear(2, 2)
+    head: Any = nn.Sequential(backbone, nn.Linear(2, 2))
+    head.register_state_dict_post_hook(drop)
+    optimizer = torch.optim.SGD(head.parameters())
+    check_models({"opt": optimizer, "head": head, "backbone": backbone}, [])
+    renamed: Any = nn.Linear(2, 2)
+    renamed.register_state_dict_post_hook(rename)
+    check_models({"opt": torch.optim.SGD(renamed.parameters()), "net": renamed}, [])
+
+
 def untracked(*objects: Any) -> list[str]:
     lines: list[str] = []
     warn_of_untracked(objects, lines.append)
