@@ -33,6 +33,7 @@ WAKE_S = 1.0  # so often a Ctrl-C is noticed
 TIMEOUT_S = 1800.0  # torch's own for gloo
 SHOWN = 8  # ranks, in an error
 REPORT_S = 60.0  # between rank 0's reports that it is still at work
+_reporting = threading.Lock()  # one message at a time, also of a block within another
 READ_S = 2.0  # in which other ranks read that error from a store of rank 0
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
 
@@ -209,8 +210,10 @@ def first_alone(control: Control, wake: Callable[[], object]) -> Iterator[None]:
 
     def report() -> None:
         """Have the others begin another wait, before theirs comes to its limit."""
-        while not is_over.wait(REPORT_S):
-            control.from_first(True)
+        with suppress(RuntimeError):  # the last message has it, too
+            while not is_over.wait(REPORT_S):
+                with _reporting:
+                    control.from_first(True)
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
@@ -219,7 +222,8 @@ def first_alone(control: Control, wake: Callable[[], object]) -> Iterator[None]:
     finally:
         is_over.set()
     thread.join()
-    control.from_first(False)
+    with _reporting:
+        control.from_first(False)
 
 
 def meet(control: Control) -> bool:

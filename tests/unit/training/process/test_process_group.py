@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import os
 import threading
+import time
 from datetime import timedelta
 from queue import Queue
 from types import SimpleNamespace
@@ -408,6 +410,30 @@ def test_the_others_wait_for_rank_0_beyond_the_limit_of_a_wait(
         order.append(0)
     second.join(60)
     assert order == [0, 1]
+
+
+def test_a_block_of_rank_0_within_another_sends_one_message_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_group, "REPORT_S", 0.001)
+    sending, clashes, count = threading.Lock(), list[Any](), itertools.count()
+    enough = threading.Event()
+
+    class Sender(LoneControl):
+        def from_first(self, message: Any) -> Any:
+            if not sending.acquire(blocking=False):
+                clashes.append(message)
+                return message
+            if next(count) > 20:
+                enough.set()
+            time.sleep(0.001)
+            sending.release()
+            return message
+
+    control = Sender()
+    with process_group.first_alone(control, int), process_group.first_alone(control, int):
+        assert enough.wait(60)
+    assert clashes == []
 
 
 def test_after_an_error_of_rank_0_no_other_goes_on() -> None:
