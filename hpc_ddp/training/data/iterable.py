@@ -90,7 +90,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
             set_epoch(stream, epoch)
             if skips:
                 stream = stream.skip(start)
-                if not hasattr(stream, "__iter__"):
+                if not (hasattr(stream, "__iter__") or hasattr(stream, "__getitem__")):
                     raise UsageError(
                         f"{type(self.dataset).__name__}.skip({start}) has returned {stream!r:.80};"
                         " accepted: the rest of the data set, to iterate over",

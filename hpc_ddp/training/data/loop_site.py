@@ -37,29 +37,35 @@ class LoopSite:
 
     def is_left(self) -> bool:
         """Return whether the script has left the ``for`` that asks for the loop's elements, by the
-        line that it is at now. A ``for`` in a generator does not count, as in a progress bar's, but
-        its caller's. False where nothing shows it: another thread, a ``next``, a script that can't
-        be read or was changed. No finalizer may call it, since Python can't parse amid parsing."""
-        loop = self._loop()
-        if loop is None or self.thread != threading.get_ident():
+        line that it is at now. A ``for`` in a generator alone does not count, as in a progress
+        bar's: its caller's does, too. False where nothing shows it: another thread, a ``next``, a
+        script that can't be read or was changed. No finalizer may call it, since Python can't parse
+        amid parsing."""
+        loops = self._loops()
+        if not loops or self.thread != threading.get_ident():
             return False
-        code, offset, lines = loop
         frame: FrameType | None = sys._getframe(1)
-        # At the offset itself the ``for`` asks another loop, as in a second call of a function.
-        while frame and not (
-            frame.f_code is code and frame.f_lasti != offset and frame.f_lineno in lines
-        ):
+        while frame:
+            # At the offset itself a ``for`` asks another loop, as in a second call of a function.
+            offset, lines = loops.get(frame.f_code, (frame.f_lasti, range(0)))
+            if frame.f_lasti != offset and frame.f_lineno in lines:
+                return False
             frame = frame.f_back
-        return frame is None
+        return True
 
-    def _loop(self) -> tuple[CodeType, int, range] | None:
-        """Return the code, the bytecode offset and the lines of the ``for``: that of the script's
-        last call that is at one, and that can't be suspended, as generators and coroutines are."""
+    def _loops(self) -> dict[CodeType, tuple[int, range]]:
+        """Return the bytecode offset and the lines of the ``for`` of each call that is at one, by
+        code: the script's last one that can't be suspended, as generators and coroutines are, and
+        those up to it. None without such a one."""
+        loops: dict[CodeType, tuple[int, range]] = {}
         for code, offset in self._calls:
-            is_at_for = instruction_at(code, offset) == "FOR_ITER" and not code.co_flags & SUSPENDED
-            if is_at_for and (lines := _lines_of_loop(code, offset)):
-                return code, offset, lines
-        return None
+            if instruction_at(code, offset) != "FOR_ITER":
+                continue
+            if lines := _lines_of_loop(code, offset):
+                loops[code] = offset, lines
+                if not code.co_flags & SUSPENDED:
+                    return loops
+        return {}
 
 
 def _lines_of_loop(code: CodeType, offset: int) -> range:

@@ -93,7 +93,9 @@ def test_a_loop_is_left_though_a_name_keeps_its_generator(
     run = play(tmp_path, text)
     assert run.places == [False, False, True, True]
     run.calls.abandon(run.position)
-    assert run.position.abandoned == {1: ("steps", 9)}
+    assert run.position.abandoned == {}  # it may be asked for more
+    with run.calls.in_loop("steps", 20, True, run.position):
+        assert run.position.abandoned == {1: ("steps", 9)}
 
 
 def test_a_second_loop_may_follow_and_outlives_the_first_generator(tmp_path: Path) -> None:
@@ -142,6 +144,19 @@ def test_a_loop_in_parts_goes_on(tmp_path: Path) -> None:
     assert run.places == [False, False, True] * 3
     assert (run.resumed, run.position.abandoned) == (3, {})
     assert run.calls.loop is None
+
+
+def test_a_generator_of_the_script_is_in_its_loop_behind_its_yield(tmp_path: Path) -> None:
+    text = """
+        def trainer():
+            for step in run.steps(3):
+                yield step
+                run.note()
+        for step in trainer():
+            run.note()
+        run.note()
+    """
+    assert play(tmp_path, text).places == [False] * 6 + [True]
 
 
 def test_a_kept_loop_that_is_replaced_was_left_by_break(tmp_path: Path) -> None:
