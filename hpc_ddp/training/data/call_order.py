@@ -39,7 +39,6 @@ class CallOrder:
         self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
         self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
         self._is_left_by_break = False  # and not by an exception
-        self._doubtful = 0  # number of a loop that `is_outside` has ended
         self._thread: int | None = None  # that has asked for the last batch
         self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
         self._is_abandoned = False  # whether an attempt before has left that loop for good
@@ -77,7 +76,6 @@ class CallOrder:
                 f"WARNING: run.{loop}({total}) comes twice: a resume in the second one would begin"
                 " in the first; accepted: loops of different totals"
             )
-        self._doubtful = 0
         self.number += not self.has_looped or (loop, total) != (self._kind, self.total)
         number, done = self.number, position.epoch if loop == "epochs" else position.step
         self._is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
@@ -119,14 +117,13 @@ class CallOrder:
         generator is still there, since a name keeps it, as that of a progress bar, ends here."""
         if self.loop and self._site and self._site.is_left():
             self._note_break(by_break=True)
-            self._doubtful = self.number
             self.loop = None
         return self.loop is None
 
     def go_on(self, site: LoopSite, position: Position) -> bool:
         """Called when the script has asked the loop at `site` for another element. Return whether
         the loop was taken for left, as one in parts is between them (``islice(loop, 100)``): it is
-        not any more. Raise UsageError if a later loop has begun."""
+        not any more, here and in `position`. Raise UsageError if a later loop has begun."""
         if self._site is not site:
             raise UsageError(
                 "a loop of the run was asked for more after a later one had begun",
@@ -137,7 +134,8 @@ class CallOrder:
         if self.loop:
             return False
         self.loop, position.is_behind = self._kind, False
-        self._broken.pop(self.number, None)
+        for loops in (self._broken, position.abandoned):
+            loops.pop(self.number, None)
         return True
 
     def _note_break(self, by_break: bool) -> None:
@@ -154,10 +152,8 @@ class CallOrder:
 
     def abandon(self, position: Position) -> None:
         """Note in `position` the loops that were left by ``break``. Called for a call behind them,
-        which shows that the script does not come back to them, as it may after an error. The last
-        loop is left out where its generator is there: the script may ask it for more."""
-        broken = {n: entry for n, entry in self._broken.items() if n != self._doubtful}
-        position.abandoned = {**position.abandoned, **broken}
+        which shows that the script does not come back to them, as it may after an error."""
+        position.abandoned = {**position.abandoned, **self._broken}
 
     @property
     def has_looped(self) -> bool:
