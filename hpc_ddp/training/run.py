@@ -156,7 +156,8 @@ class Run(ModelSetup):
             if not is_over and self._loader is not None and self._loader.is_epoch_done:
                 self.position.begin_epoch()
             self._begin_loop(is_over)
-            self._own_data.warn_of_epoch(self.position, is_over)
+            if not is_over:
+                self._own_data.warn_of_epoch(self.position)
             while not is_over and self.position.epoch < total:
                 self._consensus.restart_step()
                 self._timer.start_step()

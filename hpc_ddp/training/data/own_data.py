@@ -30,13 +30,10 @@ class OwnData:
     def __init__(self, is_likely: bool, warn: Callable[[str], None]) -> None:
         self._is_likely, self._warn = is_likely, warn
 
-    def warn_of_epoch(self, position: Position, is_over: bool = False) -> None:
-        """Called before the first epoch of a loop; nothing is done for one that `is_over`. If the
-        epoch was partly done, warn, once: its first samples are seen again. At the start of an
-        epoch samples are repeated only where the iteration of a DataLoader is under way by now;
-        then `warn_of_step` looks again."""
-        if is_over:
-            return
+    def warn_of_epoch(self, position: Position) -> None:
+        """Called before the loop's first epoch. If the epoch was partly done, warn, once: its first
+        samples are seen again. At the start of an epoch samples are repeated only where the
+        iteration of a DataLoader is under way by now; then `warn_of_step` looks again."""
         if self._is_likely and not position.epoch_steps:
             self._is_likely = is_own_loader_open()
         elif self._is_likely:

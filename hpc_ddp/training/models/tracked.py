@@ -75,10 +75,10 @@ def check_models(
     tracked = [unwrap(thing) for thing in objects.values()]
     _check_shards(objects)
     stored = labels_of(objects)
-    optimizers = (thing for thing in tracked if isinstance(thing, Optimizer))
+    optimizers = [thing for thing in tracked if isinstance(thing, Optimizer)]
     _check_left_out(objects, {id(weight) for one in optimizers for weight in parameters_of(one)})
     of_wrapped = {id(weight) for model in wrapped for weight in model.parameters()} - stored.keys()
-    for optimizer in (thing for thing in tracked if isinstance(thing, Optimizer)):
+    for optimizer in optimizers:
         _check_repeated(optimizer, stored)
         if any(id(weight) in of_wrapped for weight in parameters_of(optimizer)):
             raise UsageError(
