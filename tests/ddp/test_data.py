@@ -70,9 +70,9 @@ def make_loader(
     return Loader(
         dataset,
         cut,
-        check=lambda: None,
-        sync=lambda on: None,
-        batch_done=lambda: None,
+        check_batch=lambda: None,
+        set_sync=lambda on: None,
+        end_batch=lambda: None,
         **place,
         **options,
     )

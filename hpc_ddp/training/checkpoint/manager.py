@@ -128,8 +128,9 @@ class CheckpointManager:
         notes = put_back.find_ignored_settings(objects, tree, self.trained)
         self._put_back(objects, tree, checkpoint, added)
         self._loaded = Loaded(objects, tree, checkpoint, self.trained, added)
-        for note in notes if self._dims.rank == 0 else ():
-            say(note)
+        if self._dims.rank == 0:
+            for note in notes:
+                say(note)
         vars(self._position).update(checkpoint.index.shared["position"])
         self._best_values = BestValues(Best(**checkpoint.index.shared["best"]))
         self._written, self.resumed = self._identity(), True
@@ -142,9 +143,10 @@ class CheckpointManager:
         """At the first call note, for each tracked model, which parameters need gradients and which
         parts are in training mode: later differences count as the loop's changes. Later calls do
         nothing."""
-        modules = [unwrap(thing) for thing in self.objects.values()] if not self._has_noted else ()
+        if self._has_noted:
+            return
         self._has_noted = True
-        for module in modules:
+        for module in map(unwrap, self.objects.values()):
             if isinstance(module, torch.nn.Module):
                 self.trained.note_flags(module)
 

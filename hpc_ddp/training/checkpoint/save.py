@@ -248,7 +248,7 @@ class Checkpoints(Restorer):
 
     def _prepare(self, content: Content) -> tuple[Claim, Any]:
         """Wait until the state is copied, and set `stall_s` with the time of the copy; return this
-        rank's claim, and its `Payload`."""
+        rank's claim, and what `_write` is to be given: here its `Payload`."""
         self.stall_s = content.stall_s + content.buffer.wait()
         return payload_of(content, self.node)
 
@@ -285,9 +285,9 @@ class Checkpoints(Restorer):
         return written or NON_FINITE
 
     def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
-        """On rank 0: write index and manifest of a draft from the ranks' `answers`, and publish it.
-        If weights are not finite, or the attempt is superseded, remove it; the outcome has that
-        error. Raise OSError if the disk refuses, and what `before_publishing` raises."""
+        """On rank 0: write index and manifest of a draft from the ranks' `answers` (of `_write`, no
+        `Failure` among them), and publish it. If weights are not finite, or the attempt is
+        superseded, remove it; the outcome has that error. Raise OSError."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))

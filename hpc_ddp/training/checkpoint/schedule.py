@@ -56,9 +56,9 @@ class BestValues:
         self._unsaved_at: int | None = None  # the step of the best one's weights: its save failed
 
     def judge(self, value: float, higher: bool) -> bool:
-        """Return whether `value` is the best one now, still without a checkpoint; else the best
-        one's `stale` grows by 1. `higher`: greater values are better. NaN is never the best value;
-        the first value that is a number is."""
+        """Note `value`: if it is better than all before, it becomes `best`, without a checkpoint
+        yet; else `best.stale` grows by 1. Return whether it is better. `higher`: greater values
+        are better. NaN is never the best value; the first value that is a number is."""
         best = self.best
         beats = best.value is None or (value > best.value if higher else value < best.value)
         is_best = beats and not math.isnan(value)

@@ -16,7 +16,7 @@ from hpc_ddp.training.process.failure import OuterError
 
 if TYPE_CHECKING:
     from hpc_ddp.training.data.loader import Loader
-    from hpc_ddp.training.data.order import Position
+    from hpc_ddp.training.data.order import LoopKey, Position
 
 Kind = Literal["epochs", "steps"]
 
@@ -37,10 +37,10 @@ class CallOrder:
         self._kind: Kind | None = None  # of that loop, or of the last one
         self.is_checkpoints = False  # whether the checkpoint is of that loop, or of its end
         self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
-        self._broken: dict[int, tuple[str, int]] = {}  # loops left by ``break``, as in `Position`
+        self._broken: dict[int, LoopKey] = {}  # loops left by ``break``, as in `Position`
         self._is_left_by_break = False  # and not by an exception
         self._thread: int | None = None  # that has asked for the last batch
-        self._abandoned: dict[int, tuple[str, int]] = {}  # as of the checkpoint
+        self._abandoned: dict[int, LoopKey] = {}  # as of the checkpoint
         self._is_abandoned = False  # whether an attempt before has left that loop for good
         self._outer_error = OuterError()  # of `start`, or of the last loop
 

@@ -149,9 +149,9 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
             return micro_batch, [rows_of(tensor, indices) for tensor in tensors]
         guard = rng.untouched() if get_worker_info() is None else nullcontext()
         with guard:
-            block = partial(self._batch, epoch, indices)
-            repeat = partial(self._sample, epoch, indices[-1])
-            return micro_batch, self.seeds.fetch(epoch, block, repeat)
+            fetch_batch = partial(self._batch, epoch, indices)
+            refetch_last = partial(self._sample, epoch, indices[-1])
+            return micro_batch, self.seeds.fetch(epoch, fetch_batch, refetch_last)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         """Return the collated samples of an epoch at some indices; changes the global

@@ -39,9 +39,10 @@ class Loader:
     *peek*: an iteration that is closed before a step, or that is opened while another one is open)
     changes nothing. `samples` is the size of the data set, None for a stream.
 
-    The loader calls `check` before each batch of an iteration but its first, `sync` before each
-    micro-batch with whether the micro-batch ends a step, and `batch_done` when the loop asks for
-    another batch; `timed` wraps the batches. With `rolls` the end of an epoch begins the next one.
+    The loader calls `check_batch` before each batch of an iteration but its first, `set_sync`
+    before each micro-batch with whether the micro-batch ends a step, and `end_batch` when the loop
+    asks for another batch; `time_batches` wraps the batches. With `rolls` the end of an epoch
+    begins the next one.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Loader:
         seed: int,
         position: Position,
         device: torch.device,
-        check: Callable[[], None],
-        sync: Callable[[bool], None],
-        batch_done: Callable[[], None],
-        timed: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+        check_batch: Callable[[], None],
+        set_sync: Callable[[bool], None],
+        end_batch: Callable[[], None],
+        time_batches: Callable[[Iterator[Any]], Iterator[Any]] = iter,
         warn: Callable[[str], None] | None = None,
         shuffle: bool | None = None,
         **options: Any,
@@ -76,7 +77,8 @@ class Loader:
         self.clear()
         self.is_before_loop = False  # of a run: then a look is at the first batch of all
         self._plan, self._position, self._device = plan, position, device
-        self._check, self._sync, self._batch_done, self._timed = check, sync, batch_done, timed
+        self._check_batch, self._set_sync, self._end_batch = check_batch, set_sync, end_batch
+        self._time_batches = time_batches
         if self.samples is not None and not plan.steps(self.samples):
             raise UsageError(
                 f"the training set has {self.samples} samples; accepted: enough for one step"
@@ -187,7 +189,7 @@ class Loader:
         one from before the peek. Raise UsageError for a second batch outside of a run's loop, for a
         batch in the loop by an iterator that was begun before it, for a second batch in an epoch
         that is done, and for a data set whose size has changed; HpcDdpError for a loader worker
-        that died. Errors of the data set and of `batch_done` come through.
+        that died. Errors of the data set and of `end_batch` come through.
         """
         check_size(size_of(self.dataset), self.samples)
         if self._warn and self._batches.persistent_workers:
@@ -196,15 +198,15 @@ class Loader:
         before = self.batch
         current: Batch | None = None
         try:
-            for micro_batch, content in self._timed(watched(batches, iteration.begin)):
+            for micro_batch, content in self._time_batches(watched(batches, iteration.begin)):
                 self._open.add(iteration)  # also in a later epoch
                 if current:
-                    self._check()
+                    self._check_batch()
                     check_begun(iteration.is_early)
                     check_not_done(iteration.is_done)
                 end += micro_batch.total if micro_batch.ends_step else 0
                 self.batch = current = Batch(micro_batch, end, is_trained=iteration.is_done)
-                self._sync(micro_batch.ends_step)
+                self._set_sync(micro_batch.ends_step)
                 beat()
                 iteration.add_batch(current)
                 self._seeds.warns = False  # the next loader workers get it so
@@ -212,12 +214,12 @@ class Loader:
                 self._share_step(current, iteration.is_peek and not iteration.is_done)
                 self.batch = current  # a peek has one of its own
                 if not iteration.is_done:
-                    self._batch_done()
+                    self._end_batch()
             self._end_pass(iteration)
         except GeneratorExit:
             if self.batch is current and (iteration.is_done or not current.is_trained):
                 self.batch = before
-                self._sync(before.micro_batch.ends_step)
+                self._set_sync(before.micro_batch.ends_step)
                 iteration.end()
             raise
         finally:
@@ -254,8 +256,8 @@ class Loader:
     def _end_kept_look(self, by_loop: bool) -> None:
         """If the iteration about to begin is `by_loop`, end the open looks: iterations by ``next``
         that had no step, and whose iterators the script keeps."""
-        for iteration in [*self._open] if by_loop else ():
-            if not (iteration.by_loop or iteration.has_step):
+        for iteration in [*self._open]:
+            if by_loop and not (iteration.by_loop or iteration.has_step):
                 iteration.end()
                 self._open.discard(iteration)
 

@@ -16,6 +16,7 @@ from hpc_ddp.core.errors import UsageError
 
 LISTED = 1 << 20  # the most samples whose order is a list, which takes 4 MB, and some ms
 ODD = 0x5851F42D4C957F2D  # the multiplier of Knuth's MMIX generator
+LoopKey = tuple[str, int]  # of a loop: "epochs" or "steps", and how many of them
 
 
 @dataclass
@@ -35,9 +36,9 @@ class Position:
     epoch: int = 0
     samples: int = 0
     epoch_steps: int = 0
-    abandoned: dict[int, tuple[str, int]] = field(default_factory=dict)
+    abandoned: dict[int, LoopKey] = field(default_factory=dict)
     loops: int = 0
-    loop: tuple[str, int] | None = None
+    loop: LoopKey | None = None
     has_ended: bool = False
     passes: int = 0
     is_behind: bool = field(default=False, compare=False)

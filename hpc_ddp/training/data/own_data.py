@@ -84,8 +84,9 @@ class StatefulLoaders:
         self.on_first_batch: Callable[[], object] | None = None
         # Whether `on_first_batch` will be called: not if the script asks for batches before a loop.
         self.is_watched = is_resumed and bool(sources)
-        for source in sources if is_resumed else ():
-            _call_at_iter(source, self._begin)
+        if is_resumed:
+            for source in sources:
+                _call_at_iter(source, self._begin)
 
     def has_left(self, batches: int) -> bool:
         """Return whether this many batches are left of a loader's epoch, of as many steps. The

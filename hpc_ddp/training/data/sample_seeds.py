@@ -57,37 +57,43 @@ class SampleSeeds:
             seeder(derive(number, index) % 2**32)
 
     def fetch(
-        self, epoch: int, block: Callable[[], T], repeat: Callable[[], object] | None = None
+        self,
+        epoch: int,
+        fetch_batch: Callable[[], T],
+        refetch_last: Callable[[], object] | None = None,
     ) -> T:
-        """Return `block()`, the samples of one batch. At the first call of an epoch the data set is
-        searched for transforms that can be seeded, since the loop may have set new ones. If `block`
-        itself makes some, and `repeat` is given, `block` is called again, now with their seeds.
+        """Return `fetch_batch()`, the samples of one batch. At the first call of an epoch the data
+        set is searched for transforms that can be seeded, since the loop may have set new ones. If
+        `fetch_batch` itself makes some, and `refetch_last` is given, `fetch_batch` is called again,
+        now with their seeds.
 
         At the first call of all, with `warns`, warn of state that a resume would lose: a generator
-        that `block` has changed, or a stream's own count of its epochs. `repeat` fetches the
-        block's last sample again: a generator of the data set that is then in the same state is
-        seeded, not lost.
+        that `fetch_batch` has changed, or a stream's own count of its epochs. `refetch_last`
+        fetches the batch's last sample again: a generator of the data set that is then in the same
+        state is seeded, not lost. It is None for a stream, which can't do that.
         """
         if epoch == self._epoch:
-            return block()
+            return fetch_batch()
         self._epoch, self._samples = epoch, 0
-        return self._fetch_first(block, repeat)
+        return self._fetch_first(fetch_batch, refetch_last)
 
-    def _fetch_first(self, block: Callable[[], T], repeat: Callable[[], object] | None) -> T:
-        """Search the data set, call `block`, search again, and return what `block` returned. If
-        `block` has made new transforms, and `repeat` is given, call `block` once more. Warn, at the
-        first call of all; see `fetch`."""
+    def _fetch_first(
+        self, fetch_batch: Callable[[], T], refetch_last: Callable[[], object] | None
+    ) -> T:
+        """Do the work of an epoch's first `fetch`: search the data set, call `fetch_batch`, search
+        again, call it once more where it has made transforms, and return its samples. Print the
+        warnings at the first call of all."""
         self._find()
         worker = get_worker_info()
         warns = self.warns and not (worker and worker.id)
         before, attributes = _states_of(self._generators), plain_attributes(self._dataset)
-        content, count = block(), len(self._seeders)
+        content, count = fetch_batch(), len(self._seeders)
         self._find()
-        if repeat and len(self._seeders) > count:
-            content = block()
+        if refetch_last and len(self._seeders) > count:
+            content = fetch_batch()
         if warns:
             self.warns = False
-            self._warn_of_generators(before, repeat)
+            self._warn_of_generators(before, refetch_last)
             self._warn_of_count(attributes)
         return content
 
@@ -111,22 +117,22 @@ class SampleSeeds:
                 self._seeders.append((zlib.crc32(self._twins[place].encode()), seeder))
 
     def _warn_of_generators(
-        self, before: Mapping[str, bytes], repeat: Callable[[], object] | None
+        self, before: Mapping[str, bytes], refetch_last: Callable[[], object] | None
     ) -> None:
         """Print a warning of the first generator whose state is not as `before` (states by place),
-        or that is new; none if `repeat` leaves it in the same state (see `fetch`), or for a stream
-        with ``set_epoch``, which a resume calls as well."""
+        or that is new; none if `refetch_last` leaves it in the same state (see `fetch`), or for a
+        stream with ``set_epoch``, which a resume calls as well."""
         if isinstance(self._dataset, IterableDataset) and hasattr(self._dataset, "set_epoch"):
             return
         states = _states_of(self._generators)
         changed = [place for place in states if states[place] != before.get(place)]
-        if changed and repeat:
-            repeat()
+        if changed and refetch_last:
+            refetch_last()
         after = _states_of(self._generators)
         for place in sorted(changed):
-            is_of_collate = place.startswith("collate_fn")  # which `repeat` does not call
+            is_of_collate = place.startswith("collate_fn")  # which `refetch_last` does not call
             # Else each sample seeds it.
-            if is_of_collate or not repeat or after.get(place) != states[place]:
+            if is_of_collate or not refetch_last or after.get(place) != states[place]:
                 source = "collate_fn" if is_of_collate else "the data set"
                 say(
                     f"WARNING: {source} draws from a generator of its own, {place}: after a resume"

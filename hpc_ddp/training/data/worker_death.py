@@ -32,11 +32,11 @@ _REPORT = re.compile(
 
 
 def watched(
-    batches: DataLoader[Any], begun: Callable[[], None] = lambda: None
+    batches: DataLoader[Any], on_begin: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[MicroBatch, Any]]:
     """Yield each micro-batch of a loader of `batches_of` with its content; errors of the data set
-    come through. `begun` is called before the first micro-batch is made, and after the loader has
-    drawn its own random numbers.
+    come through. `on_begin` is called before the first micro-batch is made, and after the loader
+    has drawn its own random numbers.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def watched(
         a loader worker has died; the message names the signal or the exit code
     """
     try:
-        yield from _watched(batches, begun)
+        yield from _watched(batches, on_begin)
     except RuntimeError as error:  # torch's handler of SIGCHLD, while the first error was explained
         death = _explain(error, ())  # it raises once for each loader
         if death is None:
@@ -53,7 +53,7 @@ def watched(
 
 
 def _watched(
-    batches: DataLoader[Any], begun: Callable[[], None]
+    batches: DataLoader[Any], on_begin: Callable[[], None]
 ) -> Iterator[tuple[MicroBatch, Any]]:
     """Do what `watched` does; raise RuntimeError if torch's handler interrupts the explanation. An
     HpcDdpError that the data set raises in a worker loses the traceback in its message."""
@@ -65,7 +65,7 @@ def _watched(
         is_cpu = torch.get_default_device() == CPU
         with nullcontext() if is_cpu else torch.device("cpu"):
             iterator = iter(batches)
-        begun()
+        on_begin()
         for batch in iterator:
             yield batch.micro_batch, batch.content
     except HpcDdpError as error:

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Container, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -130,10 +130,17 @@ def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
     return place is not None and place[0] == 0
 
 
-def copies_of(tensor: Any) -> list[tuple[Any, int, bool]]:
+class CopyGroup(NamedTuple):
+    """A process group whose ranks have the same part of a DTensor."""
+
+    group: Any
+    first: int  # the group's first rank, counted over all ranks
+    is_first: bool  # whether this rank is that one
+
+
+def copies_of(tensor: Any) -> list[CopyGroup]:
     """Return the process groups whose ranks have the same part of a DTensor, one group for each
-    dimension of the mesh that replicates it over several ranks. Each entry has the group, the
-    group's first rank, counted over all ranks, and whether this rank is the first."""
+    dimension of the mesh that replicates it over several ranks."""
     mesh = tensor.device_mesh
     groups = [
         mesh.get_group(axis)
@@ -142,7 +149,7 @@ def copies_of(tensor: Any) -> list[tuple[Any, int, bool]]:
     ]
     firsts = [dist.get_global_rank(group, 0) for group in groups]
     return [
-        (group, first, first == dist.get_rank())
+        CopyGroup(group, first, first == dist.get_rank())
         for group, first in zip(groups, firsts, strict=True)
     ]
 
@@ -172,7 +179,9 @@ def make_copies_equal(model: torch.nn.Module, device: torch.device) -> None:
             continue
         sharded: Any = parameter.detach()
         part = sharded.to_local()
-        for group, first, _ in copies_of(parameter) if part.numel() else ():
+        if not part.numel():
+            continue
+        for group, first, _ in copies_of(parameter):
             sent = part.to(device).contiguous()
             dist.broadcast(sent.view(-1).view(torch.uint8), first, group)
             if sent.data_ptr() != part.data_ptr():

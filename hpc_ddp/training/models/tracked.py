@@ -124,8 +124,9 @@ def _check_repeated(optimizer: Optimizer, labels: Mapping[int, str]) -> None:
 
 def _check_shards(objects: Mapping[str, Any]) -> None:
     """Raise UsageError for a model, or a part of one, of a class of `LOCAL_SHARDS`."""
-    for name, model in objects.items():
-        for part in model.modules() if isinstance(model, torch.nn.Module) else ():
+    models = {n: thing for n, thing in objects.items() if isinstance(thing, torch.nn.Module)}
+    for name, model in models.items():
+        for part in model.modules():
             if names := LOCAL_SHARDS & {kind.__name__ for kind in type(part).__mro__}:
                 raise UsageError(
                     f"{name} is a {min(names)}, each rank's shard of which looks like a whole"

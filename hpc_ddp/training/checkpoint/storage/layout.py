@@ -160,7 +160,9 @@ def _cells(cuts: Sequence[Cut], outer: Box, box: Box) -> Iterator[tuple[Shape, B
     chunk = -(-size[dim] // count)
     low = box[0][dim] - start[dim]
     first, last = max(low, 0), min(low + box[1][dim], size[dim])
-    for place in range(first // chunk, -(-last // chunk)) if first < last else ():
+    if first >= last:
+        return
+    for place in range(first // chunk, -(-last // chunk)):
         begin, end = _part(size[dim], count, place)
         inner_start = (*start[:dim], start[dim] + begin, *start[dim + 1 :])
         inner_size = (*size[:dim], end - begin, *size[dim + 1 :])

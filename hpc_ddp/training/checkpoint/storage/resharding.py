@@ -75,7 +75,9 @@ class Sharing:
         """Overwrite `numbers`, a contiguous tensor on the CPU, with that of the rank `root`, which
         is counted over all ranks. It is a collective of `group`, the default one if it is None."""
         content = numbers.view(-1).view(torch.uint8)
-        for chunk in torch.split(content, CHUNK) if len(content) else ():
+        if not len(content):  # which `split` would make one part of
+            return
+        for chunk in torch.split(content, CHUNK):
             on_device = chunk.to(self._device) if self.rank == root else self._like(chunk)
             dist.broadcast(on_device, root, group)
             if on_device is not chunk and self.rank != root:

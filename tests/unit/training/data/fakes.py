@@ -41,7 +41,7 @@ class EndlessStream(IterableDataset[float]):
 
 def make_loader(dataset: Any = None, cut: BatchPlan | None = None, **options: Any) -> Loader:
     fields: dict[str, Any] = {"position": Position(), "device": CPU, "seed": 1}
-    fields |= {"check": lambda: None, "sync": lambda on: None, "batch_done": lambda: None}
+    fields |= {"check_batch": lambda: None, "set_sync": lambda on: None, "end_batch": lambda: None}
     return Loader(dataset or Numbers(), cut or BatchPlan(4, 0, 1), **{**fields, **options})
 
 

@@ -117,7 +117,10 @@ def test_loaders_have_the_attributes_that_scripts_print() -> None:
 def test_a_loader_advances_the_position_with_each_step() -> None:
     position, synced = Position(), list[bool]()
     batches = make_loader(
-        cut=BatchPlan(8, 0, 1, accumulate=2), position=position, sync=synced.append, shuffle=False
+        cut=BatchPlan(8, 0, 1, accumulate=2),
+        position=position,
+        set_sync=synced.append,
+        shuffle=False,
     )
     samples = []
     for batch in batches:
@@ -309,7 +312,7 @@ def test_a_shard_pads_nothing() -> None:
 
 
 def test_a_loader_outside_its_loop_gives_one_batch() -> None:
-    loader = make_noisy_loader(check=_refuse)
+    loader = make_noisy_loader(check_batch=_refuse)
     assert torch.equal(next(iter(loader)), next(iter(make_noisy_loader())))
     with pytest.raises(UsageError, match="outside"):
         list(loader)
@@ -337,8 +340,8 @@ def test_a_peek_costs_no_sample_and_no_save(moment: str, keeps: bool, persistent
     loader: Loader = make_loader(
         cut=BatchPlan(8, 0, 1, accumulate=2),
         position=position,
-        sync=synced.append,
-        batch_done=lambda: done.append(position.samples) if loader.batch.is_trained else None,
+        set_sync=synced.append,
+        end_batch=lambda: done.append(position.samples) if loader.batch.is_trained else None,
         **({"num_workers": 1, "persistent_workers": True} if persistent else {}),
     )
     whole = [batch.tolist() for batch in make_loader(cut=BatchPlan(8, 0, 1, accumulate=2))]
