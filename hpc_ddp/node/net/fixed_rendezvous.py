@@ -31,7 +31,7 @@ from typing import Any
 ASK_EVERY_S = 1.0  # for a restart that another node wants; it also shows that the store is there
 LOOK_EVERY_S = 0.1  # of the first node for the others; a `wait` that is in vain prints warnings
 GRACE_S = 60.0  # of the others: the first node, which may join later, can name the missing ones
-NAMED = 8  # of the nodes that are missing
+MOST_NAMED = 8  # of the nodes that are missing
 FORGED = "the state of the rendezvous is not from this attempt: a stranger has written it"
 WANTED, JOINED, BEGUN, CLOSED = "wanted", "joined", "begun", "closed"
 
@@ -145,11 +145,11 @@ class FixedRendezvous:
             if time.monotonic() > end:
                 pairs = zip(keys, self.hosts, strict=True)
                 missing = [host for key, host in pairs if not self._call(self.store.check, [key])]
-                more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-                raise self._timeout_error(f"{', '.join(missing[:NAMED])}{more} did not join")
+                more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+                raise self._timeout_error(f"{', '.join(missing[:MOST_NAMED])}{more} did not join")
             time.sleep(LOOK_EVERY_S)
         for rank, content in enumerate(self._call(self.store.multi_get, keys)):
-            self._word(f"{JOINED}/{rank}", content, (JOINED,))
+            self._verify(f"{JOINED}/{rank}", content, (JOINED,))
 
     def _wait_for_outcome(self, end: float) -> None:
         """Return once the round has begun. Raise RendezvousTimeoutError `GRACE_S` after `end`, a
@@ -204,12 +204,12 @@ class FixedRendezvous:
 
     def _read(self, name: str, *words: str) -> str:
         """Return which of `words` the key `name` of the next round stands for, '' where the store
-        has no such key. Raise RendezvousStateError as `_word`."""
+        has no such key. Raise RendezvousStateError as `_verify`."""
         if not self._call(self.store.check, [self._key(name)]):
             return ""
-        return self._word(name, self._call(self.store.get, self._key(name)), words)
+        return self._verify(name, self._call(self.store.get, self._key(name)), words)
 
-    def _word(self, name: str, content: bytes, words: Sequence[str]) -> str:
+    def _verify(self, name: str, content: bytes, words: Sequence[str]) -> str:
         """Return which of `words` the `content` of the key `name` stands for; raise
         RendezvousStateError for any other content."""
         from torch.distributed.elastic.rendezvous import RendezvousStateError

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 PATIENCE_S = 900.0  # SlurmdTimeout is 300 s by default, and noticed a third later
 PAUSE_S = 5.0
 ASK_EVERY_S = 30.0
-DEPUTIES = (1, 2)  # by index: few, since all would ask the controller
+DEPUTY_INDICES = (1, 2)  # by index: few, since all would ask the controller
 
 
 def watch(place: Place, environ: dict[str, str]) -> threading.Event:
     """Return an event that is set once Slurm has taken the first node from the job. For this a
-    thread is started that asks Slurm every `ASK_EVERY_S`, but only on the `DEPUTIES`: on other
-    nodes, and without Slurm, the event is never set.
+    thread is started that asks Slurm every `ASK_EVERY_S`, but only on the `DEPUTY_INDICES`: on
+    other nodes, and without Slurm, the event is never set.
 
     torchrun on this node notices the loss later: it waits for an answer of the rendezvous as long
     as TCP does, a quarter of an hour where the link is cut.
@@ -45,7 +45,7 @@ def watch(place: Place, environ: dict[str, str]) -> threading.Event:
             if nodes and place.nodes[0] not in nodes:
                 is_gone.set()
 
-    if place.index in DEPUTIES and "SLURM_JOB_ID" in environ:
+    if place.index in DEPUTY_INDICES and "SLURM_JOB_ID" in environ:
         threading.Thread(target=look, daemon=True).start()
     return is_gone
 

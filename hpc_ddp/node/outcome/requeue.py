@@ -29,7 +29,7 @@ from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
 
 PAUSE_S = 5.0
 SECOND_ANSWER_S = 5.0  # how long a second answer of Slurm is waited for
-TRIES = 120  # to requeue a job, each after a look at Slurm's record of the job
+REQUEUE_TRIES = 120  # to requeue a job, each after a look at Slurm's record of the job
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
 
@@ -112,8 +112,8 @@ def _requeue(
 
     The code is 0 if the run goes on, also where this attempt is not the current one; `CAN_GO_ON`
     where the job is cancelled or over by now, or where neither a requeue nor a refusal has come
-    until `_last_moment` or in `TRIES` tries; the reason is printed. Raises OSError if the run's
-    folder can't be read or written.
+    until `_last_moment` or in `REQUEUE_TRIES` tries; the reason is printed. Raises OSError if the
+    run's folder can't be read or written.
     """
     job_id = own_id(environ)
     give_up = _last_moment(attempt, environ)
@@ -122,7 +122,7 @@ def _requeue(
     soon = min(give_up, time.monotonic() + SECOND_ANSWER_S)
     job = ask(job_id, is_quiet=True, give_up=soon) or facts.job
     is_refused = False
-    for _ in range(TRIES):
+    for _ in range(REQUEUE_TRIES):
         job = job or ask(job_id, give_up=give_up)
         if job is None and time.monotonic() > give_up - PAUSE_S:
             break

@@ -20,11 +20,11 @@ from hpc_ddp.core.accelerators import usable
 from hpc_ddp.node.preflight.messages import report
 
 TURNS = 5  # in which a node meets at least three others, where there are that many
-REPEATS = 5  # of an exchange, of which the best counts: disturbances only slow down
+EXCHANGE_REPEATS = 5  # of an exchange, of which the best counts: disturbances only slow down
 TIMEOUT_S = 30.0  # of the group, on nodes that are not busy
-SMALL, LARGE = 256 << 10, 4 << 20  # elements of an exchange, 1 and 16 MiB
+SMALL_ELEMENTS, LARGE_ELEMENTS = 256 << 10, 4 << 20  # elements of an exchange, 1 and 16 MiB
 FAST_MB_S = 100.0
-REDUCED = 1 << 20  # elements of the all-reduce, 4 MiB
+ALL_REDUCE_ELEMENTS = 1 << 20  # elements of the all-reduce, 4 MiB
 
 
 def import_torch() -> Any:
@@ -103,19 +103,21 @@ class Meter:
         bytes as sent that only lie in its buffer. Large tensors follow only if that speed is over
         `FAST_MB_S`: a slow link must not keep the other members waiting.
         """
-        speed = self._best_speed(peer, SMALL)
+        speed = self._best_speed(peer, SMALL_ELEMENTS)
         speed_there = self._tensor(1, 0.0)
         self._swap(self._tensor(1, speed), speed_there, peer)
         speed = min(speed, float(speed_there.item()))
         if speed > FAST_MB_S:
-            speed = max(speed, self._best_speed(peer, LARGE))
+            speed = max(speed, self._best_speed(peer, LARGE_ELEMENTS))
         return speed
 
     def _best_speed(self, peer: int, count: int) -> float:
-        """Exchange `count` elements with the rank `peer` `REPEATS` times; return the best speed in
-        MB/s. The peer has to call this too."""
+        """Exchange `count` elements with the rank `peer` `EXCHANGE_REPEATS` times; return the best
+        speed in MB/s. The peer has to call this too."""
         outgoing, incoming = self._tensor(count, 1.0), self._tensor(count, 0.0)
-        return max(_speed(count, self._swap(outgoing, incoming, peer)) for _ in range(REPEATS))
+        return max(
+            _speed(count, self._swap(outgoing, incoming, peer)) for _ in range(EXCHANGE_REPEATS)
+        )
 
     def _swap(self, outgoing: Any, incoming: Any, peer: int) -> float:
         """Send `outgoing` to the rank `peer` while `incoming` is filled with what the peer sends;
@@ -197,7 +199,7 @@ def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None
             report(trouble=members[peer], check="bandwidth", why=why, turn=turn)
             return
     meter.all_reduce(1)  # makes the links that it needs
-    speed, is_right = meter.all_reduce(REDUCED)
+    speed, is_right = meter.all_reduce(ALL_REDUCE_ELEMENTS)
     values = {"exchange_mb_s": round(max(speeds), 1), "all_reduce_mb_s": round(speed, 1)}
     report(values=values)
     if not is_right:

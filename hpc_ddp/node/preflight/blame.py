@@ -11,9 +11,9 @@ from typing import Any
 from hpc_ddp.core.console.units import speed
 from hpc_ddp.node.preflight.links import LINK_S
 
-SLOW = 5  # times slower than usual is a fault, while processors are free
-AGREE = 2  # partners that have to be late with a node, lest chance or one of them is the reason
-SHOWN = 32  # nodes and findings in the event, whatever the number of nodes
+SLOW_FACTOR = 5  # times slower than usual is a fault, while processors are free
+AGREEING_PARTNERS = 2  # have to be late with a node, lest chance or one of them is the reason
+MOST_SHOWN = 32  # nodes and findings in the event, whatever the number of nodes
 
 # Sets of checks: their faults may be caused by Slurm's controller or another node; any other node
 # would have them as well; they need a second opinion, by other partners.
@@ -113,10 +113,13 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
     reach itself.
 
     Where all failed checks of a node were late, and there are more than two nodes, the node gets
-    the fault only if `AGREE` of its partners that get no fault are in these checks; else a note.
+    the fault only if `AGREEING_PARTNERS` of its partners that get no fault are in these checks;
+    else a note.
     """
     unfit = {node for node, report in reports.items() if report.faults}
-    busy = {node for node, r in reports.items() if r.values.get("delay_s", 0.0) > LINK_S / SLOW}
+    busy = {
+        node for node, r in reports.items() if r.values.get("delay_s", 0.0) > LINK_S / SLOW_FACTOR
+    }
     rows = [
         (node, trouble)
         for node, report in reports.items()
@@ -138,7 +141,7 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
         reasons.append("the files that it writes do not appear on the first node")
         partners = {end for pair in pairs if node in pair for end in pair} - covering
         is_late = all(trouble.late for end, trouble in rows if node in (end, trouble.peer))
-        if is_late and len(partners) < AGREE < len(reports):
+        if is_late and len(partners) < AGREEING_PARTNERS < len(reports):
             reports[node].notes.append(f"not confirmed: {reasons[0]}")
         else:
             reports[node].faults.append((check, reasons[0]))
@@ -183,8 +186,8 @@ def blame_exchange(reports: Reports) -> None:
 
 def blame_slow(reports: Reports) -> None:
     """Add a fault to nodes whose best speed is lower than the median of all nodes, divided by
-    `SLOW` and by `strain`. Nodes without a measured speed are left out."""
-    slack = SLOW * strain(reports)
+    `SLOW_FACTOR` and by `strain`. Nodes without a measured speed are left out."""
+    slack = SLOW_FACTOR * strain(reports)
     best = {
         node: report.values["exchange_mb_s"]
         for node, report in reports.items()
@@ -198,10 +201,10 @@ def blame_slow(reports: Reports) -> None:
 
 
 def strain(reports: Reports) -> float:
-    """Return the highest load per processor of all nodes, but 1 at least and `SLOW` at most: by
-    this factor a healthy node may be slower."""
+    """Return the highest load per processor of all nodes, but 1 at least and `SLOW_FACTOR` at most:
+    by this factor a healthy node may be slower."""
     loads = [float(report.values.get("load", 0.0)) for report in reports.values()]
-    return min(float(SLOW), max([1.0, *loads]))
+    return min(float(SLOW_FACTOR), max([1.0, *loads]))
 
 
 def confirm(first: Reports, second: Reports) -> None:
@@ -222,9 +225,9 @@ def outcome(reports: Reports) -> dict[str, Any]:
     ``bad_nodes`` are the nodes with faults, but none where all nodes have one fault in common: no
     node is to blame for that. ``hopeless`` is True where other nodes would have this fault as well.
     ``why`` is this fault, or else the first fault of three nodes at most, with the number of
-    further ones. ``report`` has `SHOWN` nodes at most, those with faults or notes first.
-    ``summary`` has the number of nodes; the `SHOWN` most frequent texts of faults and notes, each
-    with the number of its nodes and the first of them; and the `_quantiles` of all values.
+    further ones. ``report`` has `MOST_SHOWN` nodes at most, those with faults or notes first.
+    ``summary`` has the number of nodes; the `MOST_SHOWN` most frequent texts of faults and notes,
+    each with the number of its nodes and the first of them; and the `_quantiles` of all values.
     """
     unfit = [node for node, report in reports.items() if report.faults]
     shared = _shared_checks(reports)
@@ -240,7 +243,7 @@ def outcome(reports: Reports) -> dict[str, Any]:
     counts = Counter(text for row in texts.values() for text in dict.fromkeys(row))
     first = {text: node for node in reversed(texts) for text in texts[node]}
     odd_first = sorted(reports, key=lambda node: (not reports[node].faults, not texts[node]))
-    selection = set(odd_first[:SHOWN])
+    selection = set(odd_first[:MOST_SHOWN])
     return {
         "ok": not unfit,
         "bad_nodes": [] if shared else unfit,
@@ -249,7 +252,7 @@ def outcome(reports: Reports) -> dict[str, Any]:
         "report": {node: _journaled(reports[node]) for node in reports if node in selection},
         "summary": {
             "nodes": len(reports),
-            "texts": {text: [n, first[text]] for text, n in counts.most_common(SHOWN)},
+            "texts": {text: [n, first[text]] for text, n in counts.most_common(MOST_SHOWN)},
             "quantiles": _quantiles(report.values for report in reports.values()),
         },
     }

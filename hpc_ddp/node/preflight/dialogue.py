@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hpc_ddp.node.preflight.blame import SLOW, NodeReport, Reports
+from hpc_ddp.node.preflight.blame import SLOW_FACTOR, NodeReport, Reports
 from hpc_ddp.node.preflight.checks import GPU_S
 from hpc_ddp.node.preflight.messages import MARK
 
@@ -116,10 +116,10 @@ class Dialogue:
 
         A node can't complete the stage if its task has ended, or if it has no torch; nodes with
         other faults are still waited for. The time limit is that of `STAGES`, times `slack`, or
-        `SLOW` times the median time of the nodes that have completed the stage, if that is longer.
-        The limit begins anew each time that a node is done: so a lost node is late by comparison
-        with the others, however many or busy they are. Until the first node has completed the
-        stage, the limit is `first_s` seconds, if given.
+        `SLOW_FACTOR` times the median time of the nodes that have completed the stage, if that is
+        longer. The limit begins anew each time that a node is done: so a lost node is late by
+        comparison with the others, however many or busy they are. Until the first node has
+        completed the stage, the limit is `first_s` seconds, if given.
 
         Raises
         ------
@@ -147,7 +147,7 @@ class Dialogue:
                 ]
                 if answered:  # the end of a task says nothing of the time that others need
                     durations += [progress_at - begin] * len(answered)
-                    limit_s = max(shortest_s * slack, SLOW * median(durations))
+                    limit_s = max(shortest_s * slack, SLOW_FACTOR * median(durations))
             waiting = pending
         late = f"{fault} within {time.monotonic() - begin:.0f} s"
         for node in nodes:

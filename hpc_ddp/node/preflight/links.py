@@ -16,24 +16,24 @@ from pathlib import Path
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight.messages import report
 
-PARTNERS = 8  # of each node: with up to nine nodes, all others
+PARTNERS_PER_NODE = 8  # of each node: with up to nine nodes, all others
 LINK_S = 16.0  # for each answer of a connection
 LATE = (TimeoutError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 VISIBLE_S = 15.0  # until a file that one node has written is there on another
-PAYLOAD = 256 << 10  # bytes each way: more than fits into small packets
+PAYLOAD_BYTES = 256 << 10  # bytes each way: more than fits into small packets
 
 
 def partners(nodes: Sequence[str], node: str, again: bool = False) -> list[str]:
-    """Return the nodes that `node` checks, at most `PARTNERS`, [] for a lone node. Equally many
-    nodes check `node`.
+    """Return the nodes that `node` checks, at most `PARTNERS_PER_NODE`, [] for a lone node. Equally
+    many nodes check `node`.
 
     All nodes form a ring, and each node has its partners at the same distances along the ring; with
     `again` the distances are other ones. From 17 nodes on all distances are below half of the ring:
     no two nodes check each other.
     """
-    count = min(PARTNERS, len(nodes) - 1)
+    count = min(PARTNERS_PER_NODE, len(nodes) - 1)
     index, half = nodes.index(node), max(count, (len(nodes) - 1) // 2)
-    first = 2 if again and len(nodes) > PARTNERS + 1 else 1
+    first = 2 if again and len(nodes) > PARTNERS_PER_NODE + 1 else 1
     strides = [first + number * half // count for number in range(count)]
     return [nodes[(index + stride) % len(nodes)] for stride in strides]
 
@@ -78,7 +78,7 @@ class _Answer(socketserver.StreamRequestHandler):
         with contextlib.suppress(OSError):
             if hmac.compare_digest(self.rfile.readline(100).strip(), self.server.secret):
                 self.wfile.write(f"{self.server.node}\n".encode())
-                self.wfile.write(self.rfile.read(PAYLOAD))
+                self.wfile.write(self.rfile.read(PAYLOAD_BYTES))
 
 
 def reach(node: str, address: str, port: int, secret: str) -> None:
@@ -98,8 +98,8 @@ def reach(node: str, address: str, port: int, secret: str) -> None:
         name = lines.readline(300).decode(errors="replace").strip()
         if name != node:
             raise OSError(f"{name or 'something else'} answers there")
-        peer.sendall(bytes(PAYLOAD))
-        if len(lines.read(PAYLOAD)) < PAYLOAD:
+        peer.sendall(bytes(PAYLOAD_BYTES))
+        if len(lines.read(PAYLOAD_BYTES)) < PAYLOAD_BYTES:
             raise ConnectionResetError("the connection was closed in the middle")
 
 
@@ -177,7 +177,7 @@ def check_partners(place: Place, ports: Mapping[str, int], folder: Path, secret:
     has written the `secret` to a file of its own name in `folder`, which is on a shared disk.
     """
     peers = [node for node in ports if node != place.node]
-    with ThreadPoolExecutor(2 * PARTNERS + 1) as pool:
+    with ThreadPoolExecutor(2 * PARTNERS_PER_NODE + 1) as pool:
         delay = pool.submit(own_delay, place.node, ports[place.node], secret)
         links = [pool.submit(link_trouble, place, peer, ports[peer], secret) for peer in peers]
         files = [pool.submit(file_trouble, folder, peer, secret) for peer in peers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_ddp.core.journal.events import PreflightEnded
-from hpc_ddp.node.preflight.blame import SHOWN, NodeReport, outcome
+from hpc_ddp.node.preflight.blame import MOST_SHOWN, NodeReport, outcome
 from hpc_ddp.report.tables import preflight_table
 from unit.node.preflight.fakes import reports_of
 
@@ -23,7 +23,7 @@ def test_a_large_preflights_table_has_the_odd_nodes_and_what_is_usual() -> None:
     }
     reports["n77"].faults.append(("tmpdir", "full"))
     lines = preflight_table(PreflightEnded(**outcome(reports), seconds=1.0)).splitlines()
-    assert len(lines) == 1 + SHOWN + 3
+    assert len(lines) == 1 + MOST_SHOWN + 3
     assert any(line.startswith("n77 ") and line.endswith("tmpdir") for line in lines)
     assert lines[-3].split() == ["(lowest", "of", "101)", *"----", "-", "100", "MB/s", "-", "-"]
     assert [line.split()[8] for line in lines[-3:]] == ["100", "150", "200"]

@@ -91,8 +91,8 @@ class Ticking(Clock):
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock = Ticking(0.0)
     monkeypatch.setattr(bandwidth, "time", clock)
-    monkeypatch.setattr(bandwidth, "SMALL", 1000)
-    monkeypatch.setattr(bandwidth, "LARGE", 10000)
+    monkeypatch.setattr(bandwidth, "SMALL_ELEMENTS", 1000)
+    monkeypatch.setattr(bandwidth, "LARGE_ELEMENTS", 10000)
 
     def full(shape: tuple[int], number: float, dtype: Any, device: str) -> torch.Tensor:
         return torch.full(shape, number)
@@ -104,7 +104,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_best_of_several_exchanges_counts(fake: Any) -> None:
     assert Meter(fake, "cpu").exchange(2) == pytest.approx(4 * 1000 / 0.1 / 1e6)
-    small = [("send", 1000, 2), ("receive", 1000, 2)] * bandwidth.REPEATS
+    small = [("send", 1000, 2), ("receive", 1000, 2)] * bandwidth.EXCHANGE_REPEATS
     assert fake.distributed.operations == [*small, ("send", 1, 2), ("receive", 1, 2)]
 
 
@@ -125,7 +125,7 @@ def test_a_gpu_is_waited_for(fake: Any) -> None:
     waits: list[int] = []
     fake.accelerator = SimpleNamespace(synchronize=lambda: waits.append(1))
     Meter(fake, "xpu").exchange(2)
-    assert len(waits) == bandwidth.REPEATS + 1
+    assert len(waits) == bandwidth.EXCHANGE_REPEATS + 1
 
 
 def test_a_sum_is_right_or_wrong(fake: Any) -> None:
@@ -159,7 +159,7 @@ def test_speeds_are_reported(lines: Lines) -> None:
     meter: Any = FakeMeter()
     measure(meter, ["n1", "n2", "n3"], 0, 1)
     assert meter.peers == [1, 2]
-    assert meter.counts == [1, bandwidth.REDUCED]
+    assert meter.counts == [1, bandwidth.ALL_REDUCE_ELEMENTS]
     assert lines() == [{"values": {"exchange_mb_s": 99.1, "all_reduce_mb_s": 7.8}}]
     wrong: Any = FakeMeter(right=False)
     measure(wrong, ["n1", "n2"], 0, 1)

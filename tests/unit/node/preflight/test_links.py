@@ -25,7 +25,7 @@ from unit.node.fakes import place_of
 def test_each_node_is_checked_as_often_as_it_checks(count: int, again: bool) -> None:
     nodes = [f"n{index}" for index in range(count)]
     checked = Counter(peer for node in nodes for peer in partners(nodes, node, again))
-    per_node = min(count - 1, links.PARTNERS)
+    per_node = min(count - 1, links.PARTNERS_PER_NODE)
     for node in nodes:
         peers = partners(nodes, node, again)
         assert node not in peers
@@ -37,9 +37,9 @@ def test_each_node_is_checked_as_often_as_it_checks(count: int, again: bool) -> 
 def test_many_nodes_check_no_pair_twice_and_have_other_partners_again(count: int) -> None:
     nodes = [f"n{index}" for index in range(count)]
     pairs = [{node, peer} for node in nodes for peer in partners(nodes, node)]
-    assert len({frozenset(pair) for pair in pairs}) == count * links.PARTNERS
+    assert len({frozenset(pair) for pair in pairs}) == count * links.PARTNERS_PER_NODE
     news = {*partners(nodes, "n0", again=True)} - {*partners(nodes, "n0")}
-    assert len(news) == (links.PARTNERS if count > 32 else 1)
+    assert len(news) == (links.PARTNERS_PER_NODE if count > 32 else 1)
 
 
 # --- links ---------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_a_connection_that_is_closed_in_the_middle() -> None:
             with peer, peer.makefile("rb") as received:
                 received.readline()
                 peer.sendall(b"b\n")
-                received.read(links.PAYLOAD)
+                received.read(links.PAYLOAD_BYTES)
 
         thread = threading.Thread(target=answer)
         thread.start()

@@ -17,7 +17,7 @@ from hpc_ddp.core.journal.line_reader import LONGEST_LINE
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.bandwidth import TURNS, partner
-from hpc_ddp.node.preflight.blame import SHOWN, NodeReport, confirm, outcome
+from hpc_ddp.node.preflight.blame import MOST_SHOWN, NodeReport, confirm, outcome
 from hpc_ddp.node.preflight.dialogue import Command
 from hpc_ddp.node.preflight.driver import conclude, examine
 from hpc_ddp.node.preflight.links import LINK_S, partners
@@ -183,5 +183,5 @@ def test_the_event_has_a_bounded_size(
     (event,) = raw_events(run.path)
     assert len(json.dumps(event)) < LONGEST_LINE / 2
     assert (event["summary"]["nodes"], len(event["bad_nodes"])) == (count, count)
-    assert len(event["report"]) == min(count, SHOWN)
+    assert len(event["report"]) == min(count, MOST_SHOWN)
     assert event["summary"]["quantiles"]["load"] == [0, (count - 1) / 2, count - 1]

@@ -186,7 +186,7 @@ def test_a_requeue_is_given_up_after_a_while(
     printed: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requeue, "TRIES", 4)
+    monkeypatch.setattr(requeue, "REQUEUE_TRIES", 4)
     slurm_commands.answer_by(
         "scontrol",
         f"[ $1 = show ] && printf '{SHOWN_JOB.format('RUNNING', 2)}' || "
