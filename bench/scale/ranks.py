@@ -16,7 +16,6 @@ import os
 import resource
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from crews import (  # type: ignore[import-not-found]  # noqa: E402  # of the te
     Crew,
     Zygote,
 )
+from patient_epoll import preload_patient_epoll  # noqa: E402
 
 from hpc_ddp.core.checkpoints import published, read_manifest  # noqa: E402
 from hpc_ddp.core.run_folder import RunFolder  # noqa: E402
@@ -93,17 +93,6 @@ class Trial:
         save = events["checkpoint"][-1]
         size = f"{len(files) + 1} files, {save['bytes'] / 1e6:.1f} MB, {len(index.layouts)} layouts"
         print(f"- {newest.name}: {size}, written in {save['write_s']:.2f} s", flush=True)
-
-
-def preload_patient_epoll() -> None:
-    """Start this program again with patient_epoll.c preloaded, unless it is."""
-    if "patient_epoll" in os.environ.get("LD_PRELOAD", ""):
-        return
-    library = Path(tempfile.mkdtemp()) / "patient_epoll.so"
-    source = Path(__file__).with_name("patient_epoll.c")
-    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    os.environ["LD_PRELOAD"] = str(library)
-    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def main() -> None:

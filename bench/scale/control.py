@@ -1,15 +1,23 @@
 """Measures the messages between ranks: one Gloo group of all beside the tree of small groups.
 
-``python bench/control.py [RANKS …]`` (16 64 128) forks so many ranks from one process that has
-imported torch, lets each make the two controls of a run, and prints the connections of the rank
-that has most, the seconds until all have made them, and the median of an agreement on a stop. All
-ranks share this machine's cores, so the times compare the two ways and say nothing of a cluster.
+``python bench/scale/control.py [RANKS …]`` (16 64 128 512) forks so many ranks from one process
+that has imported torch, lets each make the two controls of a run, and prints the connections of the
+rank that has most, the seconds until all have made them, and the median of an agreement on a stop.
+Above 128 ranks only the tree is played. Idle threads of Gloo look for messages less often
+(patient_epoll.c; needs gcc).
+
+All ranks share this machine's cores, so an agreement takes at least the processor time of all ranks
+in it, divided by the cores. With the time of its hops in a row (`hops_of`), each as slow as the
+slowest hundredth that hops.py has measured under load, this is the formula for any number of ranks;
+on a cluster, where each node has cores of its own, the first part is that of one node. The share of
+a rank is measured with the fewest ranks, and the formula is printed beside each measurement.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import statistics
 import sys
@@ -20,6 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hops import hops_of
+from patient_epoll import preload_patient_epoll
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers its backend
 
@@ -28,6 +38,8 @@ from hpc_ddp.training.process.control_tree import TreeControl
 from hpc_ddp.training.process.environment import DistEnv
 
 ROUNDS = 50
+MOST_IN_ONE_GROUP = 128
+HOP_S = 0.00423  # at p99, beside busy loops: bench/results/2026-11-26-ranks.md
 TIMEOUT = timedelta(seconds=600)
 
 
@@ -60,16 +72,20 @@ def work(kind: type[Control], rank: int, ranks: int, port: int) -> dict[str, Any
     made_s = time.monotonic() - began
     count = connections() - before
     seconds = []
+    used = resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(ROUNDS):
         began = time.monotonic()
         controls[0].start_max(torch.zeros(4, dtype=torch.int64)).wait()
         seconds.append(time.monotonic() - began)
+    end = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = (end.ru_utime + end.ru_stime - used.ru_utime - used.ru_stime) / ROUNDS
     controls[0].barrier()
-    return {"connections": count, "made_s": made_s, "agreed_s": statistics.median(seconds)}
+    agreed_s = statistics.median(seconds)
+    return {"connections": count, "made_s": made_s, "agreed_s": agreed_s, "cpu_s": cpu_s}
 
 
 def measure(kind: type[Control], ranks: int) -> dict[str, float]:
-    """Fork the ranks; return the largest of each figure."""
+    """Fork the ranks; return the largest of each figure, and the mean of ``cpu_s``."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -90,19 +106,30 @@ def measure(kind: type[Control], ranks: int) -> dict[str, float]:
         os.waitpid(pid, 0)
     del store
     assert len(figures) == ranks, f"{ranks - len(figures)} of {ranks} ranks have failed"
-    return {name: max(figure[name] for figure in figures) for name in figures[0]}
+    largest = {name: max(figure[name] for figure in figures) for name in figures[0]}
+    return largest | {"cpu_s": statistics.fmean(figure["cpu_s"] for figure in figures)}
 
 
 def main() -> None:
     """Print the table."""
-    print("| ranks | way | connections of a rank, at most | made in | agreement, median |")
-    print("|---|---|---|---|---|")
-    for ranks in [int(word) for word in sys.argv[1:]] or [16, 64, 128]:
+    preload_patient_epoll()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    print("| ranks | way | connections of a rank, at most | made in | agreement, median |", end="")
+    print(" CPU time of a rank | by the formula | measured / formula |")
+    print("|---|---|---|---|---|---|---|---|")
+    shares: dict[str, float] = {}  # CPU time of a rank in an agreement, with the fewest ranks
+    for ranks in [int(word) for word in sys.argv[1:]] or [16, 64, 128, 512]:
         for name, kind in (("one group", Control), ("tree", TreeControl)):
+            if kind is Control and ranks > MOST_IN_ONE_GROUP:
+                continue
             figures = measure(kind, ranks)
+            share = shares.setdefault(name, figures["cpu_s"])
+            formula_s = ranks * share / (os.cpu_count() or 1) + hops_of(ranks) * HOP_S
             print(
                 f"| {ranks} | {name} | {figures['connections']:.0f} | {figures['made_s']:.1f} s |"
-                f" {1000 * figures['agreed_s']:.1f} ms |",
+                f" {1000 * figures['agreed_s']:.1f} ms | {1000 * figures['cpu_s']:.2f} ms |"
+                f" {1000 * formula_s:.1f} ms | {figures['agreed_s'] / formula_s:.2f} |",
                 flush=True,
             )
 
