@@ -10,7 +10,8 @@ compare the counts.
 
 A rehearsal starts a run, counts while it only trains, has a job of a higher priority preempt it,
 and lets it finish in its second attempt; `--cut` lets nodes lose their network before that, all at
-once. Needs root, gcc, bpftrace, a mounted debugfs, and what `make cluster` needs.
+once; with `--log` each rank prints a line in each step, five a second. Needs root, gcc, bpftrace, a
+mounted debugfs, and what `make cluster` needs.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Rehearsal:
     cluster: Cluster
     workers: int
     python: str
+    logs: bool = False  # whether each rank prints a line in each step
     phases: dict[str, Phase] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -129,7 +131,7 @@ class Rehearsal:
         argv += ["--nproc-per-node", str(self.workers), "--cpus-per-node", "8"]
         argv += ["--partition", "low", "--python", self.python, "--time", "5:00:00"]
         argv += ["--runs-dir", str(DISK / "runs"), *more, str(HERE / "stand_in.py")]
-        argv += [str(MEMORY), str(DISK / "state")]
+        argv += [str(MEMORY), str(DISK / "state"), *(["--log"] if self.logs else [])]
         env = {**self.cluster.env(), "PYTHONPATH": str(package)}
         print(self.cluster.run(*argv, env=env, cwd=DISK).stdout, flush=True)
         return self.queue()[-1]
@@ -322,7 +324,7 @@ def rig(size: int, is_forked: bool = True) -> Iterator[tuple[Cluster, str]]:
 def rehearse(size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Play on a cluster of that size, and return the summary."""
     with rig(size, not options.exec) as (cluster, python):
-        rehearsal = Rehearsal(cluster, options.workers, python)
+        rehearsal = Rehearsal(cluster, options.workers, python, options.log)
         rehearsal.figures["memory used by the idle rig, MB"] = used_mb()
         try:
             rehearsal.play(options.settle, options.seconds, options.cut)
@@ -343,13 +345,14 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds before that")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training that are counted")
     parser.add_argument("--cut", type=int, default=0, help="nodes that lose their network")
+    parser.add_argument("--log", action="store_true", help="each rank prints a line in each step")
     parser.add_argument("--exec", action="store_true", help="start each process as a cluster does")
     parser.add_argument("--output", type=Path, help="a file of JSON lines to append to")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with wide_limits():
         for size in options.nodes:
-            result = rehearse(size, options) | {"exec": options.exec}
+            result = rehearse(size, options) | {"exec": options.exec, "log": options.log}
             print(json.dumps(result, indent=1), flush=True)
             if options.output:
                 with options.output.open("a") as file:

@@ -2,7 +2,7 @@
 
 It asks nothing of the shared disk but what its ranks have to: rank 0 writes its step when it is
 told to stop, and each reads it at the start. What the rehearsal wants to know of a rank, and tells
-it, lies in a folder in memory (argv[1]).
+it, lies in a folder in memory (argv[1]). With ``--log`` each rank prints a line in each step.
 """
 
 import os
@@ -20,6 +20,8 @@ step = int(state.read_text()) if state.exists() else 0
 while not stopped and not (memory / "finish").exists():
     time.sleep(0.2)
     step += 1
+    if "--log" in sys.argv:
+        print(f"step {step}", flush=True)
 if stopped:
     (memory / f"stopped-{attempt}-{rank}").touch()
     if rank == "0":
