@@ -64,7 +64,7 @@ class CallOrder:
                 "run.track was not called: a checkpoint would hold nothing",
                 hint="run.track(model=model, optimizer=optimizer) before the loop",
             )
-        if not self.is_outside():
+        if not self.is_outside(begins=True):
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
         if not self.has_looped:
             self._abandoned = position.abandoned
@@ -112,10 +112,11 @@ class CallOrder:
             return kind == loop and (is_its_number or not self._is_abandoned)
         return kind == loop and is_its_number and not is_over
 
-    def is_outside(self) -> bool:
-        """Return whether the script is in no loop. A loop that it has left by ``break``, and whose
-        generator is still there, since a name keeps it, as that of a progress bar, ends here."""
-        if self.loop and self._site and self._site.is_left():
+    def is_outside(self, begins: bool = False) -> bool:
+        """Return whether the script is in no loop; with `begins` it is about to begin one. A loop
+        that it has left by ``break``, and whose generator is still there, since a name keeps it, as
+        that of a progress bar, ends here."""
+        if self.loop and self._site and self._site.is_left(begins):
             self._note_break(by_break=True)
             self.loop = None
         return self.loop is None

@@ -35,20 +35,21 @@ class LoopSite:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def is_left(self) -> bool:
+    def is_left(self, begins: bool) -> bool:
         """Return whether the script has left the ``for`` that asks for the loop's elements, by the
-        line that it is at now. A ``for`` in a generator alone does not count, as in a progress
-        bar's: its caller's does, too. False where nothing shows it: another thread, a ``next``, a
-        script that can't be read or was changed. No finalizer may call it, since Python can't parse
-        amid parsing."""
+        line that it is at now. With `begins` another loop is about to begin: a ``for`` that asks
+        for an element then asks for that loop's first one, as in a second call of a function; else
+        the body may be called in place of an element, as by ``map(train, run.steps(9))``. A ``for``
+        in a generator alone does not count, as in a progress bar's: its caller's does, too. False
+        where nothing shows it: another thread, a ``next``, a script that can't be read or was
+        changed. No finalizer may call it, since Python can't parse amid parsing."""
         loops = self._loops()
         if not loops or self.thread != threading.get_ident():
             return False
         frame: FrameType | None = sys._getframe(1)
         while frame:
-            # At the offset itself a ``for`` asks another loop, as in a second call of a function.
-            offset, lines = loops.get(frame.f_code, (frame.f_lasti, range(0)))
-            if frame.f_lasti != offset and frame.f_lineno in lines:
+            offset, lines = loops.get(frame.f_code, (0, range(0)))
+            if frame.f_lineno in lines and not (begins and frame.f_lasti == offset):
                 return False
             frame = frame.f_back
         return True

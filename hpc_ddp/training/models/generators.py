@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
-import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import torch
 
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.rng import GeneratorState
-
-ALONE = 3  # references to a frame's dictionary: the frame's, one variable's, one argument's
 
 
 class Generators:
@@ -107,68 +100,6 @@ class Generators:
 
     def _states_of_tracked(self) -> dict[str, dict[str, Any]]:
         return {name: generator.state_dict() for name, generator in self._tracked.items()}
-
-
-class DrawWatch:
-    """Finds the generators of the script that its second step draws from."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._states: list[tuple[str, Any, int | None, bytes]] = []  # as of the first step's end
-
-    def end_step(self) -> list[tuple[str, Any]]:
-        """Called by the script at the end of each step; return nothing but at the second one: the
-        generators that have another state than at the first one, each with a variable's name. One
-        of torch's that was seeded meanwhile is left out."""
-        self._steps += 1
-        if self._steps == 1:
-            pairs = find_script_generators()
-            self._states = [(n, g, _seed_of(g), bytes_of(g)) for n, g in pairs]
-            return []
-        states, self._states = self._states, []
-        return [
-            (name, generator)
-            for name, generator, seed, state in states
-            if bytes_of(generator) != state and _seed_of(generator) == seed
-        ]
-
-
-def find_script_generators() -> list[tuple[str, Any]]:
-    """Return the generators in variables of the script, each with a name: those that are local or
-    global in a function that is running, or an attribute of its ``self``. Global generators of a
-    library are left out, and what can't be looked at."""
-    names: dict[int, tuple[str, Any]] = {}  # one for each generator
-    frame: FrameType | None = sys._getframe(1)
-    while frame:
-        if not str(frame.f_globals.get("__name__")).startswith("hpc_ddp."):
-            with suppress(Exception):  # as of a property that raises: no reason to end a training
-                variables = _locals_of(frame)
-                attributes = getattr(variables.get("self"), "__dict__", {})
-                for scope in (frame.f_globals, variables, attributes):
-                    pairs = [(n, g) for n, g in list(scope.items()) if rng.is_generator(g)]
-                    names |= {id(g): (n, g) for n, g in pairs if bytes_of(g)}
-        frame = frame.f_back
-    numpy: Any = sys.modules.get("numpy.random.mtrand")
-    for general in (torch.default_generator, random.__dict__["_inst"], getattr(numpy, "_rand", 0)):
-        names.pop(id(general), None)
-    return list(names.values())
-
-
-def _locals_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame, by name. Up to Python 3.12 the frame itself keeps what
-    it returns of a function, so that outputs of the model would live as long as the function: that
-    is emptied, unless the script has it, too, from ``locals()``."""
-    variables: Any = frame.f_locals
-    copied = dict(variables)
-    is_of_function = isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-    if is_of_function and sys.getrefcount(variables) == ALONE:
-        variables.clear()
-    return copied
-
-
-def _seed_of(generator: Any) -> int | None:
-    """Return the seed that a generator of torch was given last; None for another library's."""
-    return generator.initial_seed() if isinstance(generator, torch.Generator) else None
 
 
 def bytes_of(generator: Any) -> bytes:

@@ -19,7 +19,6 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.optimizer_state import params_of
 from hpc_ddp.training.checkpoint.state import labels_of, untracked_parameters, unwrap
 from hpc_ddp.training.models.dtensor import step_apart
-from hpc_ddp.training.models.generators import DrawWatch
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
 
@@ -137,36 +136,33 @@ def _check_shards(objects: Mapping[str, Any]) -> None:
 
 
 def _check_left_out(objects: Mapping[str, Any], trained: Container[int]) -> None:
-    """Raise UsageError for a model whose state dict leaves out a parameter that is `trained` (its
-    id), and that no other model's has. A model with a part that arranges its state in its own way
-    is passed over, and so is one whose entries may have other names: it has no fewer of them."""
+    """Raise UsageError for a model that would not load, from its own state dict, a parameter that
+    is `trained` (its id), and that no other model has. A class with a ``load_state_dict`` of its
+    own decides by itself."""
     saved: set[int] = set()
     lacking: dict[int, tuple[str, str]] = {}
     for name, model in objects.items():
         plain = unwrap(model)
-        if not isinstance(plain, torch.nn.Module) or not all(
-            map(_has_plain_state, plain.modules())
-        ):
+        if not isinstance(plain, torch.nn.Module):
             continue
         entries, parameters = plain.state_dict(), dict(plain.named_parameters())
-        for key, weight in parameters.items():
-            if key in entries:
-                saved.add(id(weight))
-            elif weight.requires_grad and len(entries) < len(parameters):
-                lacking[id(weight)] = name, key
+        saved |= {id(weight) for key, weight in parameters.items() if key in entries}
+        unlisted = {
+            key: id(weight)
+            for key, weight in parameters.items()
+            if key not in entries and weight.requires_grad and id(weight) in trained
+        }
+        is_plain = type(plain).load_state_dict is torch.nn.Module.load_state_dict
+        if unlisted and is_plain:  # it may be saved by another name, from which it is loaded
+            missing = plain.load_state_dict(entries, strict=False).missing_keys
+            lacking |= {unlisted[key]: (name, key) for key in missing if key in unlisted}
     for number, (name, key) in lacking.items():
-        if number in trained and number not in saved:
+        if number not in saved:
             raise UsageError(
                 f"the state_dict of {name} leaves out {key}, which is trained: a resume would begin"
                 " it anew; accepted: a model that leaves out frozen weights alone",
                 hint=f"requires_grad_(False) for {key}, or no hook that drops it",
             )
-
-
-def _has_plain_state(part: torch.nn.Module) -> bool:
-    """Return whether a module has torch's own methods for its state."""
-    names = ("state_dict", "_save_to_state_dict", "get_extra_state")
-    return all(getattr(type(part), name) is getattr(torch.nn.Module, name) for name in names)
 
 
 def check_copies(
@@ -263,8 +259,7 @@ _EARLY = 64
 
 class GradientWatch:
     """Warns, once, of gradients that a script accumulates by hand over ``run.step``: one of the
-    first `_EARLY` steps has gradients and no optimizer's update, after a step that had one. Warns
-    also of random generators that a step draws from and no tracked object has (`DrawWatch`).
+    first `_EARLY` steps has gradients and no optimizer's update, after a step that had one.
     Optimizers among the tracked `objects` that are ``capturable`` are left out: their updates may
     be replays of a CUDA graph, which are not seen. `check` is called before each update, which it
     may refuse by an error. All of them are hooked for updates of mixed groups (`step_apart`)."""
@@ -275,8 +270,7 @@ class GradientWatch:
         warn: Callable[[str], None] = print,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._objects, self._draws = list(objects), DrawWatch()
-        optimizers = [thing for thing in self._objects if isinstance(thing, Optimizer)]
+        optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._optimizers = [
             one for one in optimizers if not any(g.get("capturable") for g in one.param_groups)
         ]
@@ -301,11 +295,6 @@ class GradientWatch:
     def end_step(self) -> None:
         """Note whether the step had an update, and call `warn` if gradients are kept over it.
         Called by the script's own thread behind each step."""
-        if drawn := self._draws.end_step():
-            numbers = set(map(id, _objects_within(self._objects)))
-            for name, generator in drawn:
-                if id(generator) not in numbers:
-                    self._warn(_untracked_text(f"a random generator, {name}"))
         has_updated, self.has_updated = self.has_updated, False
         if not self._steps_left:
             return

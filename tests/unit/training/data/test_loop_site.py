@@ -208,6 +208,32 @@ def test_within_the_loop_it_is_not_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "loop",
+    [
+        "map(train, run.steps(3))",
+        "(train(step) for step in run.steps(3))",
+        "Bar(train(step) for step in Bar(run.steps(3)))",
+        "Trainer()",
+    ],
+)
+def test_a_body_in_place_of_an_element_is_within_the_loop(tmp_path: Path, loop: str) -> None:
+    text = f"""
+        def train(step):
+            run.note()
+        class Trainer:
+            def __iter__(self):
+                self.steps = iter(run.steps(3))
+                return self
+            def __next__(self):
+                return train(next(self.steps))
+        for _ in {loop}:
+            pass
+        run.note()
+    """
+    assert play(tmp_path, text).places == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "loop = run.steps(9)\nnext(loop)\nrun.note()",

@@ -94,8 +94,28 @@ def test_trained_weights_that_a_model_leaves_out_of_its_state_are_refused() -> N
     optimizer = torch.optim.SGD(net.parameters())
     with pytest.raises(UsageError, match=r"state_dict of net leaves out 0\.weight, which is train"):
         check_models({"opt": optimizer, "net": net}, [])
+    net.append(nn.BatchNorm1d(2))  # which has more entries than weights
+    with pytest.raises(UsageError, match=r"leaves out 0\.weight"):
+        check_models({"opt": optimizer, "net": net}, [])
     net[0].requires_grad_(False)
     check_models({"opt": optimizer, "net": net}, [])
+
+
+def test_a_state_dict_of_a_class_that_leaves_out_what_is_trained_is_refused() -> None:
+    class Net(nn.Sequential):
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            entries = super().state_dict(*args, **options)
+            return {key: entry for key, entry in entries.items() if not key.startswith("1.")}
+
+    class Loads(Net):
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            return super().load_state_dict(*args, **{**options, "strict": False})
+
+    net = Net(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"leaves out 1\.weight"):
+        check_models({"opt": torch.optim.SGD(net.parameters()), "net": net}, [])
+    own = Loads(nn.Linear(2, 2), nn.Linear(2, 2))
+    check_models({"opt": torch.optim.SGD(own.parameters()), "net": own}, [])
 
 
 def test_weights_may_be_in_another_models_state_or_have_another_name() -> None:
@@ -107,6 +127,10 @@ def test_weights_may_be_in_another_models_state_or_have_another_name() -> None:
         for key in list(entries):
             entries[f"old.{key}"] = entries.pop(key).clone()
 
+    def name_back(model: Any, entries: Any, *_: Any) -> None:
+        for key in list(entries):
+            entries[key.removeprefix("old.")] = entries.pop(key)
+
     backbone = nn.Linear(2, 2)
     head: Any = nn.Sequential(backbone, nn.Linear(2, 2))
     head.register_state_dict_post_hook(drop)
@@ -114,6 +138,9 @@ def test_weights_may_be_in_another_models_state_or_have_another_name() -> None:
     check_models({"opt": optimizer, "head": head, "backbone": backbone}, [])
     renamed: Any = nn.Linear(2, 2)
     renamed.register_state_dict_post_hook(rename)
+    with pytest.raises(UsageError, match="leaves out weight"):
+        check_models({"opt": torch.optim.SGD(renamed.parameters()), "net": renamed}, [])
+    renamed.register_load_state_dict_pre_hook(name_back)
     check_models({"opt": torch.optim.SGD(renamed.parameters()), "net": renamed}, [])
 
 
