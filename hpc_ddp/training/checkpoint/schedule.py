@@ -49,7 +49,7 @@ class BestValues:
     a better one could not be saved."""
 
     def __init__(self, best: Best | None = None) -> None:
-        """`best` is that of a checkpoint."""
+        """`best` is that of a checkpoint, None in a run without one."""
         self.best = best or Best()
         self._saved = self.best  # the newest one that has a checkpoint
         self._named: Best | None = None  # the one whose save is under way

@@ -327,8 +327,8 @@ class Shard:
 
 
 def check_size(samples: int | None, first_samples: int | None) -> None:
-    """Raise UsageError for a data set that has grown or shrunk since its loader was made: the order
-    of the samples, and a resume, depend on their number."""
+    """Raise UsageError for a data set that has grown or shrunk since its loader was made (None: a
+    stream): the order of the samples, and a resume, depend on their number."""
     if samples != first_samples:
         raise UsageError(
             f"the training set has {samples} samples, and had {first_samples} as run.loader was"

@@ -61,7 +61,8 @@ class StatefulLoaders:
 
     As a `Loader` does, they call `on_first_batch`, if it is set, once before an epoch's first
     batch: behind the next ``iter`` of one of them, if it `is_resumed`. With `control` the ranks
-    agree on the length of an epoch: making one is a collective then.
+    agree on the length of an epoch: making one is a collective then. Without arguments there are no
+    loaders, and it does nothing.
     """
 
     def __init__(
