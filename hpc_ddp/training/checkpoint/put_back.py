@@ -225,9 +225,11 @@ def _for_module(
     """
     state = module.state_dict()
     entries = {plain_name(key): (key, value) for key, value in state.items()}
-    parameters = {plain_name(key) for key, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = {plain_name(k): (k, w) for k, w in module.named_parameters(remove_duplicate=False)}
     versions = tree.get(states.VERSIONS)
     tree = {key: value for key, value in tree.items() if key not in states.BESIDE}
+    # A model may leave out what is frozen, and at the save it was not, or not yet.
+    entries |= {k: parameters[k] for k in parameters.keys() & tree.keys() - entries.keys()}
     new = {key for key in entries if key not in tree and _is_in(f"{name}.{key}", added)}
     problems = [f"{key} is not in the checkpoint" for key in entries.keys() - tree.keys() - new]
     problems += [f"{key} is not in the model" for key in tree if key not in entries and not stage]
@@ -235,11 +237,10 @@ def _for_module(
         stored = f"{name}.{key}"
         shape = getattr(entries[key][1], "shape", None)
         saved = reader.describe(stored).shape if stored in reader else None
-        is_extra = key.endswith(EXTRA_STATE)
         is_fixed = key in parameters or None in (shape, saved) or is_sharded(entries[key][1])
         if stored in reader.of_other_ranks:
             problems.append(f"{key} was each rank's own, of as many ranks as do not run here")
-        elif shape != saved and is_fixed and not is_extra:
+        elif shape != saved and is_fixed and not key.endswith(EXTRA_STATE):
             problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
     if problems:
         more = f", and {len(problems) - states.SHOWN} more" if problems[states.SHOWN :] else ""
@@ -252,8 +253,7 @@ def _for_module(
         elif stored in reader:
             loaded[key] = reader.read(stored, value if isinstance(value, torch.Tensor) else None)
         else:  # an extra_state
-            current = _tensors_of(value, stored)
-            loaded[key] = _assemble(tree[plain], stored, reader, current=current)
+            loaded[key] = _assemble(tree[plain], stored, reader, current=_tensors_of(value, stored))
     if versions is not None:  # without, a part takes its own state for that of an older version
         parts = states.metadata_of(state)
         facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}

@@ -9,11 +9,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 from hpc_ddp.training.data.iteration import instruction_at
 
 # Flags of a code whose frame may be suspended.
 SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class _For(NamedTuple):
+    """A ``for`` in a function: the bytecode offset at which it asks for an element, its lines."""
+
+    code: CodeType
+    offset: int
+    lines: range
 
 
 class LoopSite:
@@ -37,36 +46,42 @@ class LoopSite:
 
     def is_left(self, begins: bool) -> bool:
         """Return whether the script has left the ``for`` that asks for the loop's elements, by the
-        line that it is at now. With `begins` another loop is about to begin: a ``for`` that asks
-        for an element then asks for that loop's first one, as in a second call of a function; else
-        the body may be called in place of an element, as by ``map(train, run.steps(9))``. A ``for``
-        in a generator alone does not count, as in a progress bar's: its caller's does, too. False
-        where nothing shows it: another thread, a ``next``, a script that can't be read or was
-        changed. No finalizer may call it, since Python can't parse amid parsing."""
-        loops = self._loops()
-        if not loops or self.thread != threading.get_ident():
+        line that it is at now. Of several, as that of a progress bar and its caller's, the first
+        one whose function runs decides. With `begins` another loop is about to begin: a ``for``
+        that asks for an element then asks for that loop's first one, as in a second call of a
+        function; else the body may be called in place of an element, as by ``map(train, loop)``.
+
+        False where nothing shows it: another thread, a ``next``, a script that can't be read or was
+        changed. No finalizer may call it, since Python can't parse amid parsing.
+        """
+        if self.thread != threading.get_ident():
             return False
+        frames: list[FrameType] = []
         frame: FrameType | None = sys._getframe(1)
         while frame:
-            offset, lines = loops.get(frame.f_code, (0, range(0)))
-            if frame.f_lineno in lines and not (begins and frame.f_lasti == offset):
-                return False
+            frames.append(frame)
             frame = frame.f_back
-        return True
+        loops = self._loops()
+        for code, offset, lines in loops:
+            if running := [frame for frame in frames if frame.f_code is code]:
+                return not any(
+                    frame.f_lineno in lines and not (begins and frame.f_lasti == offset)
+                    for frame in running
+                )
+        return bool(loops) and not loops[-1].code.co_flags & SUSPENDED
 
-    def _loops(self) -> dict[CodeType, tuple[int, range]]:
-        """Return the bytecode offset and the lines of the ``for`` of each call that is at one, by
-        code: the script's last one that can't be suspended, as generators and coroutines are, and
-        those up to it. None without such a one."""
-        loops: dict[CodeType, tuple[int, range]] = {}
+    def _loops(self) -> list[_For]:
+        """Return the ``for`` of each call that is at one: up to the first one of a function that
+        can't be suspended, as generators and coroutines are."""
+        loops: list[_For] = []
         for code, offset in self._calls:
             if instruction_at(code, offset) != "FOR_ITER":
                 continue
             if lines := _lines_of_loop(code, offset):
-                loops[code] = offset, lines
+                loops.append(_For(code, offset, lines))
                 if not code.co_flags & SUSPENDED:
-                    return loops
-        return {}
+                    break
+        return loops
 
 
 def _lines_of_loop(code: CodeType, offset: int) -> range:

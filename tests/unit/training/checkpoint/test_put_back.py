@@ -638,6 +638,20 @@ def test_what_a_model_leaves_out_of_its_state_stays(tmp_path: Path) -> None:
     assert torch.equal(fresh[1].weight, model[1].weight)
 
 
+def test_weights_are_loaded_that_were_left_out_while_they_were_frozen(tmp_path: Path) -> None:
+    def drop(model: Any, entries: Any, prefix: str, metadata: Any) -> None:
+        for key, weight in model.named_parameters():
+            if not weight.requires_grad:
+                del entries[f"{prefix}{key}"]
+
+    model: Any = nn.Linear(2, 2)
+    fresh: Any = nn.Linear(2, 2).requires_grad_(False)  # the loop has trained it from some step on
+    for net in (model, fresh):
+        net.register_state_dict_post_hook(drop)
+    load_state(tmp_path, state.collect({"m": model}), {"m": fresh})
+    assert torch.equal(fresh.weight, model.weight)
+
+
 @pytest.mark.parametrize(
     ("make", "draw"),
     [

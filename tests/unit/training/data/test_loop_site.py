@@ -208,6 +208,39 @@ def test_within_the_loop_it_is_not_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        "asyncio.run(main())",
+        "list(trainer())",
+        "[step for step in trainer()]",
+        "next(trainer(), 0)",
+    ],
+)
+def test_a_coroutine_or_generator_leaves_its_loop(tmp_path: Path, call: str) -> None:
+    text = f"""
+        import asyncio
+        async def main():
+            for step in (bar := Bar(run.steps(9))):
+                await asyncio.sleep(0)
+                run.note()
+                break
+            run.note()
+            for step in run.steps(2):
+                run.note()
+        def trainer():
+            for step in (bar := Bar(run.steps(9))):
+                run.note()
+                break
+            run.note()
+            for step in run.steps(2):
+                run.note()
+            yield
+        {call}
+    """
+    assert play(tmp_path, text).places == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
     "loop",
     [
         "map(train, run.steps(3))",
