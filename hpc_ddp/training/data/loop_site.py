@@ -46,7 +46,7 @@ class LoopSite:
 
     def is_left(self, begins: bool) -> bool:
         """Return whether the script has left the ``for`` that asks for the loop's elements, by the
-        line that it is at now. Of several, as that of a progress bar and its caller's, the first
+        line that it is at now. Where several ask, as a progress bar's and its caller's, the first
         one whose function runs decides. With `begins` another loop is about to begin: a ``for``
         that asks for an element then asks for that loop's first one, as in a second call of a
         function; else the body may be called in place of an element, as by ``map(train, loop)``.
