@@ -46,6 +46,8 @@ RELATIVE = re.compile(
     re.S,
 )
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
+Mark = tuple[str, str]  # the group of a line, and the reason
+Entry = tuple[str, int]  # a text, and the line of the script that it comes from
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
@@ -95,9 +97,9 @@ class Conversion:
     """
 
     values: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    lists: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
-    env: dict[str, tuple[str, int]] = field(default_factory=dict)
-    marks: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    lists: dict[str, list[Entry]] = field(default_factory=dict)
+    env: dict[str, Entry] = field(default_factory=dict)
+    marks: dict[int, list[Mark]] = field(default_factory=dict)
     notes: list[tuple[int, str]] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
 
@@ -106,7 +108,10 @@ class Conversion:
         for line in range(first, last + 1):
             self.marks.setdefault(line, []).append((group, text))
 
-    def group(self, line: int) -> tuple[str, str]:
+    def note(self, line: int, sentence: str) -> None:
+        self.notes.append((line, sentence))
+
+    def group(self, line: int) -> Mark:
         """Return the one group of a line, and the reasons for it: LOST comes before TAKEN, and
         TAKEN before OURS. A line without a mark is LOST."""
         marks = self.marks.get(line, [(LOST, "not understood")])

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, STARTS_PYTHON, Conversion
 from hpc_ddp.submission.job_script.directives import (
     not_set,
     read_directives,
@@ -21,7 +21,7 @@ from hpc_ddp.submission.job_script.directives import (
     take_tasks,
     tasks_of_node,
 )
-from hpc_ddp.submission.job_script.launch import Statement
+from hpc_ddp.submission.job_script.launch import Launch, Statement
 from hpc_ddp.submission.job_script.project_file import is_code
 from hpc_ddp.submission.job_script.shell import Scope, Value, literal
 from hpc_ddp.submission.job_script.sorting import PRINTS, Sorter
@@ -69,16 +69,16 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     of_shell = scope.defaults - {*"123456789@"}
     if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
-        result.notes.append((0, text))
+        result.note(0, text)
     teardown = [line for text, line in result.lists.get("teardown", ()) if not PRINTS.match(text)]
     if teardown:
         text = "teardown runs after each attempt, also one that fails or is preempted"
-        result.notes.append((teardown[0], text))
+        result.note(teardown[0], text)
     for line in [line for text, line in result.lists.get("setup", ()) if _ON_ERROR.match(text)]:
         text = "the trap is for the lines of setup: how the launch ended is hpc-ddp's verdict"
-        result.notes.append((line, text))
+        result.note(line, text)
     for name in sorted(scope.guesses):
-        result.notes.append((0, f"${name} is taken to be unset: by that a launch is chosen"))
+        result.note(0, f"${name} is taken to be unset: by that a launch is chosen")
     end = ", unless a file or module that the script loads sets them" if scope.is_open else ""
     for variables, reason in (
         (missing - of_shell, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
@@ -86,7 +86,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     ):
         names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
         if names:
-            result.notes.append((0, f"{', '.join(names)}: {reason}"))
+            result.note(0, f"{', '.join(names)}: {reason}")
 
 
 def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
@@ -103,20 +103,20 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
     for text, line in (*lines, *arguments):
         if named := _OF_JOB.search(text):
             reason = "is another one where the run goes on in a new job: $HPC_DDP_RUN stays"
-            result.notes.append((line, f"${named[0]} {reason}"))
+            result.note(line, f"${named[0]} {reason}")
     lines += [entry for entry in arguments if "$SLURM_CPUS" in entry[0]]
     if has_tasks:
         for text, line in lines:
             for name in sorted({match[0] for match in _OF_TASKS.finditer(text)} & numbers.keys()):
                 reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node"
-                result.notes.append((line, f"${name} is {reason}: write it"))
+                result.note(line, f"${name} is {reason}: write it")
     for text, line in lines:
         if drawn := _DRAWN.search(text):
             word = (drawn[1] or drawn[0]).strip("${")
             reason = (
                 "has another value at each start, also where the run goes on: write a fixed one"
             )
-            result.notes.append((line, f"{word or '$$'} {reason}"))
+            result.note(line, f"{word or '$$'} {reason}")
 
 
 def _without_others(text: str, name: str, result: Conversion) -> str:
@@ -134,6 +134,69 @@ def _without_others(text: str, name: str, result: Conversion) -> str:
             result.mark(number, number, LOST, reason)
             lines[number - 1] = ""
     return "\n".join(["#!/bin/bash", *lines[1:]])
+
+
+def _choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, int]:
+    """Return the launch that is the training, and the index of its statement.
+
+    It is the first of the launches that weigh most, on all nodes if there is one; None where there
+    is none, or where a step starts it on fewer nodes than the job has. Without a launch the index
+    is that of a statement which may have one, else the number of statements.
+
+    Launches before one on all nodes that weigh less or are on fewer nodes, and checks of each node,
+    become plain commands (their `launch` is None). All others get `lost`. `result` gets notes.
+    """
+    statements, nodes = reader.statements, reader.scope.numbers.get("SLURM_NNODES", 1)
+    _drop_node_checks(statements)
+    launches = [(i, s, s.launch) for i, s in enumerate(statements) if s.launch and not s.lost]
+    if not launches:
+        result.note(0, "no launch of a training was found: name the script with script = …")
+        lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
+        return None, next(lost, len(statements))
+    best = max(launch.weight for _, _, launch in launches)
+    same = [entry for entry in launches if entry[2].weight == best]
+    partial = [entry for entry in same if _is_partial(entry[2], nodes)]
+    # One on the first node and others elsewhere, each with words of its own, are no training.
+    is_split = any(launch.node_words for _, _, launch in partial)
+    complete = [] if is_split else [entry for entry in same if entry not in partial]
+    candidates = complete or same
+    start = candidates[0][1]  # in the text of one bash -c the last one counts
+    at, chosen, training = [
+        entry for entry in candidates
+        if entry[1] is start or (entry[1].inside and entry[1].text == start.text)
+    ][-1]  # fmt: skip
+    for index, statement, launch in launches:
+        if index < at and complete and (index, statement, launch) not in complete:
+            statement.launch = None  # a preparation
+        elif statement is not chosen:
+            statement.lost = "a second launch: a job has one; submit this one as its own job"
+    count = training.nodes or (0 if training.step else 1)
+    text = f"a launch on {count} of {nodes} nodes"
+    is_on_fewer = 0 < count < nodes and not training.in_loop
+    if is_on_fewer and training.step:
+        chosen.lost = f"{text}: submit it as a job of its own: --nodes N"
+    elif is_on_fewer:
+        result.note(chosen.lines[0], f"{text}: hpc-ddp starts it on all")
+    if chosen.output:
+        text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
+        result.note(chosen.lines[0], text)
+    return None if chosen.lost else training, at
+
+
+def _drop_node_checks(statements: Sequence[Statement]) -> None:
+    """Make plain commands of launches in a loop over the nodes, except the surest, before a line
+    that starts Python: they check each node before the training."""
+    starts = [i for i, s in enumerate(statements) if re.match(STARTS_PYTHON, s.text, re.S)]
+    for statement in statements[: max(starts, default=0)]:
+        launch = None if statement.lost else statement.launch
+        if launch and launch.in_loop and launch.weight < 3:
+            statement.launch = None
+
+
+def _is_partial(launch: Launch, nodes: int) -> bool:
+    """Return whether a launch is on fewer than the job's `nodes`, and in no loop over them."""
+    count = launch.nodes or (launch.tasks if not launch.kind else None) or nodes
+    return count < nodes and not launch.in_loop
 
 
 def convert(
@@ -166,18 +229,18 @@ def convert(
         reader = Reader(scope)
         reader.read(text)
     take_directives(directives, result, name)
-    converter = Sorter(reader, result, start, name)
+    launch, at = _choose_launch(reader, result)
+    sorter = Sorter(reader, result, launch, at, start, name)
     if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", text.partition("\n")[0]):
         if "l" in shebang[1]:
             result.append("setup", _LOGIN, 1)
         if options := re.sub("-login|l", "", shebang[1]):
             result.append("setup", f"set -{options}", 1)
-    converter.take_statements()
-    chosen = (s for s in reader.statements if s.launch and s.launch is converter.launch)
-    statement = next(chosen, Statement("", (0, 0)))
+    sorter.take_statements()
+    statement = reader.statements[at] if launch else Statement("", (0, 0))
     program.take(statement, result, directives, reader, cwd, folder)
     take_tasks(directives, result, (text, _program_text(result, folder)))
-    missing = converter.check(environ)
+    missing = sorter.check(environ)
     if arguments:
         for key in {"setup", "teardown"} & result.lists.keys():
             lines = [line for line, _ in result.lists[key]]

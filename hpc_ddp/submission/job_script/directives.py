@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
 from hpc_ddp.core.job.slurm_values import gpus_of
-from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import (
+    LOST,
+    NO_COMPONENTS,
+    OURS,
+    TAKEN,
+    Conversion,
+    Entry,
+    Mark,
+)
 from hpc_ddp.submission.job_script.launch import FLAGS, Launch, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.job_script.shell import Word, literal
@@ -57,8 +65,8 @@ class Directives:
     `replaced` has (line, reason) of single options that count for nothing, while other options of
     the line may count."""
 
-    options: dict[str, tuple[str, int]] = field(default_factory=dict)
-    marks: dict[int, tuple[str, str]] = field(default_factory=dict)
+    options: dict[str, Entry] = field(default_factory=dict)
+    marks: dict[int, Mark] = field(default_factory=dict)
     replaced: list[tuple[int, str]] = field(default_factory=list)
 
     def get(self, name: str) -> str | None:
@@ -161,7 +169,7 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
         else:
             result.append("sbatch", text, line)
         if "singleton" in operand:
-            result.notes.append((line, f"{text}: a run goes on by itself, by one submit"))
+            result.note(line, f"{text}: a run goes on by itself, by one submit")
         if name in ("output", "error") and "%x" in operand and file:
             result.values.setdefault("job-name", (file, line))
     for line, mark in directives.marks.items():
@@ -184,7 +192,7 @@ def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str])
         result.values["array"] = operand, line
         result.mark(line, line, TAKEN, f"--array={operand}")
         note = "its tasks read SLURM_ARRAY_TASK_…: a run for each; of a mere chain drop array"
-    result.notes.append((line, note))
+    result.note(line, note)
 
 
 def _exported(operand: str) -> list[tuple[str, str | None]]:
@@ -198,7 +206,7 @@ def _exported(operand: str) -> list[tuple[str, str | None]]:
     ]
 
 
-def _use(name: str, operand: str) -> tuple[str, str]:
+def _use(name: str, operand: str) -> Mark:
     """Return the group of a directive, and the reason if hpc-ddp sets it itself; '' if it is taken
     over."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")

@@ -32,6 +32,8 @@ _OF_SRUN = re.compile(
     r"|WORKING_DIR"
 )
 
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
+
 # The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
 _VARIABLE = re.compile(
     r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|mixed_precision|use_fsdp"
@@ -309,6 +311,16 @@ def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> 
             needed[name] = functions[name]
             pending.append(functions[name])
     return [*needed.values()]
+
+
+def inner_text(word: Word) -> str:
+    """Return the text that ``bash -c`` gets, as a script: a variable in single quotes, where the
+    outer bash has put its value, stands in double quotes of its own: ``echo 'a $X'`` is then
+    ``echo 'a '"${X}"''``."""
+    code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"
+    return _QUOTED.sub(
+        lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
+    )
 
 
 def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:

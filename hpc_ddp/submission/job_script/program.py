@@ -137,7 +137,7 @@ def _take_variables(launch: Launch, writer: ArgumentWriter, is_open: bool) -> No
     for name, word in launch.env.items():
         at = word.line or launch.line
         if is_of_hpc_ddp(name):
-            result.notes.append((at, f"{name} is hpc-ddp's in the workers"))
+            result.note(at, f"{name} is hpc-ddp's in the workers")
         elif writer.refuse(word, f"env: {name}", launch.line):
             continue
         elif not is_open and name not in writer.assigned and word.is_static:
@@ -155,7 +155,7 @@ def _take_marks(launch: Launch, result: Conversion) -> None:
         if group == LOST:
             result.mark(at or launch.line, at or launch.line, LOST, text)
         elif not group:
-            result.notes.append((at, text))
+            result.note(at, text)
         else:
             ours.setdefault(at, []).append(text)
     for at, texts in ours.items():
@@ -173,7 +173,7 @@ def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> Non
     outer = statement.outer.unset if statement.outer else {}
     for name, (line, is_of_task) in launch.unset.items():
         if is_of_hpc_ddp(name):
-            result.notes.append((line, f"{name} is hpc-ddp's in the workers"))
+            result.note(line, f"{name} is hpc-ddp's in the workers")
         elif is_of_slurm(name):
             result.mark(line, line, LOST, f"env -u {name}: hpc-ddp and srun need it")
         else:
@@ -229,7 +229,7 @@ def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> N
     for text, line in result.lists.get("setup", ()):
         if launch.program and (end := _AT_THE_END.search(text)):
             reason = f"PATH has {end[1]} at its end: if the script's torchrun, or Python, is there"
-            result.notes.append((line, f'{reason}: python = "{end[1]}/python"'))
+            result.note(line, f'{reason}: python = "{end[1]}/python"')
     lists = {key: "\n".join(line for line, _ in result.lists.get(key, [])) for key in _SETUP}
     if "activate" in lists["setup"]:  # config.default_python
         lists["setup"] = ""
@@ -291,7 +291,7 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         text = f"{word.text} can't be read ({type(error).__name__}): put it there and import again"
         text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"
-        result.notes.append((line, text))
+        result.note(line, text)
         return
     parts = [read, *(part for part in read.values() if isinstance(part, dict))]
     keys = {str(k): e for part in parts for k, e in part.items() if not isinstance(e, dict)}
@@ -301,7 +301,7 @@ def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> Non
             result.env.setdefault(variable[0], (variable[1], line))
         elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
             text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
-            result.notes.append((line, text))
+            result.note(line, text)
     count = keys.get("num_processes")
     launch.processes = launch.processes or (count if isinstance(count, int) else None)
 
@@ -316,7 +316,7 @@ def _take_nodes(
     at = directives.line("nodes", "ntasks") or launch.line
     result.values.setdefault("nodes", (directives.get("nodes") if is_range else nodes or 1, at))
     if not is_range and not nodes:
-        result.notes.append((0, "the script has no number of nodes: 1 is taken; --nodes N"))
+        result.note(0, "the script has no number of nodes: 1 is taken; --nodes N")
 
 
 def _take_workers(
@@ -337,7 +337,7 @@ def _take_workers(
     if launch.step and not launch.kind:
         _mark_uneven_tasks(launch, result, directives, numbers)
     if launch.kind == "torchrun" and launch.workers is None and not gpus:
-        result.notes.append((line, "the number of workers is not known here: --nproc-per-node N"))
+        result.note(line, "the number of workers is not known here: --nproc-per-node N")
     if launch.step and launch.kind and not (launch.tasks or launch.in_loop):
         count = launch.tasks_per_node or tasks_of_node(numbers)
         text = f"{count} tasks on a node would each start the launcher there; hpc-ddp starts one"
@@ -372,7 +372,7 @@ def _take_step_launcher(
     step = launch.step or ("srun" if is_alone else "")
     if is_alone and not launch.step and gpus > 1 and "no-python" not in launch.settings:
         text = "plain Python: one process; for a worker on each GPU drop launcher, nproc-per-node"
-        result.notes.append((launch.line, text))
+        result.note(launch.line, text)
     if step and not (launch.kind and step == "srun"):
         result.values["step-launcher" if launch.kind else "launcher"] = step, launch.line
 

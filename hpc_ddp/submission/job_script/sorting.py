@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import (
@@ -17,6 +18,7 @@ from hpc_ddp.submission.job_script.conversion import (
     TAKEN,
     VERDICT,
     Conversion,
+    Entry,
     Rules,
     first_reason,
 )
@@ -53,6 +55,15 @@ _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
 _OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 
 
+class Outcome(NamedTuple):
+    """The group of a statement; its key, or the reason for the group; and the set-up
+    or clean-up line that it becomes, else ''."""
+
+    group: str
+    reason: str
+    line: str = ""
+
+
 class Sorter:
     """Sorts the statements of `reader` into set-up and clean-up lines, variables, and the rest, in
     `result`, where each line gets a group (TAKEN, OURS or LOST) and a reason.
@@ -60,46 +71,47 @@ class Sorter:
     A line stays if it does something; an assignment stays if it is exported, or if the launch or a
     line that stays needs its variable. So the assignments of the rendezvous go. `start` is the path
     of the folder that the job starts in, `name` the script's file name or ''. `launch` is the
-    training that `take_statements` has chosen, None without one.
+    training, None without one, and `at` the index of its statement.
     """
 
-    def __init__(self, reader: Reader, result: Conversion, start: str, name: str = "") -> None:
+    def __init__(
+        self, reader: Reader, result: Conversion, launch: Launch | None, at: int, start: str,
+        name: str,
+    ) -> None:  # fmt: skip
         self.result, self._start, self._name = result, start, name
-        self.launch: Launch | None = None
+        self.launch, self._at = launch, at
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
         exported = {*_OF_A_LOGIN}
         for statement in self._statements:  # bash goes on to export a name
             statement.exported |= statement.name in exported
             exported |= {statement.name} if statement.exported else set()
-        self._nodes = reader.scope.numbers.get("SLURM_NNODES", 1)
         # Assignments of the batch script, and names of those in tasks, and of command lines.
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
         self._inner = {s.name for s in self._statements if s.name and s.inside}
         self._commands = {s.name for s in self._statements if s.name and is_command(s.assigned)}
         self._functions = {s.defines: s for s in self._statements if s.defines}
-        self._at = len(self._statements)  # the index of the launch
         self._kept: set[str] = set()  # variables and functions of lines that stay
         self._needed: set[str] = set()  # by the launch or a line that stays
         self._needed_before: set[str] = set()  # by set-up lines
         self._needed_after: set[str] = set()  # by clean-up lines, which have a shell of their own
-        self._functions_after: list[tuple[str, int]] = []  # definitions that these lines need
+        self._functions_after: list[Entry] = []  # definitions that these lines need
         self._in_launch: set[str] = set()  # variables whose values stand in the launch
         brings = (i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text))
-        self._brought_at = next(brings, self._at)  # the index of the first module, conda or source
+        # The index of the first module, conda or source.
+        self._brought_at = next(brings, len(self._statements))
 
     def take_statements(self) -> None:
-        """Choose the launch, and put all other statements into the conversion: set-up and clean-up
-        lines, variables, and each line's group. Changes `lost` and `decided` of statements."""
-        self._choose()
+        """Put all statements but the launch into the conversion: set-up and clean-up lines,
+        variables, and each line's group. Changes `lost` and `decided` of statements."""
         self._refuse()
-        for word in self.launch.words if self.launch else ():
-            self._needed |= {n for n in word.names if not is_of_hpc_ddp(n) or n in self._assigned}
+        names = {n for word in self.launch.words for n in word.names} if self.launch else set()
+        self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._assigned}
         lines: list[tuple[str, str, int]] = []
         for index, statement in reversed([*enumerate(self._statements)]):
             if statement.launch is None or statement.lost:
-                group, reason, text = self._sort(statement, index)
-                self.result.mark(*statement.lines, group, reason)
-                lines += [(reason, text, statement.lines[0])] if text else []
+                group, key, text = self._sort(statement, index)
+                self.result.mark(*statement.lines, group, key)
+                lines += [(key, text, statement.lines[0])] if text else []
             elif statement.launch is self.launch:
                 self._in_launch = statement.names
                 self.result.mark(*statement.lines, TAKEN, "the launch")
@@ -134,63 +146,8 @@ class Sorter:
             for name in sorted({statement.name, *statement.sets} & used - self._kept):
                 if not is_of_hpc_ddp(name) and not (statement.lost or name in self.result.unknown):
                     text = f"not taken over: ${name}, which a line that is left uses"
-                    self.result.notes.append((statement.lines[0], text))
+                    self.result.note(statement.lines[0], text)
         return names - environ.keys()
-
-    def _choose(self) -> None:
-        """Set `launch` to the training: the first of the launches that weigh most, on all nodes if
-        there is one; None where no launch is found, or where a step runs the launch on fewer nodes
-        than the job has. Add notes on that, and on the file that the launch writes to.
-
-        Before a launch on all nodes, launches that weigh less or run on fewer nodes become plain
-        commands (their `launch` is None). All other launches get `lost`.
-        """
-        launches = [(i, s, s.launch) for i, s in enumerate(self._statements)
-                    if s.launch and not s.lost]  # fmt: skip
-        texts = [s.text for s in self._statements]
-        for index, statement, launch in [*launches]:  # a check of each node before the training
-            is_check = launch.in_loop and launch.weight < 3
-            if is_check and any(re.match(STARTS_PYTHON, text, re.S) for text in texts[index + 1 :]):
-                statement.launch = None
-                launches.remove((index, statement, launch))
-        if not launches:
-            lost = (i for i, s in enumerate(self._statements) if "launch" in s.lost)
-            self._at = next(lost, self._at)
-            text = "no launch of a training was found: name the script with script = …"
-            self.result.notes.append((0, text))
-            return
-        best = max(launch.weight for _, _, launch in launches)
-        same = [entry for entry in launches if entry[2].weight == best]
-        partial = [entry for entry in same if self._is_partial(entry[2])]
-        # One on the first node and others elsewhere, each with words of its own, are no training.
-        is_split = any(launch.node_words for _, _, launch in partial)
-        complete = [] if is_split else [entry for entry in same if entry not in partial]
-        candidates = complete or same
-        start = candidates[0][1]  # in the text of one bash -c the last one counts
-        self._at, chosen, self.launch = [
-            entry for entry in candidates
-            if entry[1] is start or (entry[1].inside and entry[1].text == start.text)
-        ][-1]  # fmt: skip
-        for index, statement, launch in launches:
-            if index < self._at and complete and (index, statement, launch) not in complete:
-                statement.launch = None  # a preparation
-            elif statement is not chosen:
-                statement.lost = "a second launch: a job has one; submit this one as its own job"
-        count = self.launch.nodes or (0 if self.launch.step else 1)
-        if 0 < count < self._nodes and not self.launch.in_loop:
-            text = f"a launch on {count} of {self._nodes} nodes"
-            if self.launch.step:
-                chosen.lost, self.launch = f"{text}: submit it as a job of its own: --nodes N", None
-            else:
-                self.result.notes.append((chosen.lines[0], f"{text}: hpc-ddp starts it on all"))
-        if chosen.output:
-            text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
-            self.result.notes.append((chosen.lines[0], text))
-
-    def _is_partial(self, launch: Launch) -> bool:
-        """Return whether a launch is on fewer nodes than the job has, and in no loop over them."""
-        count = launch.nodes or (launch.tasks if not launch.kind else None) or self._nodes
-        return count < self._nodes and not launch.in_loop
 
     def _refuse(self) -> None:
         """Set `lost`, a reason, of statements that can't be taken over, and of those that need a
@@ -214,27 +171,8 @@ class Sorter:
             if index > self._at and statement.ends_only(started):
                 statement.decided = "the end of the job ends it"
                 continue
-            is_decided = statement.lost or self._reason(DECIDED, statement, is_after=True)
-            if not (self.launch or is_decided or statement.name) and index > self._at:
-                statement.lost = "behind a launch that is not taken over: setup or teardown"
-            if not statement.lost and statement.outer not in (None, outer):
-                statement.lost = "of a launch that is not taken over: setup, if needed"
-            if not (statement.lost or statement.defines):
-                statement.lost = self._reason(REFUSED, statement, index > self._at)
-                if not (self.launch or statement.lost) and (
-                    _STEP.match(statement.text) or re.match(STARTS_PYTHON, statement.text, re.S)
-                ):
-                    statement.lost = "it may be the launch: script = …, args = […]"
-                    self._at = min(self._at, index)
-                is_work = not (is_decided or statement.name or PRINTS.match(statement.text))
-                if is_beside and is_work:
-                    statement.lost = statement.lost or _BESIDE
-                is_outside = self.launch and self.launch.enters_container and index < self._at
-                is_outside = is_outside and statement.inside and not statement.name
-                if is_outside and not _IN_BOTH.match(statement.text):
-                    statement.lost = statement.lost or _OUTSIDE
-                if looks_secret(statement.text) and not statement.name:
-                    statement.lost = "it has what looks like a secret: pass it on with --env NAME"
+            if not statement.lost:
+                statement.lost = self._refusal(statement, index, outer, is_beside)
             for name in sorted(statement.names & unknown.keys()):
                 statement.lost = statement.lost or f"it needs {name}, of {unknown[name]}"
             for name in {*statement.sets, statement.name, statement.defines} - {""}:
@@ -244,32 +182,62 @@ class Sorter:
                     unknown.pop(name, None)
         self.result.unknown = unknown
 
-    def _sort(self, statement: Statement, index: int) -> tuple[str, str, str]:
-        """Return a statement's group, its key or the reason for the group, and the set-up or
-        clean-up line that it becomes, else ''. Puts ``chdir`` and variables into the conversion.
-        Called for the last statement first: later ones say which variables are needed."""
+    def _refusal(
+        self, statement: Statement, index: int, outer: Launch | None, is_beside: bool
+    ) -> str:
+        """Return why a statement can't be taken over; '' if it can.
+
+        `outer` is the launch around the training's ``bash -c``, None without one; `is_beside` says
+        that the training runs in the background by then. Without a training the first statement
+        that may be one counts as the launch from then on.
+        """
+        text, is_after = statement.text, index > self._at
+        is_settled = statement.name or self._reason(DECIDED, statement, is_after=True)
+        if is_after and not (self.launch or is_settled):
+            return "behind a launch that is not taken over: setup or teardown"
+        if statement.outer not in (None, outer):
+            return "of a launch that is not taken over: setup, if needed"
+        if statement.defines:
+            return ""
+        reason = self._reason(REFUSED, statement, is_after)
+        may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
+        if may_launch and not (self.launch or reason):
+            self._at = min(self._at, index)
+            reason = "it may be the launch: script = …, args = […]"
+        if looks_secret(text) and not statement.name:
+            return "it has what looks like a secret: pass it on with --env NAME"
+        if is_beside and not (reason or is_settled or PRINTS.match(text)):
+            return _BESIDE
+        is_outside = self.launch and self.launch.enters_container and index < self._at
+        is_outside = is_outside and statement.inside and not statement.name
+        return reason or (_OUTSIDE if is_outside and not _IN_BOTH.match(text) else "")
+
+    def _sort(self, statement: Statement, index: int) -> Outcome:
+        """Put a statement's ``chdir`` and variables into the conversion, and return what becomes of
+        it. Called for the last statement first: later ones say which variables are needed."""
         is_after = index > self._at
         is_print = bool(PRINTS.match(statement.text))
         if statement.lost or statement.decided:
-            return (LOST, statement.lost, "") if statement.lost else (OURS, statement.decided, "")
+            group = LOST if statement.lost else OURS
+            return Outcome(group, statement.lost or statement.decided)
         if statement.name:
             return self._assignment(statement, index)
         if statement.sets and not statement.defines and all(map(is_of_hpc_ddp, statement.sets)):
-            return OURS, "it changes what hpc-ddp decides", ""
+            return Outcome(OURS, "it changes what hpc-ddp decides")
         if statement.defines and statement.defines not in self._needed:
-            return OURS, "a function that nothing calls", ""
+            return Outcome(OURS, "a function that nothing calls")
         if reason := self._reason(DECIDED, statement, is_after):
-            return OURS, reason, ""
+            return Outcome(OURS, reason)
         if is_print and (self._prints_ours(statement) or (statement.inside and is_after)):
-            return OURS, "it prints a variable that is left out", ""
+            return Outcome(OURS, "it prints a variable that is left out")
         if statement.inside and is_after:
-            return LOST, "after the program, in each task: there is no such key", ""
+            return Outcome(LOST, "after the program, in each task: there is no such key")
         folder = self._folder(statement, index)
         if folder == self._start:
-            return OURS, "the job runs there already", ""
+            return Outcome(OURS, "the job runs there already")
         if folder:
             self._enter(folder, statement.lines[0])
-            return TAKEN, "chdir", ""
+            return Outcome(TAKEN, "chdir")
         return self._keep(statement, statement.text, is_after)
 
     def _reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
@@ -280,10 +248,10 @@ class Sorter:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
 
-    def _keep(self, statement: Statement, text: str, is_after: bool) -> tuple[str, str, str]:
-        """Return group, key and text of a set-up or clean-up line, and note what it sets and needs.
-        The batch script's variables in a task's line go to ``expand``. A function that clean-up
-        lines need is defined for them, too, or for them alone: then the text is ''."""
+    def _keep(self, statement: Statement, text: str, is_after: bool) -> Outcome:
+        """Make a set-up line, or with `is_after` a clean-up line, of a statement; note what it sets
+        and needs. The batch script's variables in a task's line go to ``expand``. A function that
+        clean-up lines need is defined for them, too, or for them alone: then the line is ''."""
         key = "teardown" if is_after else "setup"
         is_before = not is_after
         if not is_after and statement.defines in self._needed_after:
@@ -300,7 +268,7 @@ class Sorter:
         self._needed |= names
         self._needed_before |= names if is_before else set()
         self._needed_after |= names if is_after else set()
-        return TAKEN, key, text
+        return Outcome(TAKEN, key, text)
 
     def _prints_ours(self, statement: Statement) -> bool:
         """Return whether a print, not into a file, names a variable that is left out: hpc-ddp's,
@@ -342,49 +310,57 @@ class Sorter:
         place = os.path.join(self._start, os.path.expanduser(folder)) if is_moved else folder
         values["chdir"] = place, line
 
-    def _assignment(self, statement: Statement, index: int) -> tuple[str, str, str]:
-        """Put a used variable into ``env`` where it can be there, the name of a used secret or
-        shell's variable into ``env-names``; return group, key or reason, and line, as `_sort`."""
-        name, assigned, line = statement.name, statement.assigned, statement.lines[0]
+    def _assignment(self, statement: Statement, index: int) -> Outcome:
+        """Put a used variable into the conversion (`_write_variable`), of a secret only the name;
+        return what becomes of the assignment."""
+        name, assigned = statement.name, statement.assigned
         content = assigned.text if isinstance(assigned, Word) else ""
         is_only_there = name in self._in_launch & self._commands and not statement.inside
         self._in_launch |= statement.names if name in self._in_launch else set()
         is_used = (statement.exported and not is_only_there) or name in self._needed
         if is_secret(name, content) or content.startswith("<"):
             if is_used:
-                self.result.append("env-names", name, line)
-            return LOST, MARK.format(name), ""
+                self.result.append("env-names", name, statement.lines[0])
+            return Outcome(LOST, MARK.format(name))
         if statement.exported and is_option_of_step(name):
             if name.endswith("CPUS_PER_TASK"):
-                return OURS, "the step has the job's CPUs", ""
-            return LOST, f"{name} would change hpc-ddp's step: an option of srun in its place", ""
+                return Outcome(OURS, "the step has the job's CPUs")
+            text = f"{name} would change hpc-ddp's step: an option of srun in its place"
+            return Outcome(LOST, text)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.inside):
-            return OURS, f"workers have hpc-ddp's {name}, if any", ""
+            return Outcome(OURS, f"workers have hpc-ddp's {name}, if any")
+        if is_used or statement.inside:
+            return self._write_variable(statement, index, is_used)
+        if not statement.of_script:
+            return Outcome(TAKEN, "the launch")
+        if is_known(assigned):
+            return Outcome(TAKEN, "its value, where it is used")
+        return Outcome(OURS, "nothing that is left needs it")
+
+    def _write_variable(self, statement: Statement, index: int, is_used: bool) -> Outcome:
+        """Put a variable that the shell passes on into ``env-names``, or one that can be there into
+        ``env``, if `is_used`. Else it becomes a set-up or clean-up line, for which it is exported
+        where later ones, or a task, need it. Return what becomes of the assignment."""
+        name, assigned, line = statement.name, statement.assigned, statement.lines[0]
         text = statement.text.partition("=")[2]
         is_passed = re.fullmatch(rf'"?\$(?:{name}|\{{{name}(?::?-)?\}})"?', text)
         is_first = not any(name in {s.name, *s.sets} for s in self._statements[:index])
         if is_used and is_passed and is_first and index < self._brought_at:
             self.result.append("env-names", name, line)
-            return TAKEN, "env-names", ""
+            return Outcome(TAKEN, "env-names")
         if is_used and self._is_for_env(statement, index) and isinstance(assigned, Word):
-            self.result.env[name] = content, line
+            self.result.env[name] = assigned.text, line
             self._kept.add(name)
             for variable in assigned.names:
                 self.result.append("expand", variable, line)
-            return TAKEN, "env", ""
-        if is_used or statement.inside:
-            is_after = index > self._at
-            later = name in self._needed_after and not is_after
-            is_exported = statement.exported or later or statement.inside
-            if later and isinstance(assigned, list):
-                self.result.notes.append((line, f"${name} is an array: teardown does not have it"))
-            text = f"export {statement.text}" if is_exported else statement.text
-            return self._keep(statement, text, is_after)
-        if not statement.of_script:
-            return TAKEN, "the launch", ""
-        if is_known(assigned):
-            return TAKEN, "its value, where it is used", ""
-        return OURS, "nothing that is left needs it", ""
+            return Outcome(TAKEN, "env")
+        is_after = index > self._at
+        later = name in self._needed_after and not is_after
+        is_exported = statement.exported or later or statement.inside
+        if later and isinstance(assigned, list):
+            self.result.note(line, f"${name} is an array: teardown does not have it")
+        text = f"export {statement.text}" if is_exported else statement.text
+        return self._keep(statement, text, is_after)
 
     def _is_for_env(self, statement: Statement, index: int) -> bool:
         """Return whether an assignment can stand in ``[env]``, which is set before the set-up lines

@@ -11,15 +11,14 @@ from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import shell, syntax
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT
-from hpc_ddp.submission.job_script.launch import Launch, Statement
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT, Mark
+from hpc_ddp.submission.job_script.launch import Launch, Statement, inner_text
 from hpc_ddp.submission.job_script.launchers import read_launch
 from hpc_ddp.submission.job_script.shell import Part, Scope, Word
 from hpc_ddp.submission.job_script.syntax import Node, commands_of, set_in, source
 
 _ON_NODES = re.compile(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)")
 _FROM_ZERO = re.compile(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )")
-_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
 
@@ -47,7 +46,7 @@ class Reader:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.statements: list[Statement] = []
-        self.resolved: dict[int, tuple[str, str]] = {}
+        self.resolved: dict[int, Mark] = {}
         self.of_nodes: set[str] = set()
         self.of_batch: set[str] = set()
         self._functions: dict[str, tuple[Node, Statement]] = {}
@@ -172,17 +171,10 @@ class Reader:
             self._look_into(code, node, self._place.step)
             return
         if first == "shift" and self.scope.arguments is not None:
-            count = self.scope.number(words[-1])  # of `shift` alone there is none
-            self.scope.arguments = self.scope.arguments[1 if count is None else count :]
-            if self.scope.are_set:
-                self._add(node, words=words)
-            self._resolve(node, "the arguments of a function")
+            self._shift(words, node)
             return
         if first == "cd":
-            way = [self.scope.values.get("PWD"), *words[1:]]
-            texts = [w.text for w in way if isinstance(w, Word) and w.is_static]
-            path = os.path.normpath(os.path.join(*texts)) if len(texts) == 2 else ""
-            self.scope.set("PWD", shell.literal(path) if path else None)
+            self._change_folder(words)
         if first == "set" and re.search(r"\s-\w*a|allexport", source(node)):
             self._exports_all = True
         launch = read_launch(words, self.scope, self._place.step)
@@ -194,7 +186,7 @@ class Reader:
             launch.env[source(child.child_by_field_name("name"))] = replace(assigned, line=at)
         if syntax.reads_input(around or node, node):
             launch.mark(at, LOST, "its standard input: the program has none")
-        if launch.inner is not None and self._has_launch(_inner_text(launch.inner), launch.step):
+        if launch.inner is not None and self._has_launch(inner_text(launch.inner), launch.step):
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.are_set
@@ -205,6 +197,23 @@ class Reader:
                 launch.mark(at, LOST, "a variable in it was set anew before it is used")
             self._add(around or node, words=words, launch=launch, output=output)
 
+    def _shift(self, words: list[Word], node: Node) -> None:
+        """Drop the arguments that a ``shift`` of `words` drops; append its statement where set-up
+        lines give the job the script's arguments."""
+        assert self.scope.arguments is not None
+        count = self.scope.number(words[-1])  # of `shift` alone there is none
+        self.scope.arguments = self.scope.arguments[1 if count is None else count :]
+        if self.scope.are_set:
+            self._add(node, words=words)
+        self._resolve(node, "the arguments of a function")
+
+    def _change_folder(self, words: list[Word]) -> None:
+        """Set PWD to the folder of a ``cd`` of `words`; to None where only the job knows it."""
+        way = [self.scope.values.get("PWD"), *words[1:]]
+        texts = [w.text for w in way if isinstance(w, Word) and w.is_static]
+        path = os.path.normpath(os.path.join(*texts)) if len(texts) == 2 else ""
+        self.scope.set("PWD", shell.literal(path) if path else None)
+
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
         """Append the statements in the text of the ``bash -c`` of `outer`; their launches get what
         `outer` says (see `Launch.take_from`)."""
@@ -214,7 +223,7 @@ class Reader:
         before = self.scope.arguments, self.scope.are_set
         self.scope.arguments, self.scope.are_set = outer.args, False
         step = outer.step or self._place.step
-        self._look_into(_inner_text(word), node, step, outer.inner.line)
+        self._look_into(inner_text(word), node, step, outer.inner.line)
         self.scope.arguments, self.scope.are_set = before
         self._resolve(node, "the launch")
         for statement in self.statements[count:]:
@@ -348,12 +357,12 @@ class Reader:
             return
         for number, (_, lines) in enumerate(branches):
             reason = "its condition is false" if number < chosen else "an earlier branch runs"
-            for child in lines if number != chosen else ():
-                self._resolve(child, reason, OURS)
+            if number != chosen:
+                for child in lines:
+                    self._resolve(child, reason, OURS)
         self._resolve(node, "its condition is known")
-        for _, lines in branches[chosen : chosen + 1]:
-            for child in lines:
-                self._walk(child)
+        for child in [child for _, lines in branches[chosen : chosen + 1] for child in lines]:
+            self._walk(child)
 
     def _for_statement(self, node: Node) -> None:
         """Append a loop: where it starts the training, over nodes or over one word, as the
@@ -389,12 +398,3 @@ class Reader:
         self._add(node.children[0], f"{name}={word.bash()}", name=name, assigned=word)
         self._resolve(node, "a loop over one word")
         self._walk(node.child_by_field_name("body"))
-
-
-def _inner_text(word: Word) -> str:
-    """Return the text that ``bash -c`` gets, as a script: a variable in single quotes, where the
-    outer bash has put its value, stands in double quotes of its own."""
-    code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"
-    return _QUOTED.sub(
-        lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
-    )
