@@ -25,7 +25,7 @@ from hpc_ddp.slurm_text import Job, QueuedJob, Record
 TIMEOUT_S = 60.0  # of one command
 PATIENCE_S = 120.0  # how long a controller that is being restarted is waited for
 LONGEST_PAUSE_S = 30.0
-LOOKS, LOOK_PAUSE_S = 4, 2.0  # a submit whose answer was lost came up seconds after the first look
+SUBMIT_LOOKS, LOOK_PAUSE_S = 4, 2.0  # a submit without an answer came up after the first look
 
 
 class NoAnswerError(HpcDdpError):
@@ -193,12 +193,12 @@ def _find_submitted(
     `earlier` ones and, where `options` have an ``--array``, has the same one: all tasks of an array
     share the script, and each may be queueing a job of its own. None where there is none.
 
-    squeue is asked `LOOKS` times for each cluster, after `LOOK_PAUSE_S` each. Raise NoAnswerError
-    without an answer until `give_up`, or where squeue refuses.
+    squeue is asked `SUBMIT_LOOKS` times for each cluster, after `LOOK_PAUSE_S` each. Raise
+    NoAnswerError without an answer until `give_up`, or where squeue refuses.
     """
     task = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
     columns = f"--format={slurm_text.SEPARATOR.join(('%F', '%K', '%o'))}"
-    for cluster in [*clusters] * LOOKS:
+    for cluster in [*clusters] * SUBMIT_LOOKS:
         time.sleep(LOOK_PAUSE_S)
         argv = ["squeue", "--me", "--noheader", columns, "--states=all"]
         if cluster:

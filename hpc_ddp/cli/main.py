@@ -33,7 +33,7 @@ COMMANDS = {
 
 # Python looks for garbage after so many new objects. A journal's events are a million, none of them
 # garbage, and looking through them again and again takes a quarter of the time to read them.
-OBJECTS = 200_000
+COLLECT_EVERY_OBJECTS = 200_000
 
 
 class Group(click.Group):
@@ -103,4 +103,4 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # None where a shell has closed it: 2>&-
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as it runs
-    gc.set_threshold(OBJECTS)
+    gc.set_threshold(COLLECT_EVERY_OBJECTS)

@@ -40,7 +40,7 @@ from hpc_ddp.core.run_folder import RunFolder
 
 MANIFEST = "manifest.json"
 FORMAT = 4  # of what is in the files; another one can't be read
-CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
+CHUNK_BYTES = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
 
 # What opening a folder, a pipe, a device or a socket gives.
 _NO_FILE = (errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
@@ -81,16 +81,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     value = parse_object(read_text(folder / MANIFEST))
     if value.pop("crc32", None) != manifest_crc(value):
         raise ValueError("its own CRC32 differs")
-    for name, facts in _entry(value, "files", "Mapping[str]").items():
+    _check_entry(value, "files", "Mapping[str]")
+    for name, facts in value["files"].items():
         if set(name.split("/")) & {"", ".", ".."} or "\0" in name:
             raise ValueError(f"{name!r} is no name of a file in its folder")
-        _entry({name: facts}, name, "Mapping[str]")
-        _entry(facts, "size", "int")
-        _parts_of(facts)
+        _check_entry(value["files"], name, "Mapping[str]")
+        _check_entry(facts, "size", "int")
+        _parts_of(facts)  # raises where they are damaged
     if value.get("world_size") is not None:
-        _entry(value, "world_size", "int")
+        _check_entry(value, "world_size", "int")
     if value.get("best") is not None:
-        _entry(_entry(value, "best", "Mapping[str]"), "step", "int")
+        _check_entry(value, "best", "Mapping[str]")
+        _check_entry(value["best"], "step", "int")
     return value
 
 
@@ -98,7 +100,8 @@ def _parts_of(facts: Mapping[str, Any]) -> list[FileFacts]:
     """Return size and CRC32 of each part of a file, in order, from `facts`, the file's entry in a
     manifest; a file of one process is one part. Raise ValueError where they are damaged."""
     if "parts" not in facts:
-        return [FileFacts(facts["size"], _entry(facts, "crc32", "int"))]
+        _check_entry(facts, "crc32", "int")
+        return [FileFacts(facts["size"], facts["crc32"])]
     try:
         parts = [FileFacts(*map(operator.index, pair)) for pair in facts["parts"]]
     except TypeError:
@@ -108,11 +111,11 @@ def _parts_of(facts: Mapping[str, Any]) -> list[FileFacts]:
     return parts
 
 
-def _entry(table: Mapping[str, Any], key: str, type_name: str) -> Any:
-    """Return the entry `key` of a manifest's table. Raise ValueError where the entry is missing, or
-    is not of the type `type_name`, which `fields.checked` knows, as ``int``."""
+def _check_entry(table: Mapping[str, Any], key: str, type_name: str) -> None:
+    """Raise ValueError where a manifest's table has no entry `key`, or one that is not of the type
+    `type_name`, which `fields.checked` knows, as ``int``."""
     try:
-        return checked(table.get(key), type_name)
+        checked(table.get(key), type_name)
     except ValueError:
         raise ValueError(f"its {key!r} is damaged") from None
 
@@ -185,7 +188,7 @@ def _all_parts(files: Mapping[str, Any]) -> Iterator[tuple[str, int, FileFacts]]
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
-    """Return a key by which ``rank-10`` comes after ``rank-9``."""
+    """Return a key by which ``rank-10`` comes after ``rank-9``: [("rank-", 10), ("", 0)]."""
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
@@ -217,10 +220,10 @@ def facts_of(
     and CRC32 of what was read. `count_bytes` gets the number of bytes of each chunk. Raise OSError
     where it can't be read, is no regular file, or lies behind a link of another user."""
     size = crc32 = 0
-    chunk = memoryview(bytearray(CHUNK))
+    chunk = memoryview(bytearray(CHUNK_BYTES))
     with open_data(path) as file:
         file.seek(offset)
-        while count := file.readinto(chunk[: CHUNK if limit is None else limit - size]):
+        while count := file.readinto(chunk[: CHUNK_BYTES if limit is None else limit - size]):
             size += count
             crc32 = zlib.crc32(chunk[:count], crc32)
             count_bytes(count)

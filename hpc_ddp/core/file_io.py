@@ -30,7 +30,7 @@ PATIENCE_S = 60.0  # of `patiently`
 WORD_BYTES = 1 << 16  # read by `read_word`
 MOST_TEXT_BYTES = 1 << 26  # of one file: a sparse file of terabytes must not fill the memory
 SMALL_BYTES = 1 << 16  # of `SmallFile`
-READERS = 16  # threads
+READER_THREADS = 16  # threads
 ROOT = 0  # the superuser's uid
 MOST_LINKS = 40  # on the way to a file
 _OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -154,7 +154,7 @@ def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator
     outer folder can't be listed, or lies behind a link of another user.
     """
     check_links(folder)
-    with _opened(folder) as top, ThreadPoolExecutor(READERS) as pool:
+    with _opened(folder) as top, ThreadPoolExecutor(READER_THREADS) as pool:
 
         def read(name: str) -> SmallFolder:
             with contextlib.suppress(OSError), _opened(name, top, os.O_NOFOLLOW) as below:
@@ -344,8 +344,8 @@ def make_folders(path: Path) -> None:
 
 def _make_folder(path: Path | str, parent: int | None = None) -> None:
     """Make one folder that its owner alone can write; one that exists stays as it is. A relative
-    `path` begins at the folder with the descriptor `parent`. Raise OSError where it can't be
-    made."""
+    `path` begins at the folder with the descriptor `parent` (None: at the working directory). Raise
+    OSError where it can't be made."""
     try:
         os.mkdir(path, 0o755, dir_fd=parent)
     except FileExistsError:
@@ -372,8 +372,8 @@ def _limit_mode(descriptor: int, mode: int) -> None:
 @contextlib.contextmanager
 def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iterator[int]:
     """Give the descriptor of a folder, which is closed at the end of the block. A relative `path`
-    begins at the folder with the descriptor `parent`. Raise OSError where the folder can't be
-    opened."""
+    begins at the folder with the descriptor `parent` (None: at the working directory). `flags` are
+    further ones of `os.open`. Raise OSError where the folder can't be opened."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags, dir_fd=parent)
     try:
         yield descriptor

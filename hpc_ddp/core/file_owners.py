@@ -300,8 +300,8 @@ def checkpoint_fault(run: RunFolder, folder: Path) -> str:
 
 
 def _refuse_checkpoint(run: RunFolder, folder: Path, path: Path, is_of_another: bool) -> NoReturn:
-    """Raise the error of a checkpoint that others may have changed, since they can write `path`, or
-    own it (`is_of_another`)."""
+    """Raise the error of the checkpoint `folder`, which others may have changed, since they can
+    write `path`, or own it (`is_of_another`)."""
     checkpoints = shlex.quote(str(run.checkpoints))
     fault = "another user owns" if is_of_another else "other users can write"
     raise HpcDdpError(

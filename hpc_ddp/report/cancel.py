@@ -31,12 +31,12 @@ from hpc_ddp.live_jobs import (
 )
 from hpc_ddp.slurm_text import QueuedJob
 
-LOOKS = 10  # at the queue after a scancel, a second apart
+QUEUE_LOOKS = 10  # at the queue after a scancel, a second apart
 
 
 def cancel(run: RunFolder) -> None:
     """End a run for good, an array with all tasks, a task alone: send SIGTERM to its processes on
-    this machine, cancel its jobs, and wait up to `LOOKS` seconds for the jobs' end.
+    this machine, cancel its jobs, and wait up to `QUEUE_LOOKS` seconds for the jobs' end.
 
     The run's mark, and an event in its journal, come first, so that a verdict made just now sees
     the mark. A disk that takes no mark is reported on stderr, and the jobs are cancelled all the
@@ -102,8 +102,8 @@ def _is_done(run: RunFolder) -> bool:
 
 
 def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> list[str]:
-    """Cancel a run's jobs and wait for their end, `LOOKS` seconds at most; return a sentence about
-    each that is live then, [] without any.
+    """Cancel a run's jobs and wait for their end, `QUEUE_LOOKS` seconds at most; return a sentence
+    about each that is live then, [] without any.
 
     A verdict sees the run's mark and requeues no job. Without the mark (`is_marked`) Slurm is asked
     not to requeue them; that it refuses this is passed over. Raise HpcDdpError where Slurm gives no
@@ -114,7 +114,7 @@ def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> lis
             with suppress(HpcDdpError):
                 slurm.forbid_requeue(job)
     slurm.cancel(jobs)
-    for _ in range(LOOKS):
+    for _ in range(QUEUE_LOOKS):
         queue = Queue(slurm.queue())
         live = [job for job in jobs if queue.life(job, run) is Life.LIVE]
         if not live:

@@ -48,7 +48,7 @@ from hpc_ddp.submission.settings.config import Settings
 from hpc_ddp.submission.settings.job import job_spec
 from hpc_ddp.submission.settings.user import user_name
 
-OLDEST = (3, 10)  # of the Pythons that run the node side
+OLDEST_PYTHON = (3, 10)  # of the Pythons that run the node side
 
 
 @dataclass(frozen=True)
@@ -316,9 +316,10 @@ def _check_python(spec: JobSpec) -> None:
     version = re.search(r"/python(\d)\.(\d+)$", os.path.realpath(path or ""))
     if not version or spec.container or spec.image:
         return
-    if (int(version[1]), int(version[2])) < OLDEST:
+    if (int(version[1]), int(version[2])) < OLDEST_PYTHON:
         raise UsageError(
-            f"python {path} is Python {version[1]}.{version[2]}; accepted: 3.{OLDEST[1]} or later",
+            f"python {path} is Python {version[1]}.{version[2]}; accepted:"
+            f" 3.{OLDEST_PYTHON[1]} or later",
             hint="--python PATH, of an environment with a newer one and torch",
         )
 

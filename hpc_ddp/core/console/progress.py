@@ -11,7 +11,7 @@ import time
 
 PATIENCE_S = 1.0  # what is done by then needs no bar
 REDRAW_S = 0.1
-WIDTH = 30  # of the bar, in characters
+BAR_WIDTH = 30  # of the bar, in characters
 
 
 class ProgressBar:
@@ -59,8 +59,8 @@ class ProgressBar:
     def _line(self) -> str:
         """Return the bar as text, without an end of line."""
         share = min(self._done / self._total, 1.0) if self._total else 0.0
-        full = round(share * WIDTH)
-        return f"{self._title} {'━' * full}{'─' * (WIDTH - full)} {share:.0%}"
+        full = round(share * BAR_WIDTH)
+        return f"{self._title} {'━' * full}{'─' * (BAR_WIDTH - full)} {share:.0%}"
 
     def _put(self, text: str) -> None:
         """Replace the terminal's last line by a text; '' removes it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.file_io import READERS, list_names, patiently, read_json
+from hpc_ddp.core.file_io import READER_THREADS, list_names, patiently, read_json
 from hpc_ddp.core.job.job_ref import JobRef
 
 
@@ -172,8 +172,8 @@ class AttemptFolder:
         return self.path / "port-taken"
 
     def node(self, name: str, rank: int | None = None) -> NodeFolder:
-        """Return the folder of a node, with `rank` for the Slurm task of this worker. Nothing is
-        made on disk."""
+        """Return the folder of a node; with `rank` that of the Slurm task of this worker, None: of
+        the supervisor of all. Nothing is made on disk."""
         return NodeFolder(self.path / name, rank)
 
     def nodes(self) -> list[NodeFolder]:
@@ -188,7 +188,7 @@ class AttemptFolder:
         that is damaged, can't be read or has no exit ``code`` is left out. Raise OSError where the
         nodes can't be listed."""
         nodes = self.nodes()
-        with ThreadPoolExecutor(READERS) as pool:  # a thousand small files take seconds in a row
+        with ThreadPoolExecutor(READER_THREADS) as pool:  # a thousand files take seconds in a row
             records = [record for of_node in pool.map(_records_of, nodes) for record in of_node]
         return [record for record in records if "code" in record]
 

@@ -67,13 +67,7 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 def check(spec: JobSpec) -> None:
     """Check all values of a job, which have the types of their fields; a value of another type may
-    raise any error.
-
-    Raises
-    ------
-    UsageError
-        names the first bad value, what is accepted, and a hint
-    """
+    raise any error. Raise UsageError for the first bad one."""
     _check_texts(spec)
     _check_python(spec.python)
     _check_nodes(spec.nodes)
@@ -81,33 +75,39 @@ def check(spec: JobSpec) -> None:
         content = getattr(spec, item.name)
         if "option" in item.metadata and not (content is None and item.default is None):
             item.metadata["option"].check(key_of(item), content)
-    parse_signal(spec.signal)
+    _check_notation(spec)
     _check_names(spec)
     if spec.gpus_per_node is not None and not GPUS.fullmatch(spec.gpus_per_node):
         raise UsageError(
             f"gpus-per-node {spec.gpus_per_node!r} is neither a number nor type:number",
             hint="--gpus-per-node 4, or --gpus-per-node a100:4",
         )
-    if spec.time is not None and parse_time(spec.time) <= 0:
-        raise UsageError(
-            f"time {spec.time!r} is zero; accepted: a positive Slurm time",
-            hint="--time 1:00:00; without it the partition's own limit holds",
-        )
-    check_time_min(spec.time_min, spec.time, spec.warn_s)
     _check_resume(spec)
     _check_sbatch(spec)
     _check_env(spec)
     _check_container(spec)
     _check_torchrun(spec)
     _check_tasks(spec)
-    if spec.array:
-        array_indexes(spec.array)
-        if spec.continue_by == "resubmit":
-            raise UsageError(
-                "a chain of jobs can't be an array, nor a sweep", hint="--continue-by requeue"
-            )
+    if spec.array and spec.continue_by == "resubmit":
+        raise UsageError(
+            "a chain of jobs can't be an array, nor a sweep", hint="--continue-by requeue"
+        )
     check_sweep(spec)
     _check_budget(spec)
+
+
+def _check_notation(spec: JobSpec) -> None:
+    """Parse the values in Slurm's notation: signal, times and array. Raise UsageError for one of
+    another form, a time of 0, and a least time that `check_time_min` refuses."""
+    parse_signal(spec.signal)
+    if spec.time is not None and parse_time(spec.time) <= 0:
+        raise UsageError(
+            f"time {spec.time!r} is zero; accepted: a positive Slurm time",
+            hint="--time 1:00:00; without it the partition's own limit holds",
+        )
+    check_time_min(spec.time_min, spec.time, spec.warn_s)
+    if spec.array:
+        array_indexes(spec.array)
 
 
 def _check_names(spec: JobSpec) -> None:

@@ -35,7 +35,7 @@ def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dic
     Raises
     ------
     ValueError
-        as `checked`; or a word such as a cause is missing
+        an entry is of another type, no such word, or no possible number; or a word is missing
     """
     return {field.name: _read_field(field, table.get(field.name)) for field in declared}
 
@@ -44,7 +44,8 @@ def _read_field(declared: Field[Any], entry: Any) -> Any:
     """Return a JSON value as the type of a record's field. For None return the field's default;
     without a default, None if its type allows that, else the empty value of the type.
 
-    Raise ValueError as `checked`, and for a missing word such as a cause.
+    Raise ValueError for a value of another type, as `checked`, and for a missing word such as a
+    cause.
     """
     kind = _kind_of(str(declared.type))
     if entry is not None or kind.name in _WORDS:

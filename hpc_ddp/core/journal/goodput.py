@@ -61,7 +61,7 @@ def account(
     events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> dict[str, float]:
     """Return the seconds that a run has spent in each of `PARTS`, over all its attempts; all are
-    0.0 without events. For the parameters see `pieces`."""
+    0.0 without events. `now` and `waits` are those of `pieces`."""
     return seconds_of(pieces(events, now, waits))
 
 

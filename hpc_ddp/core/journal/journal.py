@@ -43,7 +43,8 @@ from hpc_ddp.core.journal.stragglers import IN_A_ROW
 
 E = TypeVar("E", bound=JournalEvent)
 
-MODE = 0o644  # a worker has its user's umask; what a journal says decides which jobs are cancelled
+# A worker has its user's umask; what a journal says decides which jobs are cancelled.
+FILE_MODE = 0o644
 _APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 LINES_AT_ONCE = 200  # are parsed in one call; a damaged one has so many parsed again
 DRAIN_S = 5.0  # that a process waits for its last lines when it ends
@@ -133,10 +134,10 @@ class Journal:
         the disk refuses. This asks no more of the disk than an open, a read of a byte and a
         write."""
         try:
-            file = os.open(self.path, _APPENDING, MODE)
+            file = os.open(self.path, _APPENDING, FILE_MODE)
         except FileNotFoundError:
             self.path.parent.mkdir(exist_ok=True, mode=0o755)
-            file = os.open(self.path, _APPENDING, MODE)
+            file = os.open(self.path, _APPENDING, FILE_MODE)
         try:
             size = os.lseek(file, 0, os.SEEK_END)
             if size and os.pread(file, 1, size - 1) != b"\n":  # of a killed writer: close it off

@@ -12,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from hpc_ddp.core.file_io import READERS, SmallFile, open_data, read_small_files
+from hpc_ddp.core.file_io import READER_THREADS, SmallFile, open_data, read_small_files
 
 # Read of all journal files of another user's run: a sparse file of terabytes must neither fill the
 # memory nor take hours.
@@ -41,7 +41,7 @@ class LineReader:
         Threads read small files ahead, `AT_ONCE` of them: a job of a thousand nodes has thousands,
         and a shared disk opens one in a millisecond.
         """
-        with ThreadPoolExecutor(READERS) as pool:  # a thread starts as it gets work
+        with ThreadPoolExecutor(READER_THREADS) as pool:  # a thread starts as it gets work
             for begin in range(0, len(names), AT_ONCE):
                 some = names[begin : begin + AT_ONCE]
                 for name, small in zip(some, _read_ahead(pool, folder, some), strict=True):
@@ -71,8 +71,9 @@ class LineReader:
             yield from lines if old_bytes <= 0 else _without_old_curve(lines, old_bytes)
 
     def _lines(self, file: BinaryIO, is_foreign: bool, path: Path) -> Iterator[bytes]:
-        """Yield the lines of an open file as `read` does, with its errors; `path` is named in
-        them."""
+        """Yield the lines of an open file as `read` does, also those of curves. Where the file is
+        another user's (`is_foreign`), raise OSError, which names `path`, for a spent budget or a
+        line that is too long."""
         self._files += is_foreign
         is_rest = False  # of a line that is too long
         while line := file.readline(LONGEST_LINE):
@@ -98,9 +99,9 @@ def _without_old_curve(lines: Iterator[bytes], old_bytes: int) -> Iterator[bytes
 def _read_ahead(
     pool: ThreadPoolExecutor, folder: Path, names: Sequence[str]
 ) -> list[SmallFile | None]:
-    """Return the files with these names as `read_small_files` does, with its errors. Many files are
-    read by the threads of the pool, few by this thread."""
-    size = AT_ONCE // READERS
+    """Return the files with these names as `read_small_files` does: many by the threads of the
+    pool, few by this thread. Raise OSError where the folder can't be opened."""
+    size = AT_ONCE // READER_THREADS
     parts = [names[begin : begin + size] for begin in range(0, len(names), size)]
     if len(parts) == 1:
         return read_small_files(folder, names)

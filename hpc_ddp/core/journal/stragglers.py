@@ -17,10 +17,10 @@ from hpc_ddp.core.console.units import brief_duration
 from hpc_ddp.core.journal.events import JournalEvent, Started, StepTiming, WorkerStarted
 
 IN_A_ROW = 3  # events; a minute and a half at the least
-FACTOR = 1.25  # of what the others need
+SLOW_FACTOR = 1.25  # of what the others need
 LEAST_SHARE = 0.1  # of a step's time that all wait: less than that is not worth a word
 MOST_RANKS = 32  # of an event
-DIGITS = 4
+SIGNIFICANT_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ def summarize_times(
 ) -> StepTiming:
     """Return the `ranks` event of the last `steps` steps, up to `step`.
 
-    `data_s` and `busy_s` are, by rank, the wait for data and the own work; `nodes` are the ranks'
-    nodes. There is one rank or more. Times are mean seconds per step; `step_s` is rank 0's whole
-    step. The event has the `MOST_RANKS` ranks that exceed the median of all most, by either time.
+    `data_s` and `busy_s` are, by rank, the wait for data and the own work (None: not measured);
+    `nodes` are the ranks' nodes. There is one rank or more. Times are mean seconds per step;
+    `step_s` is rank 0's whole step. The event has the `MOST_RANKS` ranks that exceed the median of
+    all most, by either time.
     """
     excess = [_excess(own_s) for own_s in (data_s, busy_s) if own_s]
     largest = [max(of_rank) for of_rank in zip(*excess, strict=True)]
@@ -91,8 +92,8 @@ def _quartiles(seconds: Sequence[float]) -> list[float]:
 
 
 def _round(seconds: float) -> float:
-    """Return seconds with `DIGITS` significant digits; a negative number becomes 0."""
-    return float(f"{max(seconds, 0.0):.{DIGITS}g}")
+    """Return seconds with `SIGNIFICANT_DIGITS` significant digits; a negative number becomes 0."""
+    return float(f"{max(seconds, 0.0):.{SIGNIFICANT_DIGITS}g}")
 
 
 def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
@@ -132,7 +133,7 @@ def _slow_in(event: StepTiming) -> dict[int, Slow]:
         usual = _median_of(quartiles)
         for index, (rank, seconds) in enumerate(zip(event.ranks, own_s or (), strict=False)):
             more = seconds - usual
-            if seconds >= FACTOR * usual and more >= LEAST_SHARE * event.step_s and more > 0:
+            if seconds >= SLOW_FACTOR * usual and more >= LEAST_SHARE * event.step_s and more > 0:
                 waits = len(data) > index and data[index] - usual_data >= more / 2
                 node = event.node if rank == event.slowest else None
                 slow[rank] = Slow(rank, node, seconds, usual, waits)

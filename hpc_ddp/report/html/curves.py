@@ -18,7 +18,7 @@ from hpc_ddp.core.journal.events import (
 from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import by_start
 
-HUGE = 1e300  # larger values are drawn like infinity
+LARGEST_DRAWN = 1e300  # larger values are drawn like infinity
 _NO_METRICS = ("step", "total_steps", "epoch")
 
 
@@ -31,7 +31,7 @@ class Point(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        return abs(self.number) < HUGE  # also False for NaN
+        return abs(self.number) < LARGEST_DRAWN  # also False for NaN
 
 
 class Column(NamedTuple):
@@ -70,8 +70,8 @@ class Curve:
 
     @property
     def finite(self) -> list[float]:
-        """The numbers between -`HUGE` and `HUGE`, of which none is NaN or infinite."""
-        return [number for _, number, _ in self.points if abs(number) < HUGE]
+        """The numbers of at most `LARGEST_DRAWN`, by amount: none is NaN or infinite."""
+        return [number for _, number, _ in self.points if abs(number) < LARGEST_DRAWN]
 
     def segments(self) -> Iterator[Segment]:
         """Yield the curve's points in order, cut where a start begins, where steps begin to be done
@@ -90,7 +90,7 @@ class Curve:
 def _segments_of(points: Sequence[Point], redone_from: float) -> Iterator[Segment]:
     """Yield the points of one start, cut where they become finite or cease to be, and at the step
     `redone_from`: from there on a later start has done the steps again."""
-    is_finite = all(map(HUGE.__gt__, map(abs, map(itemgetter(1), points))))
+    is_finite = all(map(LARGEST_DRAWN.__gt__, map(abs, map(itemgetter(1), points))))
     if is_finite and max(map(itemgetter(0), points)) < redone_from:  # as most of 100,000 are
         yield Segment(points, True, False)
         return

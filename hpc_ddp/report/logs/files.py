@@ -16,8 +16,8 @@ from hpc_ddp.core.journal.journal import read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 
-CHUNK, LEAST_CHUNK = 1 << 20, 1 << 15  # bytes read of a log at once
-MERGED = 1 << 25  # bytes of all logs that are merged: there may be thousands, each with a chunk
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 15  # read of a log at once
+MERGED_BYTES = 1 << 25  # of all logs that are merged: there may be thousands, each with a chunk
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
 
 def chunk_for(count: int) -> int:
     """Return how many bytes to read at once of each of `count` logs that are merged."""
-    return min(CHUNK, max(LEAST_CHUNK, MERGED // max(count, 1)))
+    return min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, MERGED_BYTES // max(count, 1)))
 
 
 class Cut(NamedTuple):
@@ -143,7 +143,7 @@ class LogFile:
         return not self.sizes or self.sizes[-1] > self.position
 
     def new_text(
-        self, is_last: bool, content: bytes | None = None, size: int = CHUNK
+        self, is_last: bool, content: bytes | None = None, size: int = CHUNK_BYTES
     ) -> Iterator[bytes]:
         """Yield the new lines, several in one text; the next call begins behind the last one. A
         line without its line break is yielded only if `is_last`. A file that can't be read has no
@@ -192,7 +192,7 @@ class LogFile:
         is_last: bool,
         cuts: Sequence[Cut],
         content: bytes | None = None,
-        chunk: int = CHUNK,
+        chunk: int = CHUNK_BYTES,
     ) -> Iterator[Block]:
         """Yield the new lines as `new_text` does, in blocks: a block ends at the last line break
         before each of the `cuts`, whose sizes rise. `chunk` is the `size` of `new_text`."""

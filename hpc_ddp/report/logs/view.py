@@ -24,11 +24,11 @@ from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFold, spans
 POLL_S = 0.5
 ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
 
-BEGINNING = 1 << 16  # bytes of a log
+BEGINNING_BYTES = 1 << 16  # bytes of a log
 _NOISE = re.compile(rb"^.*(?:" + NOISE.encode() + rb").*\n?", re.M)
 NOISE_WORDS = (b"socket.cpp", b"[Gloo] Rank")  # one is in each line of noise
 TORCH_MARK = re.compile(rb"^\[rank\d+\]: ?", re.M)  # torch's own, of tracebacks
-COLOURS = (36, 33, 32, 35, 34, 31)
+RANK_COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def show(run: RunFolder, query: LogQuery) -> None:
@@ -181,7 +181,7 @@ class MergedView:
         """Return whether the beginning of a log has a line that is shown; False where it can't be
         read."""
         with contextlib.suppress(OSError), open_data(path) as file:
-            return bool(self._without_noise(file.read(BEGINNING)))
+            return bool(self._without_noise(file.read(BEGINNING_BYTES)))
         return False
 
     def _without_noise(self, text: bytes) -> bytes:
@@ -239,7 +239,7 @@ class MergedView:
         mark = f"{task}{origin:{self._width}} | "
         if not self._has_colours:
             return mark
-        return f"\033[{COLOURS[line.rank % len(COLOURS)]}m{mark}\033[0m"
+        return f"\033[{RANK_COLOURS[line.rank % len(RANK_COLOURS)]}m{mark}\033[0m"
 
     def _print_heading(self, group: AttemptLogs, text: str) -> None:
         """Print a line where an attempt begins or ends; none for an empty text."""

@@ -34,7 +34,7 @@ from hpc_ddp.report.status.state import RunState
 
 # No link: what it leads to may be another user's choice, and be changed by being opened.
 OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
-FORMAT = [__version__, *(field.name for field in fields(Status))]
+CACHE_FORMAT = [__version__, *(field.name for field in fields(Status))]
 
 
 class StatusCache:
@@ -47,7 +47,7 @@ class StatusCache:
     def __init__(self, root: Path, queue: Queue) -> None:
         self._path, self._queue = root / f".status-{os.geteuid()}.json", queue
         content = read_json(self._path) if _is_private(self._path) else {}
-        entries = content.get("runs") if content.get("format") == FORMAT else None
+        entries = content.get("runs") if content.get("format") == CACHE_FORMAT else None
         # By the paths of the runs, as `status_of` makes them.
         self._entries: dict[str, Any] = entries if isinstance(entries, dict) else {}
         self._changed = False
@@ -91,7 +91,7 @@ class StatusCache:
         refuses it is passed over: the cache only saves time."""
         if self._changed:
             entries = {name: entry for name, entry in self._entries.items() if os.path.isdir(name)}
-            text = json.dumps({"format": FORMAT, "runs": entries})
+            text = json.dumps({"format": CACHE_FORMAT, "runs": entries})
             with suppress(OSError):  # private, as runs are: it has the text of errors
                 write_whole(self._path, text, mode=0o600)
             self._changed = False

@@ -25,7 +25,7 @@ from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
 
 MOST_RUNS = 20  # shown without --all, unless more of them are live
-WIDEST = 64  # characters of a cell but "why": one run of a shared folder must not widen all rows
+WIDEST_CELL = 64  # characters, but of "why": one run of a shared folder must not widen all rows
 MIN_WHY_WIDTH = 24  # other columns are dropped before "why" gets narrower than this
 
 # fmt: off
@@ -219,8 +219,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def _cells(row: Status) -> dict[str, str]:
-    """Return the cells of a run's row by column, without control characters and cut to `WIDEST`
-    characters; an unknown one is ``-``. ``why`` is whole, and '' where nothing is known."""
+    """Return the cells of a run's row by column, without control characters and cut to
+    `WIDEST_CELL`; an unknown one is ``-``. ``why`` is whole, and '' where nothing is known."""
     age = None if row.last_checkpoint_s is None else f"{duration(row.last_checkpoint_s)} ago"
     cells = {
         "name": row.name,
@@ -238,7 +238,7 @@ def _cells(row: Status) -> dict[str, str]:
         "why": "; ".join(filter(None, (row.slow, row.why))),
     }
     texts = {name: "-" if cell is None else printable(str(cell)) for name, cell in cells.items()}
-    return {name: text if name == "why" else _cut(text, WIDEST) for name, text in texts.items()}
+    return {n: text if n == "why" else _cut(text, WIDEST_CELL) for n, text in texts.items()}
 
 
 def _time_left(row: Status) -> str | None:

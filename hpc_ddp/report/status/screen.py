@@ -21,7 +21,7 @@ from hpc_ddp.report.status.run_status import Status
 READ_S = 5.0  # from one look at the journals to the next
 ASK_S = 60.0  # from one question to Slurm to the next: it answers all users of the cluster
 KEYS = "e: explain  l: logs  a: attach  c: cancel  r: refresh  q: quit"
-HEAD = 1  # lines above the rows
+HEAD_LINES = 1  # lines above the rows
 # This package, and not one that lies in the working directory, as with -m.
 _ROOT = str(Path(__file__).resolve().parents[3])
 _MAIN = f"import sys; sys.path[0] = {_ROOT!r}; from hpc_ddp.cli.main import main; main()"
@@ -93,14 +93,14 @@ class Screen:
         """Draw the table, with the selected row in sight and inverted, and the line `bottom`."""
         height, width = self._window.getmaxyx()
         lines = run_table.table(self._rows, width).splitlines() if self._rows else ["no runs"]
-        room = max(height - HEAD - 1, 1)
+        room = max(height - HEAD_LINES - 1, 1)
         first = max(0, self._selected - room + 1)
         self._window.erase()
         self._draw_line(0, lines[0], curses.A_BOLD)
-        for place, line in enumerate(lines[HEAD:][first : first + room]):
+        for place, line in enumerate(lines[HEAD_LINES:][first : first + room]):
             is_selected = first + place == self._selected
             self._draw_line(
-                HEAD + place, line, curses.A_REVERSE if is_selected else curses.A_NORMAL
+                HEAD_LINES + place, line, curses.A_REVERSE if is_selected else curses.A_NORMAL
             )
         age = duration(time.monotonic() - self._asked)
         self._draw_line(height - 1, f"{bottom}  (Slurm: {age} ago)", curses.A_DIM)

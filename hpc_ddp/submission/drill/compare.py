@@ -16,8 +16,8 @@ from hpc_ddp.core.journal.events import DrillRecord
 
 Pair = tuple[DrillRecord, DrillRecord]  # of the undisturbed run and of a disturbed one
 
-ROUNDING = 1e-5  # relative: how much another order of sums can change the numbers of one step
-GROWN = 1e-2  # … and how much they may differ after the steps of a drill
+STEP_TOLERANCE = 1e-5  # relative: how much another order of sums can change the numbers of one step
+END_TOLERANCE = 1e-2  # … and how much they may differ after the steps of a drill
 
 # Kinds of parts, causes before consequences within one step. `random` are generators, `settings`
 # an optimizer's learning rate and the like, `untracked` the state of an optimizer not in run.track.
@@ -76,14 +76,14 @@ class Difference:
     @property
     def is_rounding(self) -> bool:
         """Whether only the order of sums differs: the part that differs is a computed one, and not
-        right after a resume; in that step numbers differ by `ROUNDING` at most (by `GROWN` if
-        `drifted`), and at the end by `GROWN` at most."""
+        right after a resume; in that step numbers differ by `STEP_TOLERANCE` at most (if `drifted`,
+        by `END_TOLERANCE`), and at the end by `END_TOLERANCE` at most."""
         return (
             not self.at_start
             and self.kind in _COMPUTED
             and self.relative is not None
-            and self.relative <= (GROWN if self.drifted else ROUNDING)
-            and (self.grown or 0.0) <= GROWN
+            and self.relative <= (END_TOLERANCE if self.drifted else STEP_TOLERANCE)
+            and (self.grown or 0.0) <= END_TOLERANCE
         )
 
 

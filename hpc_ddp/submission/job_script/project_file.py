@@ -12,7 +12,7 @@ from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversi
 from hpc_ddp.submission.job_script.directives import BURST_BUFFER
 
 _ORDER = ("script", "module", "no-python", "args", "job-name", "nodes", "gpus-per-node")
-_WIDTH = 48  # of a line of the script in the table
+_WIDTH = 48  # of the text of a line in the table, in characters
 
 
 def to_toml(conversion: Conversion, name: str) -> str:

@@ -20,7 +20,7 @@ from hpc_ddp.submission.site_detect.cluster import (
     preemptions,
 )
 
-OLDEST = (20, 11)  # the oldest version of Slurm that hpc-ddp supports
+OLDEST_SLURM = (20, 11)  # the oldest version of Slurm that hpc-ddp supports
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
     """Return sentences on what keeps jobs from starting, or needs a decision; [] for neither."""
     remarks = []
     match = re.match(r"(\d+)\.(\d+)", facts.value("SLURM_VERSION"))
-    if match and (int(match[1]), int(match[2])) < OLDEST:
+    if match and (int(match[1]), int(match[2])) < OLDEST_SLURM:
         remarks.append(f"Slurm {match[0]} is older than 20.11, the oldest that hpc-ddp supports.")
     if partitions and not any(p.is_default for p in partitions):
         remarks.append("There is no default partition: name one (--partition).")

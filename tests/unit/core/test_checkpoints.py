@@ -93,7 +93,7 @@ def test_the_checksum_of_a_manifest_does_not_depend_on_its_order() -> None:
 
 
 def test_a_long_file_is_summed_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "CHUNK", 16)
+    monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 16)
     (tmp_path / "a").write_bytes(bytes(range(50)))
     counts: list[int] = []
     facts = facts_of(tmp_path / "a", counts.append)

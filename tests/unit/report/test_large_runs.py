@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.file_io import READERS
+from hpc_ddp.core.file_io import READER_THREADS
 from hpc_ddp.core.journal import journal, line_reader
 from hpc_ddp.core.journal.events import MetricsLine, StepTiming
 from hpc_ddp.core.journal.journal import read_briefly, read_events
 from hpc_ddp.report.explain import facts, node_records
 from hpc_ddp.report.html.history import read_run
 from hpc_ddp.report.logs import merge
-from hpc_ddp.report.logs.files import CHUNK, Cut, LogQuery, chunk_for
+from hpc_ddp.report.logs.files import CHUNK_BYTES, Cut, LogQuery, chunk_for
 from hpc_ddp.report.logs.view import show
 from unit.report.logs.fakes import NOW, Logs
 from unit.report.written_runs import Written
@@ -60,7 +60,7 @@ def test_the_journals_of_many_nodes_are_opened_by_their_folder(
     opened, looked_at = count(os, "open"), count(Path, "lstat")
     assert len(read_events(tmp_path)) == 300
     assert len([name for name in opened if str(name).endswith(".jsonl")]) == 300
-    assert len(looked_at) <= READERS * (1 + len(tmp_path.parents))
+    assert len(looked_at) <= READER_THREADS * (1 + len(tmp_path.parents))
 
 
 def test_a_journal_is_parsed_in_chunks(tmp_path: Path, count: Count) -> None:
@@ -196,7 +196,9 @@ def test_following_looks_at_new_notes_alone(tmp_path: Path, count: Count) -> Non
     assert merge._cuts(log, None) == [Cut(log.position + 5, False)]
 
 
-@pytest.mark.parametrize(("count_of_logs", "size"), [(0, CHUNK), (64, 1 << 19), (8192, 1 << 15)])
+@pytest.mark.parametrize(
+    ("count_of_logs", "size"), [(0, CHUNK_BYTES), (64, 1 << 19), (8192, 1 << 15)]
+)
 def test_many_logs_are_merged_in_a_bounded_memory(count_of_logs: int, size: int) -> None:
     assert chunk_for(count_of_logs) == size
 

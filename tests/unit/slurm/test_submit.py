@@ -141,7 +141,7 @@ def test_a_job_missing_from_the_queue_is_submitted_again(
     slurm_commands.answer("sbatch", "8\n")
     slurm_commands.answer("squeue", "7\x1fN/A\x1fjob.sbatch\n")
     assert _submit(known_ids=("7",)) == "8"
-    assert len(slurm_commands.calls("squeue")) == slurm.LOOKS
+    assert len(slurm_commands.calls("squeue")) == slurm.SUBMIT_LOOKS
     assert "trying again" in capsys.readouterr().err
 
 
@@ -156,5 +156,5 @@ def test_a_submit_is_given_up_after_a_while(slurm_commands: Slurm, clock: Clock)
     slurm_commands.answer("squeue", "")
     with pytest.raises(NoAnswerError):
         _submit()
-    pause_s = 2 * slurm.LOOKS
+    pause_s = 2 * slurm.SUBMIT_LOOKS
     assert slurm.PATIENCE_S < sum(clock.slept) <= slurm.PATIENCE_S + pause_s

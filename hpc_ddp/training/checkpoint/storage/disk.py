@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.checkpoints import (
-    CHUNK,
+    CHUNK_BYTES,
     MANIFEST,
     FileFacts,
     manifest_crc,
@@ -49,7 +49,7 @@ def write_file(
         file.seek(offset)
         for view in views:
             while len(view):
-                view = view[file.write(view[:CHUNK]) :]
+                view = view[file.write(view[:CHUNK_BYTES]) :]
         if ends:
             file.truncate(offset + size)
         synced = pool.submit(os.fsync, file.fileno())

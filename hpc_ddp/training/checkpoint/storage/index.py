@@ -21,7 +21,7 @@ import torch
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import READERS, patiently
+from hpc_ddp.core.file_io import READER_THREADS, patiently
 from hpc_ddp.training.checkpoint.state import merge_trees
 from hpc_ddp.training.checkpoint.storage.layout import Cut, Layout, LayoutEntry, Shape
 from hpc_ddp.training.checkpoint.storage.resharding import Part, Reader
@@ -239,7 +239,7 @@ def read_index(folder: Path) -> Index:
     ]
     parts = [RankPart(*row) for row in index["parts"]]
     stages = [part for part in parts if part.has_tree]
-    with ThreadPoolExecutor(READERS) as pool:  # a parallel file system opens many files at a time
+    with ThreadPoolExecutor(READER_THREADS) as pool:  # a parallel file system opens many at a time
         for values in pool.map(partial(read_values, folder), stages):
             shared["tree"] = merge_trees(shared["tree"], values["tree"])
     return Index(shared, parts, layouts, index["objects"])

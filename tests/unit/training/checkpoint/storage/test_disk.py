@@ -63,7 +63,7 @@ def test_a_write_error_keeps_its_cause() -> None:
     disk.check_space(Path("/tmp"), 1, 1)
 
 
-@pytest.mark.parametrize("size", [0, 1, checkpoints.CHUNK, 2 * checkpoints.CHUNK + 7])
+@pytest.mark.parametrize("size", [0, 1, checkpoints.CHUNK_BYTES, 2 * checkpoints.CHUNK_BYTES + 7])
 def test_written_facts_are_size_and_crc32_of_the_file(tmp_path: Path, size: int) -> None:
     content = random.Random(size).randbytes(size)
     facts = disk.write_file(tmp_path / "f", memoryview(content))
