@@ -19,7 +19,7 @@ from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.job_ref import JobRef
-from hpc_ddp.core.journal.enums import Action, Cause, Word
+from hpc_ddp.core.journal.enums import Action, Cause, TextEnum
 from hpc_ddp.core.journal.events import (
     Dismissed,
     Finished,
@@ -35,7 +35,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, QueuedJob
 
 
-class Life(Word):
+class Life(TextEnum):
     """Whether a job is live, as its cluster tells."""
 
     LIVE = "live"
@@ -79,7 +79,8 @@ class Queue:
         tasks. None without one, where the job's cluster can't be asked, and where the line is that
         of another run's job: a cluster that is set up anew begins its numbers anew.
 
-        Raise OSError where the job's script can't be looked at, and as `QueuedJob.has_task`.
+        Raise OSError where the job's script can't be looked at, and UsageError where Slurm's list
+        of an array's waiting tasks can't be parsed.
         """
         jobs = self._jobs_of(job) or {}
         array, is_task, index = job.id.partition("_")
@@ -204,7 +205,7 @@ def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:
 
 def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool) -> Work | None:
     """Return the job or process that works on one run itself, not on its tasks; None where there is
-    none. Parameters and errors are those of `describe_work`."""
+    none. `besides`, `guesses` and the errors are those of `describe_work`."""
     events = run.events()
     jobs = run.jobs(events)
     ended = [] if guesses and queue.jobs is None else ended_jobs(run, events)

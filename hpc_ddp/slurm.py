@@ -20,7 +20,7 @@ from hpc_ddp.core.attempt_env import asking_env, submit_env
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.job_ref import JobRef
-from hpc_ddp.slurm_text import Job, QueuedJob, Record
+from hpc_ddp.slurm_text import Job, JobRecord, QueuedJob
 
 TIMEOUT_S = 60.0  # of one command
 PATIENCE_S = 120.0  # how long a controller that is being restarted is waited for
@@ -242,14 +242,14 @@ def forbid_requeue(job: str | JobRef) -> None:
 
 
 def release(job: JobRef) -> None:
-    """Release a job that a ``--hold`` of the user keeps waiting. Raises what `forbid_requeue`
-    raises."""
+    """Release a job that a ``--hold`` of the user keeps waiting. Raise HpcDdpError where Slurm
+    refuses, or gives no answer for PATIENCE_S."""
     _run_patiently(["scontrol", *at_cluster(job), "release", _id_of(job)])
 
 
 def update(job_id: str, setting: str) -> None:
-    """Change one `setting` of a waiting job, as ``TimeLimit=60``. Raises what `forbid_requeue`
-    raises."""
+    """Change one `setting` of a waiting job, as ``TimeLimit=60``. Raise HpcDdpError where Slurm
+    refuses, or gives no answer for PATIENCE_S."""
     _run_patiently(["scontrol", "update", f"JobId={job_id}", setting])
 
 
@@ -315,7 +315,7 @@ def queue(cluster: str = "", is_patient: bool = False) -> dict[str, QueuedJob]:
     return slurm_text.parse_queue(_run_patiently(argv) if is_patient else _run(argv))
 
 
-def record(job: str | JobRef) -> Record:
+def record(job: str | JobRef) -> JobRecord:
     """Return what the controller has of a job; where it fails in any way, what the accounting has.
     Each is asked once. Raise the controller's HpcDdpError where the accounting does not know the
     job, or fails."""

@@ -164,7 +164,7 @@ class QueuedJob:
 
 
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """A job as Slurm still remembers it, in Slurm's words.
 
     `exit_code` is ``code:signal``; `start_time` is in unix seconds, for a waiting job Slurm's
@@ -208,12 +208,12 @@ def parse_job(text: str) -> Job:
     )
 
 
-def parse_record(text: str) -> Record:
+def parse_record(text: str) -> JobRecord:
     """Return the record of a job that ``scontrol show job`` printed, of several jobs, as an array's
     tasks, the first. The reason has blanks in place of ``_``; a missing field is '' or None."""
 
     value = partial(_field, text)
-    return Record(
+    return JobRecord(
         state=_state(value(r"^\s+JobState=(\S+)")),
         reason=value(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),
         exit_code=value(r"^\s+Requeue=.* ExitCode=(\S+)"),
@@ -222,7 +222,7 @@ def parse_record(text: str) -> Record:
     )
 
 
-def parse_accounting(text: str) -> Record | None:
+def parse_accounting(text: str) -> JobRecord | None:
     """Return the record of a job that ``sacct --format=State,Reason,ExitCode,NodeList,Start``
     printed; None where no line has these columns.
 
@@ -233,7 +233,7 @@ def parse_accounting(text: str) -> Record | None:
     if not rows:
         return None
     state, reason, code, nodes, start = rows[-1]
-    return Record(state.partition(" ")[0], reason, code, nodes, _unix(start))
+    return JobRecord(state.partition(" ")[0], reason, code, nodes, _unix(start))
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:

@@ -49,9 +49,9 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 class Redaction:
     """Replaces secrets in the texts of a run.
 
-    By names it replaces: the values of the job's environment variables, also of those that its
-    set-up and tear-down lines set; each value behind a name like that of a secret; passwords in
-    URLs; and headers with a login or cookies.
+    By names it replaces (``TOKEN=abc`` becomes ``TOKEN=[redacted]``): the values of the job's
+    environment variables, also of those that its set-up and tear-down lines set; each value behind
+    a name like that of a secret; passwords in URLs; and headers with a login or cookies.
 
     Wherever they stand it replaces: secrets in the job, and values in `environ`, the user's
     variables, of those that are named like a secret or that the job passes on. Such a text has 8
@@ -82,8 +82,8 @@ class Redaction:
         return self._text(text, suffix == ".sbatch")
 
     def _json(self, text: str, indent: int | None = None) -> str:
-        """Return a JSON text redacted, with the `indent` of `json.dumps`; a broken one is replaced
-        as a whole."""
+        """Return a JSON text redacted, with the `indent` of `json.dumps` (None: on one line); a
+        broken one is replaced as a whole."""
         try:
             return json.dumps(self._redact(json.loads(text), ""), indent=indent)
         except (ValueError, RecursionError):  # torn, or cut: names and values can't be told apart

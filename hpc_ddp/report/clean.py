@@ -21,15 +21,14 @@ from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.console.units import byte_count, duration, plural
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.file_io import ROOT, read_text
+from hpc_ddp.core.file_io import ROOT
 from hpc_ddp.core.file_owners import check_folder, other_owner
-from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.trackers import mlflow_id, sync_commands
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, unlink_jobs
 from hpc_ddp.live_jobs import Queue, describe_work, read_queue
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.report.status.state import RunState
+from hpc_ddp.report.status.state import RunState, spec_of
 from hpc_ddp.report.tables import columns
 
 # Folders of the user's own, with new names, in the folder of a run's name: others may share the
@@ -215,11 +214,8 @@ def _check_deletable(run: RunFolder, root: Path, queue: Queue) -> None:
 def _is_from_hpc_ddp(run: RunFolder) -> bool:
     """Return whether hpc-ddp has made a folder with a job.json: a journal or a copy of hpc-ddp lies
     beside it. False where job.json is broken or can't be read."""
-    try:
-        JobSpec.from_json(read_text(run.job_json))
-    except (HpcDdpError, OSError, ValueError):
-        return False
-    return run.journal_folder.is_dir() or (run.lib / "hpc_ddp").is_dir()
+    has_traces = run.journal_folder.is_dir() or (run.lib / "hpc_ddp").is_dir()
+    return spec_of(run) is not None and has_traces
 
 
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:

@@ -19,7 +19,7 @@ PREFLIGHT_COLUMNS = (
 # fmt: on
 
 
-def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return rows below a header, in aligned columns; the header alone without rows. None is shown
     as ``-``, and control characters in the rows are replaced. Raise ValueError for a row of another
     length than the header."""
@@ -38,7 +38,7 @@ def checkpoint_table(rows: Sequence[Health]) -> str:
     return columns(CHECKPOINT_COLUMNS, [_checkpoint_cells(row) for row in rows])
 
 
-def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
+def _checkpoint_cells(row: Health) -> tuple[object, ...]:
     """Return the row of a checkpoint, by `CHECKPOINT_COLUMNS`; None for an unknown size or number
     of ranks."""
     size = _optional(byte_count, row.bytes)
@@ -62,9 +62,9 @@ def preflight_table(event: PreflightEnded) -> str:
     return columns(PREFLIGHT_COLUMNS, rows)
 
 
-def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the row of a node, by `PREFLIGHT_COLUMNS`; None for an empty cell. Raises as
-    `preflight_table`."""
+def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return the row of a node, by `PREFLIGHT_COLUMNS`; None for an empty cell. Raise KeyError for
+    a `report` without the list of its faults."""
     interface = " ".join(filter(None, (report.get("interface"), report.get("address"))))
     return (
         node,

@@ -8,14 +8,14 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Word(str, Enum):
+class TextEnum(str, Enum):
     """A string enumeration whose text is its value (`enum.StrEnum` needs Python 3.11)."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
-class Cause(Word):
+class Cause(TextEnum):
     """Why an attempt has ended."""
 
     FINISHED = "finished"
@@ -32,7 +32,7 @@ class Cause(Word):
     BUDGET = "budget"
 
 
-class Action(Word):
+class Action(TextEnum):
     """The step of the batch script after an attempt."""
 
     NONE = "none"
@@ -40,7 +40,7 @@ class Action(Word):
     GIVE_UP = "give up"
 
 
-class NoticeSource(Word):
+class NoticeSource(TextEnum):
     """The origin of a notice, besides names of signals."""
 
     TIME_LIMIT = "time limit"  # the supervisor's clock
@@ -49,7 +49,7 @@ class NoticeSource(Word):
     INTERRUPTED = "interrupted"  # Ctrl-C or SIGTERM to an interactive run
 
 
-class StopReason(Word):
+class StopReason(TextEnum):
     """Why the ranks have stopped at a step, in rising order of urgency."""
 
     CANCELLED = "cancelled"

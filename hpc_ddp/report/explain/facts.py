@@ -34,7 +34,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import ended_jobs
 from hpc_ddp.report.explain.node_records import RecordedFailure, read_ends, tail
 from hpc_ddp.report.status.state import RunState, state_of_job
-from hpc_ddp.slurm_text import Record
+from hpc_ddp.slurm_text import JobRecord
 
 MOST_AGENT_LOGS = 64
 
@@ -95,7 +95,7 @@ class RunFacts:
     events: Sequence[JournalEvent] = ()
     attempts: Sequence[int] = ()
     job_id: str | None = None
-    record: Record | None = None
+    record: JobRecord | None = None
     refusal: str = ""
     is_forgotten: bool = False
     cancelled: bool = False
@@ -191,9 +191,9 @@ def _gather(
     events: Sequence[JournalEvent] | None = None,
     is_part: bool = False,
 ) -> RunFacts:
-    """Return the facts of a run, or of a task of an array, as `gather` does. `can_start` says
-    whether the user may start something of it; with `is_part` Slurm isn't asked for a task that is
-    over by its journal."""
+    """Return the facts of a run, or of a task of an array, by its `events`, as `gather` does (None:
+    they are read here). `can_start` says whether the user may start something of it; with `is_part`
+    Slurm isn't asked for a task that is over by its journal."""
     problem = ""
     try:
         events = read_briefly(run.journal_folder) if events is None else events
@@ -281,7 +281,7 @@ def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:
     jobs), ``record`` (None without an answer), ``refusal``, Slurm's last error, and
     ``is_forgotten``, which are absent for a job that runs.
     """
-    records: dict[str, Record] = {}
+    records: dict[str, JobRecord] = {}
     refusal, is_forgotten = "", False
     for job in jobs[-2:]:
         try:

@@ -29,7 +29,7 @@ class Label(NamedTuple):
     title: str = ""
 
 
-class Path(NamedTuple):
+class SvgPath(NamedTuple):
     """An SVG path; `kind` is ``line``, ``band`` (least to greatest numbers) or ``redone``."""
 
     d: str
@@ -63,16 +63,16 @@ class Chart:
     steps: tuple[float, float]
     x_ticks: Sequence[Label]
     y_ticks: Sequence[Label]
-    paths: Sequence[Path]
+    paths: Sequence[SvgPath]
     marks: Sequence[Label]
     bad: Sequence[float]
     points: Sequence[tuple[float, str]]
 
 
 class Scale:
-    """Maps numbers between `low` and `high` to places from 0 to 1, linearly or by their logarithm;
-    that needs numbers above 0, and raises ValueError for others. If `low` and `high` are equal, the
-    axis has some room on either side of them."""
+    """Maps numbers between `low` and `high` to places from 0 to 1, linearly or by their logarithm
+    (`is_log`); that needs numbers above 0, and raises ValueError for others. If `low` and `high`
+    are equal, the axis has some room on either side of them."""
 
     def __init__(self, low: float, high: float, is_log: bool = False) -> None:
         if is_log:
@@ -128,7 +128,7 @@ def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count
     across = Scale(0.0 if min(steps) < 0.2 * max(steps) else min(steps), max(steps))
     up = _number_scale(curve)
     width = (across.high - across.low) / count
-    paths: list[Path] = []
+    paths: list[SvgPath] = []
     points: list[tuple[float, str]] = []
     bad: list[float] = []
     for segment in curve.segments():
@@ -174,12 +174,12 @@ def _number_scale(curve: Curve) -> Scale:
     return Scale(low - room, high + room)
 
 
-def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) -> list[Path]:
+def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) -> list[SvgPath]:
     """Return the line of the means, and before it, to be drawn first, the band from the least to
     the greatest numbers.
 
     `line` has a column or more; `across` scales steps, `up` numbers. There is no band where all
-    columns are of one number, and for steps that were redone.
+    columns are of one number, and for steps that were redone (`is_redone`).
     """
 
     def place(step: float, number: float) -> str:
@@ -189,11 +189,11 @@ def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) ->
     d = "M" + "L".join(place(column.step, column.mean) for column in line)
     if len(line) == 1:
         d += "h0"  # a point alone shows as a dot
-    paths = [Path(d, "redone" if is_redone else "line")]
+    paths = [SvgPath(d, "redone" if is_redone else "line")]
     if any(column.high > column.low for column in line) and not is_redone:
         edge = [place(column.step, column.high) for column in line]
         edge += [place(column.step, column.low) for column in reversed(line)]
-        paths.insert(0, Path(f"M{'L'.join(edge)}z", "band"))
+        paths.insert(0, SvgPath(f"M{'L'.join(edge)}z", "band"))
     return paths
 
 

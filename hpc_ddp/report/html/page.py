@@ -14,8 +14,7 @@ import jinja2
 
 from hpc_ddp import __version__
 from hpc_ddp.core.console.units import duration, measured
-from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.file_io import read_text
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import RankFailed
@@ -25,7 +24,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.html.charts import charts
 from hpc_ddp.report.html.curves import Curve, curves_of, starts_of
 from hpc_ddp.report.html.history import RunHistory, attempt_rows, nodes_of, read_run, strip
-from hpc_ddp.report.status.state import RunState
+from hpc_ddp.report.status.state import RunState, spec_of
 
 MOST_CHARTS = 24
 MOST_ATTEMPTS = 200
@@ -53,7 +52,7 @@ def render(run: RunFolder, templates: Path) -> str:
     OSError
         the run's journal, or the template, can't be read
     """
-    spec = _spec_of(run)
+    spec = spec_of(run)
     if spec and spec.array and not run.is_task:
         raise UsageError(
             f"run {run.path} is an array; accepted: one of its tasks",
@@ -69,14 +68,6 @@ def render(run: RunFolder, templates: Path) -> str:
     written = time.strftime("%Y-%m-%d %H:%M %Z", time.localtime())
     template = env.get_template("report.html.j2")
     return template.render(version=__version__, written=written, **_sections(read_run(run), spec))
-
-
-def _spec_of(run: RunFolder) -> JobSpec | None:
-    """Return the run's job; None where its job.json is missing or broken."""
-    try:
-        return JobSpec.from_json(read_text(run.job_json))
-    except (OSError, ValueError, HpcDdpError):
-        return None
 
 
 def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:

@@ -77,15 +77,9 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
         raise UsageError(
             f"run {run.path} has printed nothing yet", hint=f"hpc-ddp explain {run.quoted}"
         )
-    nodes = [node for a in attempts if attempt in (None, a.number) for node in a.nodes()]
-    paths = [path for node in nodes if (path := node.rank_log(rank or 0)).exists()]
-    if paths:
+    if paths := rank_logs(run, rank or 0, attempt):
         return paths
-    if is_standalone(read_briefly(run.journal_folder)):
-        raise UsageError(
-            f"run {run.path} was started by hand: its output went to its terminal",
-            hint=f"hpc-ddp explain {run.quoted}",
-        )
+    check_keeps_output(run)
     ranks = {p.stem.removeprefix("rank-") for p in run.logs.glob("attempt-*/*/rank-*.log")}
     in_attempt = f" in attempt {attempt}" if attempt is not None else ""
     raise UsageError(
@@ -94,6 +88,23 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
         f"; attempts: {', '.join(str(a.number) for a in attempts)}",
         hint=f"hpc-ddp logs {run.quoted}",
     )
+
+
+def rank_logs(run: RunFolder, rank: int, attempt: int | None) -> list[Path]:
+    """Return the logs of a rank, oldest attempt first: of one attempt, or (None) of all. Raise
+    OSError where a folder can't be read."""
+    nodes = [n for a in run.attempts() if attempt in (None, a.number) for n in a.nodes()]
+    return [path for node in nodes if (path := node.rank_log(rank)).exists()]
+
+
+def check_keeps_output(run: RunFolder) -> None:
+    """Raise UsageError for a script that was started by hand (`is_standalone`), and OSError where
+    the journal can't be read."""
+    if is_standalone(read_briefly(run.journal_folder)):
+        raise UsageError(
+            f"run {run.path} was started by hand: its output went to its terminal",
+            hint=f"hpc-ddp explain {run.quoted}",
+        )
 
 
 def chunk_for(count: int) -> int:
@@ -194,8 +205,9 @@ class LogFile:
         content: bytes | None = None,
         chunk: int = CHUNK_BYTES,
     ) -> Iterator[Block]:
-        """Yield the new lines as `new_text` does, in blocks: a block ends at the last line break
-        before each of the `cuts`, whose sizes rise. `chunk` is the `size` of `new_text`."""
+        """Yield the new lines in blocks: a block ends at the last line break before each of the
+        `cuts`, whose sizes rise. `is_last`, `content` and `chunk` are as in `new_text`, where
+        `chunk` is `size`."""
         next_cut = 0
         for text in self.new_text(is_last, content, chunk):
             begin, at = self.position - len(text), 0

@@ -38,6 +38,9 @@ class Line(NamedTuple):
     is_alone: bool = False
 
 
+LogKey = tuple[str, int]  # a node and a rank
+
+
 @dataclass
 class AttemptLogs:
     """The logs of one attempt, of a run or of a task of an array, by node and rank. With `tidy`,
@@ -46,7 +49,7 @@ class AttemptLogs:
     run: RunFolder
     attempt: AttemptFolder
     tidy: bool
-    logs: dict[tuple[str, int], LogFile] = field(default_factory=dict)
+    logs: dict[LogKey, LogFile] = field(default_factory=dict)
     begin_shown: bool = False  # set by the caller, once it has printed the attempt's beginning
     end_shown: bool = False
     _updates: int = 0
@@ -135,11 +138,11 @@ class AttemptLogs:
         short.sort(key=itemgetter(0, 1))
         return heapq.merge(short, *streams, key=itemgetter(0, 1))
 
-    def _read_small(self, logs: Container[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
+    def _read_small(self, logs: Container[LogKey]) -> dict[LogKey, bytes]:
         """Return the contents of those of `logs` that are small, by node and rank, which asks the
         disk less often than one by one. Raise OSError where the attempt's folder can't be
         listed."""
-        contents: dict[tuple[str, int], bytes] = {}
+        contents: dict[LogKey, bytes] = {}
         for node, _, files in read_small_below(self.attempt.path, _is_log):
             of_rank = {(node, _rank_of(name)): small for name, small in files.items() if small}
             contents |= {key: small.content for key, small in of_rank.items() if key in logs}
@@ -169,13 +172,13 @@ def _has_notes(name: str) -> bool:
     return name.startswith("printed")
 
 
-def _busy_seconds(logs: Mapping[tuple[str, int], LogFile]) -> set[int]:
+def _busy_seconds(logs: Mapping[LogKey, LogFile]) -> set[int]:
     """Return the whole unix seconds in which equal lines of several ranks may have come.
 
     A noted second is critical if several logs have grown in it, or if the noted second before or
     after it is another log's. Busy are all seconds at most `FOLD_S` + 1 from a critical one.
     """
-    owners: dict[int, tuple[str, int] | None] = {}
+    owners: dict[int, LogKey | None] = {}  # None: several
     for key, log in logs.items():
         for second in map(int, log.times):
             if owners.setdefault(second, key) is not key:

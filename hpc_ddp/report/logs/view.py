@@ -15,10 +15,15 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import NOISE, open_data
 from hpc_ddp.core.job.task_folder import trial_text
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
-from hpc_ddp.core.journal.journal import last_event, read_briefly
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.explain.facts import is_standalone
-from hpc_ddp.report.logs.files import LogFile, LogQuery, log_files
+from hpc_ddp.report.logs.files import (
+    LogFile,
+    LogQuery,
+    check_keeps_output,
+    log_files,
+    rank_logs,
+)
 from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFold, spans
 
 POLL_S = 0.5
@@ -72,11 +77,9 @@ def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> No
 def _check_has_logs(run: RunFolder, query: LogQuery) -> None:
     """Raise UsageError for a script that was started by hand and has no log: none will come; and
     OSError where the journal or an attempt's folder can't be read."""
-    try:
-        log_files(run, query.rank or 0, query.attempt)
-    except UsageError:  # the journal, which is larger, is read only where there is no log
-        if is_standalone(read_briefly(run.journal_folder)):
-            raise
+    # The journal, which is larger, is read only where there is no log.
+    if run.attempts() and not rank_logs(run, query.rank or 0, query.attempt):
+        check_keeps_output(run)
 
 
 def _open_view(run: RunFolder, query: LogQuery) -> PlainView | MergedView:
@@ -87,8 +90,9 @@ def _open_view(run: RunFolder, query: LogQuery) -> PlainView | MergedView:
 
 
 def _update(view: PlainView | MergedView, run: RunFolder, query: LogQuery, is_last: bool) -> None:
-    """Print the new lines of a view. Where no rank has a log at the end, a merged view shows the
-    job's own output instead. Raises as the view's `update`."""
+    """Print the new lines of a view. Where no rank has a log at the end (`is_last`), a merged view
+    shows the job's own output instead. Raise UsageError for a rank or an attempt that the run does
+    not have, and OSError where a folder can't be read, or stdout is closed."""
     view.update(is_last)
     if is_last and view.is_empty:
         PlainView(run, query).update(is_last)
@@ -105,8 +109,8 @@ class PlainView:
 
     def update(self, is_last: bool) -> None:
         """Print what is new in the files. A line without its line break is printed at once:
-        `is_last` changes nothing. Raise UsageError and OSError as `log_files` does, and OSError
-        where stdout is closed."""
+        `is_last` changes nothing. Raise UsageError where there is no such log (`log_files`), and
+        OSError where a folder can't be read, or stdout is closed."""
         for path in log_files(self._run, self._query.rank, self._query.attempt):
             log = self._files.setdefault(path, LogFile(path))
             for text in log.new_text(is_last=True):
@@ -192,7 +196,7 @@ class MergedView:
 
     def _show(self, group: AttemptLogs, is_last: bool) -> None:
         """Print the new lines of an attempt, with a heading where it begins and where it ends, once
-        each. Lines of the last second may wait for equal ones until the next call. Raise OSError
+        each. Unless `is_last`, those of the last second may wait for equal ones. Raise OSError
         where the journal or a log can't be read, or stdout is closed."""
         fold = self._folds.setdefault(group.attempt.path, LineFold(not self._query.raw))
         # Read before the lines, so that all lines from before the verdict are there.

@@ -197,14 +197,14 @@ def table(tasks: Sequence[Task]) -> str:
     return columns([header[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
-def _cells(task: Task, results: Sequence[str]) -> list[Any]:
+def _cells(task: Task, results: Sequence[str]) -> list[object]:
     """Return the row of a task in the order of `table`'s header, with its `results` of these names;
     None for an unknown value, '' without a reason."""
     status = task.status
     attempt, progress, loss = None, None, None
     if status:
         attempt, progress, loss = status.attempt, status.progress, status.loss
-    cells = [task.index, *task.trial.values(), task.state, attempt, progress]
+    cells: list[object] = [task.index, *task.trial.values(), task.state, attempt, progress]
     cells += [_short(loss), _short(task.best), *(_short(task.results.get(n)) for n in results)]
     return [*cells, status.why if status else ""]
 

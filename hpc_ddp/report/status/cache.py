@@ -108,8 +108,8 @@ def _is_private(path: Path) -> bool:
 
 def _restore(values: dict[str, Any], saved_at: float | None) -> Status:
     """Return the status in an entry of the cache, `values`, with the age of its last checkpoint as
-    of now; `saved_at` is when that was saved, in unix seconds. Raise KeyError, TypeError or
-    ValueError for a damaged entry."""
+    of now; `saved_at` is when that was saved, in unix seconds, None without one. Raise KeyError,
+    TypeError or ValueError for a damaged entry."""
     status = Status(**{**values, "state": RunState(values["state"])})
     return status if saved_at is None else replace(status, last_checkpoint_s=time.time() - saved_at)
 
@@ -123,7 +123,7 @@ def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
     return not status.state.is_live and (has_verdict or is_final)
 
 
-def _fingerprint(run: RunFolder) -> list[Any]:
+def _fingerprint(run: RunFolder) -> list[object]:
     """Return values that change when a file changes from which a run's status is read: whether it
     and its tasks are cancelled, and name, size in bytes and time in ns of each file of their
     journals. [] for a run that is being removed. Raise OSError where a journal, also a task's,
@@ -133,7 +133,7 @@ def _fingerprint(run: RunFolder) -> list[Any]:
     except OSError:  # it is just being removed
         return []
     folders = [str(run.path), *(f"{run.path}/{n}" for n in sorted(names) if n.startswith("task-"))]
-    fingerprint: list[Any] = [os.path.exists(f"{folder}/cancelled") for folder in folders]
+    fingerprint: list[object] = [os.path.exists(f"{folder}/cancelled") for folder in folders]
     for folder in folders:
         with suppress(FileNotFoundError):
             for name in sorted(os.listdir(f"{folder}/journal")):

@@ -130,15 +130,7 @@ def summarize(
     metrics, finished = last_event(events, MetricsLine), last_event(events, Finished)
     saved = last_event(events, CheckpointSaved)
     queued = [line for job in jobs if (line := queue.find(job, run))]
-    state, why = find_state(run, events, queued)
-    is_of_job = bool(jobs) and (started is None or started.pid is None)
-    can_be_live = state is RunState.LOST or (state is RunState.STOPPED and _is_requeued(events))
-    if can_be_live and is_of_job and queue.life(jobs[-1], run) is Life.UNKNOWN:
-        state, why = RunState.UNKNOWN, describe_job(jobs[-1], queue, run)
-    if state is RunState.WAITING:
-        running = sum(_is_running(task, queue) for task in run.tasks())
-        if running:
-            state, why = RunState.RUNNING, f"{running} tasks run, others wait"
+    state, why = _state_by_queue(run, events, jobs, queue, queued)
     now = time.time()
     waits, runs = state is RunState.WAITING, state is RunState.RUNNING
     seconds = goodput.account(events, now if state.is_live else None, waits=waits)
@@ -166,6 +158,28 @@ def summarize(
         results=dict(finished.results or {}) if finished else {},
         rerun_of=rerun.of if rerun else None,
     )
+
+
+def _state_by_queue(
+    run: RunFolder,
+    events: Sequence[JournalEvent],
+    jobs: Sequence[JobRef],
+    queue: Queue,
+    queued: Sequence[QueuedJob],
+) -> tuple[RunState, str]:
+    """Return state and reason as `find_state` does, but for the cases that `summarize` names;
+    `queued` are the run's jobs that Slurm still has. Raise OSError where `summarize` does."""
+    state, why = find_state(run, events, queued)
+    started = last_event(events, Started)
+    is_of_job = bool(jobs) and (started is None or started.pid is None)
+    can_be_live = state is RunState.LOST or (state is RunState.STOPPED and _is_requeued(events))
+    if can_be_live and is_of_job and queue.life(jobs[-1], run) is Life.UNKNOWN:
+        return RunState.UNKNOWN, describe_job(jobs[-1], queue, run)
+    if state is RunState.WAITING:
+        running = sum(_is_running(task, queue) for task in run.tasks())
+        if running:
+            return RunState.RUNNING, f"{running} tasks run, others wait"
+    return state, why
 
 
 def _is_requeued(events: Sequence[JournalEvent]) -> bool:

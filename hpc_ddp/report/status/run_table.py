@@ -51,8 +51,8 @@ COLOURS = {
 
 
 def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str:
-    """Return the states of runs as a table, or as a JSON list. The runs are those of `names` (each
-    as `find_run` reads it), or without names all below `root`.
+    """Return the states of runs as a table, or with `as_json` as a JSON list. The runs are those of
+    `names` (each as `find_run` reads it), or without names all below `root`.
 
     Slurm is asked; without an answer the states are those of the journals. Without names, live runs
     come first, and the table has only `MOST_RUNS` and the live ones, with the number of the others,

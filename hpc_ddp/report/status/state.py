@@ -25,7 +25,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.file_owners import other_owner
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.journal.enums import Action, Cause, Word
+from hpc_ddp.core.journal.enums import Action, Cause, TextEnum
 from hpc_ddp.core.journal.events import (
     Finished,
     JournalEvent,
@@ -41,7 +41,7 @@ from hpc_ddp.live_jobs import is_final, process_of
 from hpc_ddp.slurm_text import QueuedJob
 
 
-class RunState(Word):
+class RunState(TextEnum):
     """The state of a run in one word; ``not begun`` is for tasks of an array."""
 
     WAITING = "waiting"
@@ -83,6 +83,14 @@ _OF_JOB = {
     "STOPPED": RunState.SUSPENDED,
 }
 _LIVE = frozenset(_OF_JOB.values())
+
+
+def spec_of(run: RunFolder) -> JobSpec | None:
+    """Return a run's job; None where its job.json is missing or broken."""
+    try:
+        return JobSpec.from_json(read_text(run.job_json))
+    except (OSError, ValueError, HpcDdpError):
+        return None
 
 
 def state_of_job(slurm_state: str) -> RunState | None:
@@ -152,7 +160,7 @@ def _is_final(last: JournalEvent | None) -> bool:
 
 def _has_live_process(last: JournalEvent | None) -> bool:
     """Return whether `last`, the last event of a run, is a start whose process runs on this
-    machine."""
+    machine; False for None."""
     return isinstance(last, Started) and process.is_live(last.process)
 
 

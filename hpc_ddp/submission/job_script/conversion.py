@@ -47,7 +47,7 @@ RELATIVE = re.compile(
 )
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
 Mark = tuple[str, str]  # the group of a line, and the reason
-Entry = tuple[str, int]  # a text, and the line of the script that it comes from
+TextAt = tuple[str, int]  # a text, and the line of the script that it comes from
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
@@ -97,8 +97,8 @@ class Conversion:
     """
 
     values: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    lists: dict[str, list[Entry]] = field(default_factory=dict)
-    env: dict[str, Entry] = field(default_factory=dict)
+    lists: dict[str, list[TextAt]] = field(default_factory=dict)
+    env: dict[str, TextAt] = field(default_factory=dict)
     marks: dict[int, list[Mark]] = field(default_factory=dict)
     notes: list[tuple[int, str]] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)

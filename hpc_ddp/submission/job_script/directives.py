@@ -16,8 +16,8 @@ from hpc_ddp.submission.job_script.conversion import (
     OURS,
     TAKEN,
     Conversion,
-    Entry,
     Mark,
+    TextAt,
 )
 from hpc_ddp.submission.job_script.launch import FLAGS, Launch, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
@@ -65,7 +65,7 @@ class Directives:
     `replaced` has (line, reason) of single options that count for nothing, while other options of
     the line may count."""
 
-    options: dict[str, Entry] = field(default_factory=dict)
+    options: dict[str, TextAt] = field(default_factory=dict)
     marks: dict[int, Mark] = field(default_factory=dict)
     replaced: list[tuple[int, str]] = field(default_factory=list)
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from hpc_ddp.core.job.slurm_options import as_pairs
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion, Entry
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion, TextAt
 from hpc_ddp.submission.job_script.directives import BURST_BUFFER
 
 _ORDER = ("script", "module", "no-python", "args", "job-name", "nodes", "gpus-per-node")
@@ -34,7 +34,7 @@ def to_toml(conversion: Conversion, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _list(key: str, entries: Sequence[Entry]) -> list[str]:
+def _list(key: str, entries: Sequence[TextAt]) -> list[str]:
     """Return the lines of a list as TOML. Arguments, container options and names to expand that
     come from one line of the script share a line; each other entry has its own."""
     is_joined = key in ("args", "expand", "container-options")

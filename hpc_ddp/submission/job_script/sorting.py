@@ -18,8 +18,8 @@ from hpc_ddp.submission.job_script.conversion import (
     TAKEN,
     VERDICT,
     Conversion,
-    Entry,
     Rules,
+    TextAt,
     first_reason,
 )
 from hpc_ddp.submission.job_script.launch import (
@@ -94,7 +94,7 @@ class Sorter:
         self._needed: set[str] = set()  # by the launch or a line that stays
         self._needed_before: set[str] = set()  # by set-up lines
         self._needed_after: set[str] = set()  # by clean-up lines, which have a shell of their own
-        self._functions_after: list[Entry] = []  # definitions that these lines need
+        self._functions_after: list[TextAt] = []  # definitions that these lines need
         self._in_launch: set[str] = set()  # variables whose values stand in the launch
         brings = (i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text))
         # The index of the first module, conda or source.

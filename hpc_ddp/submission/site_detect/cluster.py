@@ -23,7 +23,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import gpus_of, parse_time
 from hpc_ddp.submission.settings.user import user_name
 
-Record = Mapping[str, str]
+Row = Mapping[str, str]
 
 # Variables of sites for a disk that all nodes see, the fastest first.
 SCRATCH = ("SCRATCH", "PSCRATCH", "CINECA_SCRATCH", "FAST", "WORK", "GROUP_SCRATCH")
@@ -57,11 +57,11 @@ class ClusterFacts:
         is on, '' for a disk of this machine
     """
 
-    config: Record
-    partitions: Sequence[Record]
-    nodes: Sequence[Record]
-    qos: Sequence[Record] = ()
-    accounts: Sequence[Record] = ()
+    config: Row
+    partitions: Sequence[Row]
+    nodes: Sequence[Row]
+    qos: Sequence[Row] = ()
+    accounts: Sequence[Row] = ()
     scratch: Sequence[tuple[str, str, bool]] = ()
     runs: str = ""
     containers: Sequence[str] = ()
@@ -143,7 +143,7 @@ class Partition:
     """A partition: Slurm's values of it by name, the kinds of its nodes (the most common first),
     and the nodes' names."""
 
-    values: Record
+    values: Row
     kinds: Sequence[NodeKind]
     nodes: frozenset[str]
 
@@ -263,7 +263,7 @@ def _of_partition(partition: Partition, partitions: Sequence[Partition]) -> Pree
     return Preemption(("partition", partition.name), mode, grace_s, by)
 
 
-def _set_value(record: Record, name: str) -> str:
+def _set_value(record: Row, name: str) -> str:
     """Return a value of a record; '' where it is not set, or is one of `_NOTHING`, such as
     UNLIMITED."""
     text = record.get(name, "")

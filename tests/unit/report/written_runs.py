@@ -17,7 +17,7 @@ from hpc_ddp.core.run_index import link_job
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import gather
-from hpc_ddp.slurm_text import QueuedJob, Record
+from hpc_ddp.slurm_text import JobRecord, QueuedJob
 
 NOW = time.time()
 
@@ -115,7 +115,7 @@ class Written:
         self.run.slurm_out.write_text(text)
         return self
 
-    def explain(self, record: Record | None = None, **more_facts: Any) -> Explanation:
+    def explain(self, record: JobRecord | None = None, **more_facts: Any) -> Explanation:
         """Explain it, with what Slurm would say of its job 7."""
         facts = replace(
             gather(self.run), job_id="7" if record else None, record=record, **more_facts
@@ -123,8 +123,8 @@ class Written:
         return explain(facts)
 
 
-def record(state: str, reason: str = "None", code: str = "0:0", **more: Any) -> Record:
-    return Record(state, reason, code, **{"nodes": "n[1-2]", "start_time": None, **more})
+def record(state: str, reason: str = "None", code: str = "0:0", **more: Any) -> JobRecord:
+    return JobRecord(state, reason, code, **{"nodes": "n[1-2]", "start_time": None, **more})
 
 
 RUNNING_JOB = QueuedJob("RUNNING", "None", "n[1-2]", "1:02:03")

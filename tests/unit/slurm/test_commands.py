@@ -12,7 +12,7 @@ from hpc_ddp import slurm
 from hpc_ddp.core import attempt_env
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.slurm import NoAnswerError
-from hpc_ddp.slurm_text import QueuedJob, Record
+from hpc_ddp.slurm_text import JobRecord, QueuedJob
 from unit.fakes import Clock, Slurm, squeue_rows
 from unit.slurm.fakes import TIMED_OUT
 
@@ -186,7 +186,7 @@ def test_a_job_that_is_forgotten_is_in_the_accounting(slurm_commands: Slurm) -> 
     row = "CANCELLED by 1000|None|0:15|n1|2026-11-21T10:00:00"
     slurm_commands.answer("sacct", f"a line|of another kind\nFAILED||1:0||\n{row}\n")
     record = slurm.record("7")
-    assert record == Record("CANCELLED", "None", "0:15", "n1", record.start_time)
+    assert record == JobRecord("CANCELLED", "None", "0:15", "n1", record.start_time)
     assert record.start_time is not None
     assert slurm_commands.calls("sacct")[0][-1] == "--jobs=7"
 
